@@ -34,9 +34,7 @@ def start() -> None:
 
 
 @app.command("list")
-def list_all(
-    markdown: Annotated[bool, typer.Option(help="As the table of benchmarks/README.md.")] = False,
-) -> None:
+def list_all(markdown: Annotated[bool, typer.Option(help="As the table of benchmarks/README.md.")] = False) -> None:
     """Print what each benchmark shows, how long it takes, what it needs and what it writes."""
     if markdown:
         print(markdown_list())
@@ -44,9 +42,7 @@ def list_all(
     table = Table("name", "shows", "takes", "needs", "writes")
     for name, (engine, benchmark) in scripts().items():
         files = ", ".join(path.name for path in results(name))
-        table.add_row(
-            f"{name} ({engine})", benchmark.shows, benchmark.time, "; ".join(benchmark.needs), files
-        )
+        table.add_row(f"{name} ({engine})", benchmark.shows, benchmark.time, "; ".join(benchmark.needs), files)
     Console().print(table)
 
 
@@ -72,9 +68,7 @@ def stale() -> None:
 def run(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="One of `python -m benchmarks list`.")],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A short run, written to build/benchmarks.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A short run, written to build/benchmarks.")] = False,
 ) -> None:
     """Run one benchmark; further options are those of its script (`run NAME -- --help`)."""
     known = scripts()
@@ -93,9 +87,7 @@ def run(
 
 
 @app.command()
-def refresh(
-    hours: Annotated[float, typer.Option(help="Start no further one after this time.")] = math.inf,
-) -> None:
+def refresh(hours: Annotated[float, typer.Option(help="Start no further one after this time.")] = math.inf) -> None:
     """Run each benchmark that has stale rows, the oldest first, in a process of its own."""
     ledger, end = Ledger.read(), time.monotonic() + 3600 * hours
     olds = find_stale(ledger, {name: sources(name) for name in ledger.pages})

@@ -23,12 +23,7 @@ LINK = re.compile(r"(?<=\]\()([^()\s#]+)(?=[)#])")
 SOURCE = re.compile(r"\[([^]]+)\]\(([^()\s]+\.py)\)")  # a link to a script
 LOADED = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?=["']?(?:https?:)?//[^>]*>""")
 PUBLIC = re.compile(r"^::: (\S+)$", re.M)
-SELDOM = (
-    "docs/architecture.md",
-    "docs/features.md",
-    "docs/mutants.md",
-    "docs/nightly.md",
-)  # searched for
+SELDOM = ("docs/architecture.md", "docs/features.md", "docs/mutants.md", "docs/nightly.md")  # searched for
 ALWAYS = ("CONTRIBUTING.md", "examples/README.md")  # in the navigation
 
 

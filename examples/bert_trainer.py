@@ -32,12 +32,7 @@ from demask.prune.adapters.transformers import PruneCallback
 
 torch.manual_seed(0)
 config = BertConfig(
-    vocab_size=50,
-    hidden_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    intermediate_size=64,
-    num_labels=2,
+    vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, num_labels=2
 )
 model = BertForSequenceClassification(config)
 tokens = torch.randint(1, 50, (32, 12))
@@ -53,9 +48,7 @@ settings = TrainingArguments(
 )
 
 example = {"input_ids": tokens[:2]}
-pruner = prune.Pruner(
-    model, example, structure="head", score=prune.Taylor(), schedule=prune.Cubic(0, 0.5, steps=2)
-)
+pruner = prune.Pruner(model, example, structure="head", score=prune.Taylor(), schedule=prune.Cubic(0, 0.5, steps=2))
 callback = PruneCallback(pruner, every=2, rounds=2, demask_with=example)
 trainer = Trainer(model, settings, train_dataset=data, callbacks=[callback])
 trainer.remove_callback(PrinterCallback)  # of losses

@@ -91,8 +91,7 @@ class Images:
 
 def normalized(pixels: Tensor) -> Tensor:
     """float32, channels last."""
-    mean_, deviation = (torch.tensor(v, device=pixels.device).view(1, 3, 1, 1)
-                        for v in (MEAN, DEVIATION))  # fmt: skip
+    mean_, deviation = (torch.tensor(v, device=pixels.device).view(1, 3, 1, 1) for v in (MEAN, DEVIATION))
     x = (pixels.float() / 255 - mean_) / deviation
     return x.to(memory_format=torch.channels_last)
 
@@ -101,6 +100,8 @@ def accuracy(model: nn.Module, test: Images) -> float:
     """Percent of the test images, on the device of the model, that are classified right."""
     model.eval()
     with torch.inference_mode():
-        right = sum((model(normalized(x)).argmax(1) == y).sum().item() for x, y in
-                    zip(test.pixels.split(500), test.labels.split(500), strict=True))  # fmt: skip
+        right = sum(
+            (model(normalized(x)).argmax(1) == y).sum().item()
+            for x, y in zip(test.pixels.split(500), test.labels.split(500), strict=True)
+        )
     return 100 * right / len(test.labels)

@@ -58,9 +58,28 @@ from transformers import (  # noqa: E402
 from demask.prune.adapters.transformers import PruneCallback  # noqa: E402
 
 RESULTS, QUICK = ROOT / "examples" / "results", ROOT / "build" / "examples"
-MODULES = ("argparse", "ast", "datetime", "decimal", "doctest", "inspect", "ipaddress", "optparse",
-           "pickle", "subprocess", "tarfile", "threading", "turtle", "typing", "zipfile",
-           "_pydatetime", "_pydecimal", "dataclasses", "statistics", "fractions")  # fmt: skip
+MODULES = (
+    "argparse",
+    "ast",
+    "datetime",
+    "decimal",
+    "doctest",
+    "inspect",
+    "ipaddress",
+    "optparse",
+    "pickle",
+    "subprocess",
+    "tarfile",
+    "threading",
+    "turtle",
+    "typing",
+    "zipfile",
+    "_pydatetime",
+    "_pydecimal",
+    "dataclasses",
+    "statistics",
+    "fractions",
+)
 LENGTH, WORDS = 32, 4000  # tokens of a line; of the vocabulary
 PAD, UNKNOWN, START = 0, 1, 2
 AMOUNT, ROUNDS = 0.5, 3  # of heads and units; steps of pruning
@@ -82,8 +101,7 @@ class Lines(Dataset):
 
     def __getitem__(self, k: int) -> dict[str, Tensor]:
         tokens = self.tokens[k]
-        return {"input_ids": tokens, "attention_mask": (tokens != PAD).long(),
-                "labels": self.labels[k]}  # fmt: skip
+        return {"input_ids": tokens, "attention_mask": (tokens != PAD).long(), "labels": self.labels[k]}
 
 
 def read_task(test_share: float = 0.15) -> tuple[Lines, Lines, tuple[str, ...]]:
@@ -113,12 +131,18 @@ def new_model(classes: int, size: str) -> BertForSequenceClassification:
     width, layers, heads = map(int, size.split("x"))
     return BertForSequenceClassification(
         BertConfig(
-            vocab_size=WORDS, hidden_size=width, num_hidden_layers=layers,
-            num_attention_heads=heads, intermediate_size=4 * width,
-            max_position_embeddings=LENGTH, num_labels=classes, attn_implementation="sdpa",
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            vocab_size=WORDS,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            max_position_embeddings=LENGTH,
+            num_labels=classes,
+            attn_implementation="sdpa",
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
-    )  # fmt: skip
+    )
 
 
 # --------------------------------------------------------------------------------------- training
@@ -149,18 +173,28 @@ class StopAt(TrainerCallback):
 def arguments(options: argparse.Namespace, steps: int) -> TrainingArguments:
     """Every step is logged; nothing is saved or sent anywhere."""
     return TrainingArguments(
-        output_dir=str(options.output), max_steps=steps, logging_steps=1, save_strategy="no",
-        per_device_train_batch_size=options.batch, per_device_eval_batch_size=256, report_to=[],
-        disable_tqdm=True, use_cpu=options.device == "cpu", seed=0, dataloader_pin_memory=False,
-    )  # fmt: skip
+        output_dir=str(options.output),
+        max_steps=steps,
+        logging_steps=1,
+        save_strategy="no",
+        per_device_train_batch_size=options.batch,
+        per_device_eval_batch_size=256,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=options.device == "cpu",
+        seed=0,
+        dataloader_pin_memory=False,
+    )
 
 
 def accuracy(model: torch.nn.Module, lines: Lines) -> float:
     """Percent of the lines whose module is named."""
     model.eval()
     with torch.inference_mode():
-        right = sum((logits(model, x).argmax(1).cpu() == y).sum().item() for x, y in
-                    zip(lines.tokens.split(256), lines.labels.split(256), strict=True))  # fmt: skip
+        right = sum(
+            (logits(model, x).argmax(1).cpu() == y).sum().item()
+            for x, y in zip(lines.tokens.split(256), lines.labels.split(256), strict=True)
+        )
     return 100 * right / len(lines)
 
 
@@ -192,10 +226,15 @@ class Training:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_of(options.steps))
         example = example_inputs(2, options.device)
         pruners = [
-            prune.Pruner(model, example, score=prune.Taylor(), structure=structure,
-                         schedule=prune.Iterative(ROUNDS, fraction=AMOUNT))
+            prune.Pruner(
+                model,
+                example,
+                score=prune.Taylor(),
+                structure=structure,
+                schedule=prune.Iterative(ROUNDS, fraction=AMOUNT),
+            )
             for structure in ("head", "unit")
-        ]  # fmt: skip
+        ]
         return cls(model, pruners, optimizer, schedule)
 
     def twin(self, options: argparse.Namespace, classes: int) -> Training:
@@ -209,15 +248,16 @@ class Training:
         other.schedule.load_state_dict(self.schedule.state_dict())
         return other
 
-    def train(
-        self, lines: Lines, until: int, options: argparse.Namespace, *callbacks: TrainerCallback
-    ) -> list[float]:
+    def train(self, lines: Lines, until: int, options: argparse.Namespace, *callbacks: TrainerCallback) -> list[float]:
         """Train so many steps more with transformers' Trainer: the loss of each."""
         losses = Losses()
         trainer = Trainer(
-            self.model, arguments(options, until), train_dataset=lines,
-            optimizers=(self.optimizer, self.schedule), callbacks=[losses, *callbacks],
-        )  # fmt: skip
+            self.model,
+            arguments(options, until),
+            train_dataset=lines,
+            optimizers=(self.optimizer, self.schedule),
+            callbacks=[losses, *callbacks],
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         return losses.values
@@ -262,8 +302,7 @@ def run(options: argparse.Namespace, train: Lines, test: Lines, classes: int) ->
     """Train, prune, and go on from one place in three ways, with the same batches."""
     first, middle = Training.new(options, classes), options.steps // 2
     every = middle // (2 * ROUNDS)
-    callbacks = [PruneCallback(p, start=middle // 2, every=every, rounds=ROUNDS)
-                 for p in first.pruners]  # fmt: skip
+    callbacks = [PruneCallback(p, start=middle // 2, every=every, rounds=ROUNDS) for p in first.pruners]
     before = first.train(train, middle, options, *callbacks)
     trainings = {name: first.twin(options, classes) for name in (MASKED, CARRIED, NEW)}
     for name in (CARRIED, NEW):
@@ -273,11 +312,8 @@ def run(options: argparse.Namespace, train: Lines, test: Lines, classes: int) ->
             demask.carry(slim, training.optimizer)
         else:
             rate = training.schedule.state_dict()
-            training.optimizer = torch.optim.AdamW(slim.parameters(), lr=options.rate,
-                                                   weight_decay=0.01)  # fmt: skip
-            training.schedule = torch.optim.lr_scheduler.LambdaLR(
-                training.optimizer, rate_of(options.steps)
-            )
+            training.optimizer = torch.optim.AdamW(slim.parameters(), lr=options.rate, weight_decay=0.01)
+            training.schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer, rate_of(options.steps))
             training.schedule.load_state_dict(rate)
         training.model = slim.train()
     report = demask.report(slim)
@@ -285,9 +321,7 @@ def run(options: argparse.Namespace, train: Lines, test: Lines, classes: int) ->
     accuracies = {"at the middle": accuracy(first.model, test)}
     accuracies |= {name: accuracy(t.model, test) for name, t in trainings.items()}
     models = {name: training.model.eval() for name, training in trainings.items()}
-    timings = {
-        device: time_on(models, device, test) for device in dict.fromkeys((options.device, "cpu"))
-    }
+    timings = {device: time_on(models, device, test) for device in dict.fromkeys((options.device, "cpu"))}
     steps = [middle // 2 + k * every for k in range(ROUNDS)]
     return Outcome(before, losses, accuracies, (report.before, report.after), timings, steps)
 
@@ -327,18 +361,23 @@ def draw(outcome: Outcome, path: Path) -> None:
     losses.plot(smooth(outcome.before, width), color="black", linewidth=1, label="while pruned")
     for name, values in outcome.losses.items():
         whole = smooth([*outcome.before, *values], width)
-        losses.plot(range(middle - 1, len(whole)), whole[middle - 1 :], color=colors[name],
-                    linewidth=3 if name == MASKED else 1.1, label=name)  # fmt: skip
+        losses.plot(
+            range(middle - 1, len(whole)),
+            whole[middle - 1 :],
+            color=colors[name],
+            linewidth=3 if name == MASKED else 1.1,
+            label=name,
+        )
     for step in outcome.pruned:
         losses.axvline(step, color="#d1661f", linestyle=":", linewidth=0.8)
     losses.axvline(middle, color="black", linestyle="--", linewidth=0.8)
     losses.set_ylabel(f"training loss, mean of {width} steps")
     losses.set_xlabel("step (dotted: pruning; dashed: demask)")
     for name in (CARRIED, NEW):
-        difference = [a - b for a, b in zip(outcome.losses[name], outcome.losses[MASKED],
-                                            strict=True)]  # fmt: skip
-        differences.plot(range(middle, middle + len(difference)), difference, color=colors[name],
-                         linewidth=1, label=name)  # fmt: skip
+        difference = [a - b for a, b in zip(outcome.losses[name], outcome.losses[MASKED], strict=True)]
+        differences.plot(
+            range(middle, middle + len(difference)), difference, color=colors[name], linewidth=1, label=name
+        )
     differences.set_ylabel("loss - loss of the masked network")
     differences.set_xlabel("step")
     for axes in (losses, differences):
@@ -350,17 +389,25 @@ def draw(outcome: Outcome, path: Path) -> None:
 def page(outcome: Outcome, options: argparse.Namespace, task: str, seconds: float) -> str:
     """The page of results."""
     near = min(20, len(outcome.losses[MASKED]))
-    places = {device: "CPU" if device == "cpu" else torch.cuda.get_device_name(device)
-              for device in outcome.timings}  # fmt: skip
-    head = ["", "test accuracy, %", *(f"ms, 32 lines, {place}" for place in places.values()),
-            f"largest change of the loss, {near} steps"]  # fmt: skip
+    places = {device: "CPU" if device == "cpu" else torch.cuda.get_device_name(device) for device in outcome.timings}
+    head = [
+        "",
+        "test accuracy, %",
+        *(f"ms, 32 lines, {place}" for place in places.values()),
+        f"largest change of the loss, {near} steps",
+    ]
     rows = [head, ["---"] * len(head)]
     for name, values in outcome.losses.items():
         pairs = zip(values[:near], outcome.losses[MASKED][:near], strict=True)
         change = max(abs(a - b) for a, b in pairs)
-        rows.append([name, f"{outcome.accuracies[name]:.1f}",
-                     *(format_spread(timings[name]) for timings in outcome.timings.values()),
-                     "" if name == MASKED else f"{change:.2g}"])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{outcome.accuracies[name]:.1f}",
+                *(format_spread(timings[name]) for timings in outcome.timings.values()),
+                "" if name == MASKED else f"{change:.2g}",
+            ]
+        )
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     before, after = outcome.sizes
     return f"""# An encoder pruned while transformers' Trainer trains it
@@ -407,8 +454,10 @@ def main() -> None:
     if options.quick:
         options.size, options.steps, options.batch = "64x2x2", min(options.steps, 48), 16
     train, test, modules = read_task()
-    task = (f"Which of {len(modules)} modules of Python's standard library a line of source is "
-            f"from: {len(train):,} lines to train with, {len(test):,} others to test.")  # fmt: skip
+    task = (
+        f"Which of {len(modules)} modules of Python's standard library a line of source is "
+        f"from: {len(train):,} lines to train with, {len(test):,} others to test."
+    )
     began = time.perf_counter()
     outcome = run(options, train, test, len(modules))
     draw(outcome, options.output / f"{options.name}.svg")

@@ -120,16 +120,11 @@ class Experiment:
     tick: Callable[[str], None]
     timer: prune.NetworkTimer
 
-    def pruned(
-        self, dense: nn.Module, allocation: Any, amount: float
-    ) -> tuple[nn.Module, prune.Pruned]:
+    def pruned(self, dense: nn.Module, allocation: Any, amount: float) -> tuple[nn.Module, prune.Pruned]:
         """A copy of the dense network without the channels that went, and which went."""
         model = deepcopy(dense)
         score_gradients(model, self.train, self.seed)
-        pruner = prune.Pruner(
-            model, IMAGE, score=prune.Taylor(), allocation=allocation,
-            schedule=prune.OneShot(amount),
-        )  # fmt: skip
+        pruner = prune.Pruner(model, IMAGE, score=prune.Taylor(), allocation=allocation, schedule=prune.OneShot(amount))
         pruned = pruner.step()
         model.zero_grad()
         return demask.demask(model, (IMAGE,)), pruned
@@ -137,9 +132,7 @@ class Experiment:
     def trained(self, slim: nn.Module, title: str) -> tuple[float, float, int]:
         """Accuracy, milliseconds and MACs of a small network after its training."""
         macs = slim.demasked.after.macs
-        run = Training(
-            slim, self.train, self.test, self.steps, self.seed + 100, self.tick, crops=WHOLE
-        )
+        run = Training(slim, self.train, self.test, self.steps, self.seed + 100, self.tick, crops=WHOLE)
         model, right = run.finish(title)
         return right, measure_ms(model, self.timer), macs
 
@@ -151,8 +144,7 @@ class Experiment:
             slim, pruned = self.pruned(dense, latency, 0.5)
             right, ms, macs = self.trained(slim, f"{LATENCY} {share:g}")
             plan = cast(prune.LatencyPlan, pruned.plan)
-            yield Point(LATENCY, share, self.seed, right, ms, plan.chosen.predicted_ms,
-                        len(plan.trials), macs)  # fmt: skip
+            yield Point(LATENCY, share, self.seed, right, ms, plan.chosen.predicted_ms, len(plan.trials), macs)
         for amount in setting.amounts:
             slim, _ = self.pruned(dense, prune.Uniform(), amount)
             right, ms, macs = self.trained(slim, f"{UNIFORM} {amount:g}")
@@ -160,9 +152,8 @@ class Experiment:
 
 
 def points(
-    seeds: Sequence[int], setting: Setting, train: Images, test: Images, timer: prune.NetworkTimer,
-    bar: Progress,
-) -> Iterator[Point]:  # fmt: skip
+    seeds: Sequence[int], setting: Setting, train: Images, test: Images, timer: prune.NetworkTimer, bar: Progress
+) -> Iterator[Point]:
     """All networks of all seeds, the dense one of each seed first."""
     steps = [max(round(e * len(train.labels) / BATCH), 2) for e in (setting.dense, setting.tune)]
     ways = len(setting.budgets) + len(setting.amounts)
@@ -221,35 +212,55 @@ def budget_row(results: Sequence[Point], share: float, whole_ms: float) -> list[
     errors = [100 * (p.predicted_ms / p.measured_ms - 1) for p in own]
     faster = gains(results, share)
     return [
-        f"{100 * share:.0f} %", f"{share * whole_ms:.3f}",
-        interval([p.predicted_ms for p in own], 3), interval([p.measured_ms for p in own], 3),
-        f"{max(map(abs, errors)):.1f} %", interval([p.accuracy for p in own]),
+        f"{100 * share:.0f} %",
+        f"{share * whole_ms:.3f}",
+        interval([p.predicted_ms for p in own], 3),
+        interval([p.measured_ms for p in own], 3),
+        f"{max(map(abs, errors)):.1f} %",
+        interval([p.accuracy for p in own]),
         f"{mean(p.macs for p in own):,.0f}",
         f"{interval(faster)} ({len(faster)} of {len(own)} seeds)" if faster else "less accurate",
-    ]  # fmt: skip
+    ]
 
 
 def page(
-    results: Sequence[Point], setting: Setting, timer: prune.NetworkTimer, before: str, images: int,
-    device: str,
-) -> str:  # fmt: skip
+    results: Sequence[Point], setting: Setting, timer: prune.NetworkTimer, before: str, images: int, device: str
+) -> str:
     """The page of results."""
     trained = "the CPU" if device == "cpu" else torch.cuda.get_device_name(device)
     dense = [p for p in results if p.way == DENSE]
     ratios = [1.0, *timer.ratios]
     budgets = table(
-        ["budget", "ms allowed", "ms predicted", "ms measured", "largest error", "accuracy, %",
-         "MACs", "ms of uniform / ms, at equal accuracy"],
+        [
+            "budget",
+            "ms allowed",
+            "ms predicted",
+            "ms measured",
+            "largest error",
+            "accuracy, %",
+            "MACs",
+            "ms of uniform / ms, at equal accuracy",
+        ],
         [budget_row(results, share, 1e3 * timer.seconds) for share in setting.budgets],
-    )  # fmt: skip
-    rows = [[DENSE, interval([p.measured_ms for p in dense], 3),
-             interval([p.accuracy for p in dense]), f"{dense[0].macs:,}"]]  # fmt: skip
+    )
+    rows = [
+        [
+            DENSE,
+            interval([p.measured_ms for p in dense], 3),
+            interval([p.accuracy for p in dense]),
+            f"{dense[0].macs:,}",
+        ]
+    ]
     for amount in setting.amounts:
         own = [p for p in results if p.way == UNIFORM and p.setting == amount]
-        rows.append([f"{100 * amount:.0f} % of each group",
-                     interval([p.measured_ms for p in own], 3),
-                     interval([p.accuracy for p in own]),
-                     f"{mean(p.macs for p in own):,.0f}"])  # fmt: skip
+        rows.append(
+            [
+                f"{100 * amount:.0f} % of each group",
+                interval([p.measured_ms for p in own], 3),
+                interval([p.accuracy for p in own]),
+                f"{mean(p.macs for p in own):,.0f}",
+            ]
+        )
     uniform = table(["uniform pruning", "ms measured", "accuracy, %", "MACs"], rows)
     return f"""# ResNet-20 on CIFAR-10 within budgets of milliseconds
 
@@ -287,14 +298,13 @@ def draw(results: Sequence[Point], path: Path) -> None:
     for way, color in ((UNIFORM, "#d1661f"), (LATENCY, "#2a78b5")):
         own = [p for p in results if p.way == way]
         lines = [[p for p in own if p.setting == s] for s in dict.fromkeys(p.setting for p in own)]
-        middle = sorted((mean(p.measured_ms for p in line), mean(p.accuracy for p in line))
-                        for line in lines)  # fmt: skip
+        middle = sorted((mean(p.measured_ms for p in line), mean(p.accuracy for p in line)) for line in lines)
         axes.plot(*zip(*middle, strict=True), color=color, linewidth=1.4, label=way)
-        axes.plot([p.measured_ms for p in own], [p.accuracy for p in own], "o", color=color,
-                  markersize=4, alpha=0.6)  # fmt: skip
+        axes.plot([p.measured_ms for p in own], [p.accuracy for p in own], "o", color=color, markersize=4, alpha=0.6)
     dense = [p for p in results if p.way == DENSE]
-    axes.plot([p.measured_ms for p in dense], [p.accuracy for p in dense], "s", color="#8c8c8c",
-              markersize=4, label=DENSE)  # fmt: skip
+    axes.plot(
+        [p.measured_ms for p in dense], [p.accuracy for p in dense], "s", color="#8c8c8c", markersize=4, label=DENSE
+    )
     for share in dict.fromkeys(p.setting for p in results if p.way == LATENCY):
         axes.axvline(share * mean(p.measured_ms for p in dense), color="#bbbbbb", linewidth=0.8)
     axes.set_xlabel("ms, one image, one thread (lines: the budgets)")
@@ -335,8 +345,11 @@ def main() -> None:
         for point in points(seeds, setting, train, test, timer, bar):
             results.append(point)
             predicted = f", predicted {point.predicted_ms:.3f}" if point.predicted_ms else ""
-            print(f"seed {point.seed}, {point.way} {point.setting:g}: {point.accuracy:.2f} %, "
-                  f"{point.measured_ms:.3f} ms{predicted}", flush=True)  # fmt: skip
+            print(
+                f"seed {point.seed}, {point.way} {point.setting:g}: {point.accuracy:.2f} %, "
+                f"{point.measured_ms:.3f} ms{predicted}",
+                flush=True,
+            )
     draw(results, output / "latency_budget.svg")
     text = page(results, setting, timer, before, len(train.labels), options.device)
     (output / "latency_budget.md").write_text(text)

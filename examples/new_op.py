@@ -54,9 +54,4 @@ entry = Entry("... -> ...", cases=(Case((Shape((2, 3, 4)),), {}),))  # each axis
 table = TABLE.extended({"recipes::softsign": entry})
 check("recipes.softsign.default", table, demask.demask)  # raises where the line is wrong
 slim = demask.demask(net, (x,), table=table)
-print(
-    "with it:",
-    tuple(slim[0].weight.shape),
-    "equal:",
-    demask.verify(net, slim, (x,), table=table).ok,
-)
+print("with it:", tuple(slim[0].weight.shape), "equal:", demask.verify(net, slim, (x,), table=table).ok)

@@ -29,10 +29,7 @@ prune.remove(prune.ln_structured(net[0], "weight", amount=0.5, n=2, dim=0), "wei
 demask.to_onnx(net, "model.onnx", (images,))
 
 network = demask.from_onnx("model.onnx")
-print(
-    [port.name for port in network.interface.inputs],
-    [port.name for port in network.interface.outputs],
-)
+print([port.name for port in network.interface.inputs], [port.name for port in network.interface.outputs])
 slim = demask.demask(network, (images,))
 demask.verify(network, slim, (images,))  # raises where they differ
 demask.to_onnx(slim, "slim.onnx")  # same names, same dynamic sizes

@@ -150,9 +150,10 @@ def logits_of(model: nn.Module, images: Images) -> Tensor:
     """Logits of all images and of their mirror images: (2, n, classes)."""
     model.eval()
     with torch.inference_mode():
-        both = [torch.cat([model(normalized(x.flip(3) if mirrored else x))
-                           for x in images.pixels.split(500)])
-                for mirrored in (False, True)]  # fmt: skip
+        both = [
+            torch.cat([model(normalized(x.flip(3) if mirrored else x)) for x in images.pixels.split(500)])
+            for mirrored in (False, True)
+        ]
     return torch.stack(both).clone()
 
 
@@ -187,9 +188,13 @@ def prune_weights(run: Run) -> nn.Module:
     """Two of every four consecutive weights masked at once, by size; masks stay while it trains."""
     layers = [name for name, module in run.model.named_modules() if isinstance(module, nn.Conv2d)]
     pruner = prune.Pruner(
-        run.model, (normalized(run.test.pixels[:2]),), score=prune.L1(), structure="2:4",
-        schedule=prune.OneShot(0.5), skip=[layers[0], "linear"],
-    )  # fmt: skip
+        run.model,
+        (normalized(run.test.pixels[:2]),),
+        score=prune.L1(),
+        structure="2:4",
+        schedule=prune.OneShot(0.5),
+        skip=[layers[0], "linear"],
+    )
     pruner.step()
     run.go(1.0, WEIGHTS)
     pruner.remove()
@@ -199,10 +204,12 @@ def prune_weights(run: Run) -> nn.Module:
 def new_pruner(model: nn.Module, example: tuple[Tensor]) -> prune.Pruner:
     """Channels whose inputs vary least, as many of each group as a knapsack over MACs says."""
     return prune.Pruner(
-        model, example, score=prune.Fluctuation(),
+        model,
+        example,
+        score=prune.Fluctuation(),
         allocation=prune.MACs(budget=BUDGET, floor=FLOOR),
         schedule=prune.Cubic(0.0, 0.9, steps=ROUNDS),
-    )  # fmt: skip
+    )
 
 
 def prune_peer(run: Run, *, regularize: bool) -> nn.Module:
@@ -219,9 +226,14 @@ def prune_peer(run: Run, *, regularize: bool) -> nn.Module:
     fixed += [m.conv2 for m in run.model.modules() if isinstance(m, Block)]
     macs = tp.utils.count_ops_and_params(run.model, example)[0]
     pruner = tp.pruner.GroupNormPruner(
-        run.model, example, importance=tp.importance.GroupMagnitudeImportance(p=2),
-        global_pruning=True, pruning_ratio=0.95, iterative_steps=200, ignored_layers=fixed,
-    )  # fmt: skip
+        run.model,
+        example,
+        importance=tp.importance.GroupMagnitudeImportance(p=2),
+        global_pruning=True,
+        pruning_ratio=0.95,
+        iterative_steps=200,
+        ignored_layers=fixed,
+    )
     if regularize:
         pruner.update_regularizer()
         run.go(REGULARIZING, REGULARIZED, lambda: pruner.regularize(run.model))
@@ -232,8 +244,13 @@ def prune_peer(run: Run, *, regularize: bool) -> nn.Module:
     return run.model
 
 
-WAYS = {"dense": LONGER, "channels": OURS, "weights": WEIGHTS, "torch-pruning": AT_ONCE,
-        "torch-pruning-regularized": REGULARIZED}  # fmt: skip
+WAYS = {
+    "dense": LONGER,
+    "channels": OURS,
+    "weights": WEIGHTS,
+    "torch-pruning": AT_ONCE,
+    "torch-pruning-regularized": REGULARIZED,
+}
 DEFAULT = ("channels", "torch-pruning")
 CONTENDERS: dict[str, Callable[[Run], nn.Module]] = {
     LONGER: train_dense,
@@ -301,9 +318,15 @@ def recall(file: Path | None, compute: Callable[[], Outcome]) -> Outcome:
 
 
 def outcomes(
-    seeds: list[int], names: list[str], epochs: tuple[float, float], train: Images, test: Images,
-    bar: Progress, folder: Path | None = None, crops: Crops = GROWING,
-) -> Iterator[Outcome]:  # fmt: skip
+    seeds: list[int],
+    names: list[str],
+    epochs: tuple[float, float],
+    train: Images,
+    test: Images,
+    bar: Progress,
+    folder: Path | None = None,
+    crops: Crops = GROWING,
+) -> Iterator[Outcome]:
     """The dense network, and every contender with every seed, which begin from it.
 
     epochs: of the dense network, and of each contender. folder: see `recall`.
@@ -332,8 +355,9 @@ def outcomes(
     def file_of(name: str) -> Path | None:
         return folder / f"{name}.pt" if folder is not None else None
 
-    dense = recall(file_of("dense"), lambda: finished(
-        DENSE, 0, Run(pretrained(), train, test, dense_steps, 0, tick), train_dense))  # fmt: skip
+    dense = recall(
+        file_of("dense"), lambda: finished(DENSE, 0, Run(pretrained(), train, test, dense_steps, 0, tick), train_dense)
+    )
     yield dense
     teacher = logits_of(deepcopy(dense.model).to(train.pixels.device), train)
     for seed, (way, name) in product(seeds, WAYS.items()):
@@ -349,20 +373,20 @@ def sizes_of(model: nn.Module) -> Sizes:
     sizes = demask.report(slim).after
     positions: dict[str, int] = {}
     hooks = [
-        layer.register_forward_hook(
-            lambda _, __, y, name=name: positions.update({name: y[0, 0].numel()})
-        )
-        for name, layer in slim.named_modules() if isinstance(layer, nn.Conv2d)
-    ]  # fmt: skip
+        layer.register_forward_hook(lambda _, __, y, name=name: positions.update({name: y[0, 0].numel()}))
+        for name, layer in slim.named_modules()
+        if isinstance(layer, nn.Conv2d)
+    ]
     with torch.inference_mode():
         slim(*example)
     for hook in hooks:
         hook.remove()
     zeros = {name: int((slim.get_submodule(name).weight == 0).sum()) for name in positions}
     return replace(
-        sizes, parameters=sizes.parameters - sum(zeros.values()),
+        sizes,
+        parameters=sizes.parameters - sum(zeros.values()),
         macs=sizes.macs - sum(count * positions[name] for name, count in zeros.items()),
-    )  # fmt: skip
+    )
 
 
 def timed(results: list[Outcome], test: Images) -> dict[str, Timing]:
@@ -383,8 +407,15 @@ def interval(values: list[float], digits: int = 2) -> str:
     return f"{mean(values):.{digits}f} ± {reach:.{digits}f}"
 
 
-def page(results: list[Outcome], epochs: tuple[float, float], before: str, images: int,
-         timings: dict[str, Timing], crops: Crops, device: str) -> str:  # fmt: skip
+def page(
+    results: list[Outcome],
+    epochs: tuple[float, float],
+    before: str,
+    images: int,
+    timings: dict[str, Timing],
+    crops: Crops,
+    device: str,
+) -> str:
     """The page of results."""
     names = list(dict.fromkeys(r.name for r in results))
     dense = results[0]
@@ -392,15 +423,18 @@ def page(results: list[Outcome], epochs: tuple[float, float], before: str, image
     for name in names:
         own = [r for r in results if r.name == name]
         lost = interval([dense.accuracy - r.accuracy for r in own])
-        rows.append([
-            name, interval([r.accuracy for r in own]), lost if name != DENSE else "",
-            f"{100 * mean(r.sizes.macs for r in own) / dense.sizes.macs:.1f} %",
-            f"{mean(r.sizes.parameters for r in own):,.0f}",
-            format_spread(timings[name]),
-            f"{mean(r.seconds for r in own):.0f} s",
-        ])  # fmt: skip
-    head = ["", "test accuracy, %", "less than dense, points", "MACs", "parameters",
-            "ms, 64 images", "training"]  # fmt: skip
+        rows.append(
+            [
+                name,
+                interval([r.accuracy for r in own]),
+                lost if name != DENSE else "",
+                f"{100 * mean(r.sizes.macs for r in own) / dense.sizes.macs:.1f} %",
+                f"{mean(r.sizes.parameters for r in own):,.0f}",
+                format_spread(timings[name]),
+                f"{mean(r.seconds for r in own):.0f} s",
+            ]
+        )
+    head = ["", "test accuracy, %", "less than dense, points", "MACs", "parameters", "ms, 64 images", "training"]
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     sides = ", ".join(f"{side} until {100 * end:.0f} %" for end, side in GROWING)
@@ -443,8 +477,13 @@ def draw(results: list[Outcome], path: Path) -> None:
     for place, name in enumerate(names):
         own = [r for r in results if r.name == name]
         for k, r in enumerate(own):
-            curves.plot(*zip(*r.curve, strict=True), color=colors[name], linewidth=1.1, alpha=0.8,
-                        label=name if k == 0 else None)  # fmt: skip
+            curves.plot(
+                *zip(*r.curve, strict=True),
+                color=colors[name],
+                linewidth=1.1,
+                alpha=0.8,
+                label=name if k == 0 else None,
+            )
         values = [r.accuracy for r in own]
         ends.plot(values, [place] * len(values), "o", color=colors[name], markersize=5, alpha=0.7)
         if len(values) > 2:
@@ -502,8 +541,11 @@ def main() -> None:
         results: list[Outcome] = []
         for outcome in outcomes(seeds, names, epochs, train, test, bar, options.keep, crops):
             results.append(outcome)
-            print(f"seed {outcome.seed}, {outcome.name}: {outcome.accuracy:.2f} %, "
-                  f"{outcome.sizes.macs:,} MACs, {outcome.seconds:.0f} s", flush=True)  # fmt: skip
+            print(
+                f"seed {outcome.seed}, {outcome.name}: {outcome.accuracy:.2f} %, "
+                f"{outcome.sizes.macs:,} MACs, {outcome.seconds:.0f} s",
+                flush=True,
+            )
     draw(results, output / "resnet20_cifar.svg")
     timings = timed(results, test)
     text = page(results, epochs, before, len(train.labels), timings, crops, options.device)

@@ -44,7 +44,4 @@ print("loss fell below half:", losses[-1] < losses[0] / 2)
 
 numbers = sum(p.numel() for p in net.parameters())
 states = sum(t.numel() for s in optimizer.state.values() for t in s.values() if t.numel() > 1)
-print(
-    f"{numbers:,} numbers of {sum(p.numel() for p in dense.parameters()):,};",
-    f"{states:,} of states",
-)
+print(f"{numbers:,} numbers of {sum(p.numel() for p in dense.parameters()):,};", f"{states:,} of states")

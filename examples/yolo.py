@@ -59,8 +59,7 @@ class Detector(nn.Module):
         self.coarse = nn.Sequential(Conv(2 * width, 4 * width, 3, 2), C2f(4 * width, 4 * width))
         self.up, self.neck = nn.Upsample(scale_factor=2), C2f(6 * width, 2 * width)
         self.heads = nn.ModuleList(
-            nn.Sequential(Conv(n * width, width, 3), nn.Conv2d(width, 4 + classes, 1))
-            for n in (2, 4)
+            nn.Sequential(Conv(n * width, width, 3), nn.Conv2d(width, 4 + classes, 1)) for n in (2, 4)
         )
 
     def forward(self, image):

@@ -34,12 +34,7 @@ KEY = ("suite", "network", "mask")  # of a result
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--shard",
-        metavar="K/N",
-        default="1/1",
-        help="run the K-th of N parts of the selected tests",
-    )
+    parser.addoption("--shard", metavar="K/N", default="1/1", help="run the K-th of N parts of the selected tests")
     parser.addoption(
         "--results",
         metavar="FILE",

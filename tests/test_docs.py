@@ -26,8 +26,7 @@ GENERATED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "command"),
-    [pytest.param(name, c, marks=marks) for name, (c, *marks) in GENERATED.items()],
+    ("name", "command"), [pytest.param(name, c, marks=marks) for name, (c, *marks) in GENERATED.items()]
 )
 def test_generated_pages_are_up_to_date(name, command):
     if name == "onnx":
@@ -88,9 +87,7 @@ def test_the_public_names_with_examples_are_among_them():
     assert {f"demask.{name}" for name in public} <= held
 
 
-@pytest.mark.parametrize(
-    "page", sorted([*DOCS.glob("*.md"), ROOT / "README.md"]), ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", sorted([*DOCS.glob("*.md"), ROOT / "README.md"]), ids=lambda page: page.name)
 def test_links_to_files_lead_somewhere(page):
     links = [part.partition(")")[0] for part in page.read_text().split("](")[1:]]
     files = [link.partition("#")[0] for link in links if "://" not in link]

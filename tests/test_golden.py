@@ -43,9 +43,7 @@ def raised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_dump_is_the_same_twice_and_another_for_other_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: list[str]
 ) -> None:
-    first, second, right, wrong = (
-        tmp_path / name for name in ("first", "second", "right", "wrong")
-    )
+    first, second, right, wrong = (tmp_path / name for name in ("first", "second", "right", "wrong"))
     for folder in (first, second):
         dump.written((NAME, folder))
     assert dump.hash_of(first) == dump.hash_of(second)

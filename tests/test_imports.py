@@ -88,11 +88,7 @@ def test_imports_go_one_way():
 @pytest.mark.parametrize(
     ("file", "text", "complaint"),
     [
-        (
-            "ops/a.py",
-            "from demask.shrink.layout import cells",
-            "imports demask.shrink.layout.cells",
-        ),
+        ("ops/a.py", "from demask.shrink.layout import cells", "imports demask.shrink.layout.cells"),
         ("ops/a.py", "import demask.cli.main", "imports demask.cli.main"),
         ("ops/a.py", "def late():\n    from ..facts import known", "imports demask.facts.known"),
         ("facts/deep/a.py", "from ...shrink import x", "imports demask.shrink.x"),
@@ -200,11 +196,7 @@ def test_sparse_needs_torch_and_numpy_alone():
     assert warning.endswith("No module named 'llvmlite'; pip install llvmlite")
     assert errors == [
         f"demask.{name} needs {package}, which is not installed: pip install {package}"
-        for name, package in (
-            ("optimize", "safetensors"),
-            ("save", "safetensors"),
-            ("pilot", "llvmlite"),
-        )
+        for name, package in (("optimize", "safetensors"), ("save", "safetensors"), ("pilot", "llvmlite"))
     ]
 
 

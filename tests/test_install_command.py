@@ -11,8 +11,7 @@ import pytest
 import demask
 from demask.installation import install_command
 
-GIT = {"url": "https://example.org/demask.git",
-       "vcs_info": {"vcs": "git", "commit_id": "0123abc"}}  # fmt: skip
+GIT = {"url": "https://example.org/demask.git", "vcs_info": {"vcs": "git", "commit_id": "0123abc"}}
 
 
 @pytest.mark.parametrize(

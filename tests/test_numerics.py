@@ -30,9 +30,7 @@ NAN, INF = math.nan, math.inf
         ([], [], 0.0, True, False),
     ],
 )
-def test_numbers(
-    expected: list[float], actual: list[float], relative: float, finite: bool, others: bool
-) -> None:
+def test_numbers(expected: list[float], actual: list[float], relative: float, finite: bool, others: bool) -> None:
     result = compare(torch.tensor(expected), torch.tensor(actual))
     assert not result.text
     assert result.relative == pytest.approx(relative)

@@ -23,8 +23,17 @@ from docs.generate import DOCS, ROOT, blocks
 SOURCES = sorted(Path(demask.__file__).parent.rglob("*.py"))
 # Recipes of many calls: one of them has its turn.
 LONG = {"bert_trainer", "language_model_folder", "torchvision_resnet", "yolo"}
-PUBLIC = ("demask", "demask.ops", "demask.sparse", "demask.traverse", "demask.stride",
-          "demask.pilot", "demask.prune", "demask.report", "demask.checkpoint")  # fmt: skip
+PUBLIC = (
+    "demask",
+    "demask.ops",
+    "demask.sparse",
+    "demask.traverse",
+    "demask.stride",
+    "demask.pilot",
+    "demask.prune",
+    "demask.report",
+    "demask.checkpoint",
+)
 
 
 def need_packages(script: Path) -> None:
@@ -70,8 +79,10 @@ def test_long_recipes_print_what_they_show(name: str) -> None:
 def test_an_image_of_20_000_pixels_in_1_gb(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "large_image.py")
     words = [script, "--pixels", "20000", "--memory", "1GB"]
-    code = (f"import resource, runpy, sys; sys.argv = {words}; runpy.run_path({script!r}); "
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)")  # fmt: skip
+    code = (
+        f"import resource, runpy, sys; sys.argv = {words}; runpy.run_path({script!r}); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     *_, shape, peak = run.stdout.splitlines()
@@ -81,9 +92,7 @@ def test_an_image_of_20_000_pixels_in_1_gb(tmp_path: Path) -> None:
 
 def test_every_script_is_in_the_table_of_recipes() -> None:
     table = (ROOT / "examples" / "README.md").read_text()
-    names = {
-        path.name for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".ipynb")
-    }
+    names = {path.name for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".ipynb")}
     assert {name for name in names if f"{name})" not in table} == set()
 
 
@@ -133,8 +142,7 @@ def public_names() -> list[str]:
     names = []
     for module in PUBLIC:
         home = importlib.import_module(module)
-        names += [f"{module}.{name}" for name in home.__all__
-                  if not inspect.ismodule(getattr(home, name))]  # fmt: skip
+        names += [f"{module}.{name}" for name in home.__all__ if not inspect.ismodule(getattr(home, name))]
     return names
 
 

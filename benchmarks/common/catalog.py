@@ -82,9 +82,8 @@ def markdown_list() -> str:
     """The table of benchmarks/README.md."""
     lines = ["| name | shows | takes | needs | writes |", "|---|---|---|---|---|"]
     for name, (engine, benchmark) in scripts().items():
-        links = ", ".join(
-            f"[{path.name}]({os.path.relpath(path, FOLDER)})" for path in results(name)
+        links = ", ".join(f"[{path.name}]({os.path.relpath(path, FOLDER)})" for path in results(name))
+        lines.append(
+            f"| {engine}: `{name}` | {benchmark.shows} | {benchmark.time} | {'; '.join(benchmark.needs)} | {links} |"
         )
-        lines.append(f"| {engine}: `{name}` | {benchmark.shows} | {benchmark.time} | "
-                     f"{'; '.join(benchmark.needs)} | {links} |")  # fmt: skip
     return "\n".join(lines)

@@ -69,9 +69,7 @@ class Run:
     def now(cls, *notes: str, before: str = "") -> Run:
         """This run, on this machine, of the working tree. before: the load when it started."""
         load = [f"load before and after: {before}, {load_average()}"] if before else []
-        return cls(
-            datetime.date.today().isoformat(), commit(), describe(), "; ".join([*notes, *load])
-        )
+        return cls(datetime.date.today().isoformat(), commit(), describe(), "; ".join([*notes, *load]))
 
     def __str__(self) -> str:
         notes = f"; {self.notes}" if self.notes else ""
@@ -111,8 +109,10 @@ class Ledger:
         stored = json.loads(path.read_text())
         runs = {name: Run(**run) for name, run in stored["runs"].items()}
         for name, page in stored["pages"].items():
-            parts = [part if isinstance(part, str) else Table(part["columns"], (), part["settings"])
-                     for part in page["parts"]]  # fmt: skip
+            parts = [
+                part if isinstance(part, str) else Table(part["columns"], (), part["settings"])
+                for part in page["parts"]
+            ]
             ledger.pages[name] = Page(page["title"], parts, page["summary"])
             for number, _ in tables(ledger.pages[name]):
                 ledger.rows[name, number] = []
@@ -133,12 +133,16 @@ class Ledger:
                 row = {"page": page, "table": number, "run": name, "cells": stored}
                 lines.append(json.dumps(row, ensure_ascii=False))
         pages = {
-            name: {"title": page.title, "summary": page.summary, "parts": [
-                part if isinstance(part, str)
-                else {"columns": list(part.columns), "settings": part.settings}
-                for part in page.parts]}
+            name: {
+                "title": page.title,
+                "summary": page.summary,
+                "parts": [
+                    part if isinstance(part, str) else {"columns": list(part.columns), "settings": part.settings}
+                    for part in page.parts
+                ],
+            }
             for name, page in sorted(self.pages.items())
-        }  # fmt: skip
+        }
         head = {"runs": {name: asdict(run) for run, name in runs.items()}, "pages": pages}
         text = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
         path.write_text(text + ',\n "rows": [\n' + ",\n".join(lines) + "\n]\n}\n")
@@ -151,22 +155,14 @@ class Ledger:
         for number, table in tables(page):
             repeated = len(set(table.columns)) < len(table.columns)
             if repeated or any(len(row) != len(table.columns) for row in table.rows):
-                raise ValueError(
-                    f"{name}: a cell for each of {list(table.columns)}, each named once"
-                )
+                raise ValueError(f"{name}: a cell for each of {list(table.columns)}, each named once")
             new = [(run, [*map(_rounded, row)]) for row in table.rows]
-            if (
-                table.merge
-                and number in before
-                and list(before[number].columns) == list(table.columns)
-            ):
+            if table.merge and number in before and list(before[number].columns) == list(table.columns):
                 by_setting = {_setting(table, row[1]): row for row in [*old.get(number, ()), *new]}
                 new = list(by_setting.values())
             self.rows[name, number] = new
         first = next((table for _, table in tables(page)), Table((), ()))
-        rows = [
-            dict(zip(first.columns, row, strict=True)) for _, row in self.rows.get((name, 0), ())
-        ]
+        rows = [dict(zip(first.columns, row, strict=True)) for _, row in self.rows.get((name, 0), ())]
         parts = [part(rows) if callable(part) else part for part in page.parts]
         summary = page.summary(rows) if callable(page.summary) else page.summary
         self.pages[name] = Page(page.title, parts, summary)
@@ -293,8 +289,7 @@ def find_stale(ledger: Ledger, sources: Mapping[str, Sequence[str]]) -> list[Sta
             since = f"{at}..HEAD" if known else f"--since={run.date}"
             log = _git("log", "--format=%cs", since, "--", *sources[page]).split()
             if log:
-                rows = sum(of == run for number, _ in tables(ledger.pages[page])
-                           for of, _ in ledger.rows[page, number])  # fmt: skip
+                rows = sum(of == run for number, _ in tables(ledger.pages[page]) for of, _ in ledger.rows[page, number])
                 outdated.append(Stale(page, run, rows, len(log), log[0]))
     return sorted(outdated, key=lambda old: (old.run.date, old.page))
 

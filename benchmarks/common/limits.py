@@ -108,15 +108,17 @@ def sums(lanes: int, *, memory: bool) -> str:
             steps.append(f"  %at{n}_ = getelementptr i8, ptr %start, i64 {n * LINE}")
             steps.append(f"  %in{n} = load {vector}, ptr %at{n}_, align 4")
         operand = f"%in{n}" if memory else "%one"
-        steps.append(
-            f"  %new{n} = call {vector} @llvm.fma.{name}({vector} %one, {vector} {operand}, "
-            f"{vector} %sum{n})"
-        )
+        steps.append(f"  %new{n} = call {vector} @llvm.fma.{name}({vector} %one, {vector} {operand}, {vector} %sum{n})")
         stores.append(f"  store {vector} %new{n}, ptr %x, align 4")
     return SUMS.format(
-        vector=vector, name=name, sums="\n".join(heads), steps="\n".join(steps),
-        stores="\n".join(stores), stride=CHAINS * LINE, mask=WINDOW - 1 & -LINE,
-    )  # fmt: skip
+        vector=vector,
+        name=name,
+        sums="\n".join(heads),
+        steps="\n".join(steps),
+        stores="\n".join(stores),
+        stride=CHAINS * LINE,
+        mask=WINDOW - 1 & -LINE,
+    )
 
 
 def rate(loop: Compiled, lanes: int, threads: int, offset: int, turns: int = 1_000_000) -> float:
@@ -137,6 +139,5 @@ def peak(threads: int) -> Peak:
     lanes = next((n for n, name in ((16, "avx512f"), (8, "avx2")) if features.get(name)), 4)
     registers, read = (compiled(sums(lanes, memory=memory)) for memory in (False, True))
     return Peak(
-        threads, rate(registers, lanes, threads, 0), rate(read, lanes, threads, 0),
-        rate(read, lanes, threads, 4),
-    )  # fmt: skip
+        threads, rate(registers, lanes, threads, 0), rate(read, lanes, threads, 0), rate(read, lanes, threads, 4)
+    )

@@ -21,11 +21,13 @@ Row = tuple[str, str, str]
 
 def optimized(label: str, network: str) -> Row:
     """A row of executors on one thread."""
-    figures = (f"executors|{network}|1|{column}" for column in
-               ("original, ms", "optimize(), ms", "ratio", "fastest"))  # fmt: skip
+    figures = (f"executors|{network}|1|{column}" for column in ("original, ms", "optimize(), ms", "ratio", "fastest"))
     original, ours, ratio, rival = (f"{{{figure}}}" for figure in figures)
-    return (f"{label}, 1 thread, `optimize`", f"{original} → {ours} ms",
-            f"{ratio} × as fast as the fastest runtime ({rival})")  # fmt: skip
+    return (
+        f"{label}, 1 thread, `optimize`",
+        f"{original} → {ours} ms",
+        f"{ratio} × as fast as the fastest runtime ({rival})",
+    )
 
 
 def sparse(label: str, *setting: str, peers: Sequence[str]) -> Row:
@@ -38,50 +40,67 @@ def sparse(label: str, *setting: str, peers: Sequence[str]) -> Row:
 
 def by_hand(label: str, setting: str) -> Row:
     """A row of a page that has a network written by hand."""
-    return (f"{label}, 1 thread, `demask`",
-            f"{{{setting}|masked, ms}} → {{{setting}|demasked, ms}} ms",
-            f"written by hand for these widths: {{{setting}|by hand, ms}} ms")  # fmt: skip
+    return (
+        f"{label}, 1 thread, `demask`",
+        f"{{{setting}|masked, ms}} → {{{setting}|demasked, ms}} ms",
+        f"written by hand for these widths: {{{setting}|by hand, ms}} ms",
+    )
 
 
 WON: list[Row] = [
-    sparse("ResNet-50, 95 % zeros in no pattern, batch 1", "ResNet-50, pruned", "95%", "1",
-           peers=("ONNX Runtime", "DeepSparse")),
+    sparse(
+        "ResNet-50, 95 % zeros in no pattern, batch 1",
+        "ResNet-50, pruned",
+        "95%",
+        "1",
+        peers=("ONNX Runtime", "DeepSparse"),
+    ),
     optimized("MobileNetV2, half of its channels, batch 16", "MobileNetV2, batch 16"),
     optimized("ResNet-56, half of its channels, batch 1", "ResNet-56"),
     optimized("ResNet-50, half of its channels, batch 1", "ResNet-50"),
-    optimized("MiniLM-sized encoder, half of its heads and units, 128 tokens",
-              "encoder, 128 tokens"),
+    optimized("MiniLM-sized encoder, half of its heads and units, 128 tokens", "encoder, 128 tokens"),
     optimized("ResNet-18, nothing masked, batch 1", "ResNet-18, unmasked"),
-    sparse("BERT-base feed-forward, 90 % zeros, 128 tokens", "BERT-base feed-forward", "90%",
-           "128", peers=("ONNX Runtime", "DeepSparse")),
-    by_hand("ResNet-20, 4 x wide, half of its channels, batch 64",
-            "residual|ResNet-20, 4 x wide|zero|64|1"),
-    by_hand("MiniLM-sized encoder, half of its heads and units, 8 × 128 tokens",
-            "encoder|sdpa|8 x 128|1"),
-    ("ResNet-50, an ONNX file, half of its channels, batch 1, 1 thread, `demask slim`",
-     "{runtime|ResNet-50|1|original, ms} → {runtime|ResNet-50|1|slim, ms} ms",
-     "ONNX Runtime runs both"),
-]  # fmt: skip
+    sparse(
+        "BERT-base feed-forward, 90 % zeros, 128 tokens",
+        "BERT-base feed-forward",
+        "90%",
+        "128",
+        peers=("ONNX Runtime", "DeepSparse"),
+    ),
+    by_hand("ResNet-20, 4 x wide, half of its channels, batch 64", "residual|ResNet-20, 4 x wide|zero|64|1"),
+    by_hand("MiniLM-sized encoder, half of its heads and units, 8 × 128 tokens", "encoder|sdpa|8 x 128|1"),
+    (
+        "ResNet-50, an ONNX file, half of its channels, batch 1, 1 thread, `demask slim`",
+        "{runtime|ResNet-50|1|original, ms} → {runtime|ResNet-50|1|slim, ms} ms",
+        "ONNX Runtime runs both",
+    ),
+]
 LOST: list[Row] = [
     optimized("SqueezeNet, half of its channels, batch 1", "SqueezeNet"),
     optimized("ResNet-50, nothing masked, batch 1", "ResNet-50, unmasked"),
 ]
 NOT_FASTER: list[Row] = [
-    ("ResNet-20, batch 1, `demask`",
-     "{residual|ResNet-20|*|1|1|masked, ms} → {residual|ResNet-20|*|1|1|demasked, ms} "
-     "ms ([residual](../benchmarks/results/residual.md))",
-     "a pass is mostly calls; `optimize` makes them one"),
-    ("ResNet-56 in ONNX Runtime, batch 1",
-     "{runtime|ResNet-56 (CIFAR)|1|original, ms} → {runtime|ResNet-56 (CIFAR)|1|slim, ms} ms "
-     "([runtime](../benchmarks/results/runtime.md))",
-     "the runtime computes blocks of 16 channels"),
-    ("UltraFace in ONNX Runtime, every width as small as it can be",
-     "{runtime|the same, weights no inputs|1|original, ms} → "
-     "{runtime|the same, weights no inputs|1|minimal, ms} ms "
-     "([runtime](../benchmarks/results/runtime.md))",
-     "the same blocks; `demask slim` measures widths, and writes one of "
-     "{runtime|the same, weights no inputs|1|slim, ms} ms"),
-]  # fmt: skip
+    (
+        "ResNet-20, batch 1, `demask`",
+        "{residual|ResNet-20|*|1|1|masked, ms} → {residual|ResNet-20|*|1|1|demasked, ms} "
+        "ms ([residual](../benchmarks/results/residual.md))",
+        "a pass is mostly calls; `optimize` makes them one",
+    ),
+    (
+        "ResNet-56 in ONNX Runtime, batch 1",
+        "{runtime|ResNet-56 (CIFAR)|1|original, ms} → {runtime|ResNet-56 (CIFAR)|1|slim, ms} ms "
+        "([runtime](../benchmarks/results/runtime.md))",
+        "the runtime computes blocks of 16 channels",
+    ),
+    (
+        "UltraFace in ONNX Runtime, every width as small as it can be",
+        "{runtime|the same, weights no inputs|1|original, ms} → "
+        "{runtime|the same, weights no inputs|1|minimal, ms} ms "
+        "([runtime](../benchmarks/results/runtime.md))",
+        "the same blocks; `demask slim` measures widths, and writes one of "
+        "{runtime|the same, weights no inputs|1|slim, ms} ms",
+    ),
+]
 
 
 def measured(ledger: Ledger) -> str:
@@ -90,8 +109,7 @@ def measured(ledger: Ledger) -> str:
     lines = [[quote(ledger, cell) for cell in row] for row in [*WON, *losses, *LOST]]
     pages = set(re.findall(r"\{(\w+)\|", repr([*WON, *LOST])))
     oldest = min(run.date for page in pages for run in ledger.runs(page))
-    return (f"Measured {oldest} or later.\n\n"
-            + markdown(["what", "original → demask", "other tools"], lines))  # fmt: skip
+    return f"Measured {oldest} or later.\n\n" + markdown(["what", "original → demask", "other tools"], lines)
 
 
 def every_page(ledger: Ledger) -> str:

@@ -29,11 +29,12 @@ from demask.tune.module.optimized_module import Optimized
 from demask.tune.passes.fold_affine import fold_affine
 
 BENCHMARK = Benchmark(
-    "a call of a segment beyond its kernels, in microseconds", "about 5 s a setting",
+    "a call of a segment beyond its kernels, in microseconds",
+    "about 5 s a setting",
     needs=(DEV, SHARED_DATA),
     quick="--networks nothing --threads 1 --pairs 5 --seconds 1",
     measures=("sparse/plan", "sparse/segment", "kernels"),
-)  # fmt: skip
+)
 
 TARGET = 10e-6  # seconds
 Arguments = tuple[list[Tensor], list[Tensor], str]
@@ -114,9 +115,7 @@ def kernels_of(arguments: Arguments, threads: int) -> Callable[[], object]:
     return lambda: (memory.job.run(threads), outputs)
 
 
-def rows(
-    chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress
-) -> Iterator[Row]:
+def rows(chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> Iterator[Row]:
     step = bar.add_task("", total=len(chosen) * len(threads))
     for name in chosen:
         bar.update(step, description=name)
@@ -125,10 +124,7 @@ def rows(
             torch.set_num_threads(count)
             with torch.no_grad():
                 call, operands = bound(dict(zip(NAMES, arguments, strict=True)))
-                calls = {
-                    "call": partial(call, *operands),
-                    "kernels": kernels_of(arguments, count),
-                }
+                calls = {"call": partial(call, *operands), "kernels": kernels_of(arguments, count)}
                 timings = time_alternately(calls, pairs, seconds=seconds)
             steps = len(SegmentProgram.parse(arguments[2]).steps)
             yield Row(name, count, steps, timings["call"], timings["kernels"])
@@ -145,12 +141,12 @@ def page(rows: Sequence[Row]) -> Page:
 call alone, with the same memory. *Nothing*: a program of one number. Half of the channels of the
 networks are masked; batch 1, float32. Both run in turns in one process (median, 10 %–90 %
 quantile). Asked: at most {1e6 * TARGET:.0f} µs beyond the kernels."""
-    cells = [
-        [row.name, row.threads, row.steps, row.call, row.kernels, 1e6 * row.cost] for row in rows
-    ]
+    cells = [[row.name, row.threads, row.steps, row.call, row.kernels, 1e6 * row.cost] for row in rows]
     costs, over = [1e6 * row.cost for row in rows], sum(row.cost > TARGET for row in rows)
-    summary = (f"{min(costs):.0f} to {max(costs):.0f} µs beyond the kernels; more than "
-               f"{1e6 * TARGET:.0f} in {over} of {len(rows)}")  # fmt: skip
+    summary = (
+        f"{min(costs):.0f} to {max(costs):.0f} µs beyond the kernels; more than "
+        f"{1e6 * TARGET:.0f} in {over} of {len(rows)}"
+    )
     return Page("Calls of segments", [text, Table(HEAD, cells, 2)], summary)
 
 

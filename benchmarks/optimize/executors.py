@@ -31,9 +31,10 @@ from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "optimize() against ONNX Runtime, OpenVINO and torch.compile, each on both networks",
-    "about 1 minute a setting", needs=(BENCH,),
+    "about 1 minute a setting",
+    needs=(BENCH,),
     quick="--networks ResNet-20 --threads 1 --pairs 3 --seconds 2",
-)  # fmt: skip
+)
 
 OURS, TORCH = "optimize()", "original in PyTorch"
 RUNTIME, OPENVINO = "ONNX Runtime", "OpenVINO"
@@ -82,17 +83,28 @@ def token_encoder() -> tuple[nn.Module, Tensor]:
 
 FACES, ENCODER = "UltraFace RFB-320", "encoder, 128 tokens"
 TARGETS = {  # least ratios; 1.0 for others, 0.95 for unmasked ones
-    "ResNet-20": 1.8, "ResNet-56": 2.0, "ResNet-56, batch 64": 2.0, "MobileNetV2": 1.5,
-    "MobileNetV2, batch 16": 1.5, FACES: 1.8, ENCODER: 1.2,
-}  # fmt: skip
+    "ResNet-20": 1.8,
+    "ResNet-56": 2.0,
+    "ResNet-56, batch 64": 2.0,
+    "MobileNetV2": 1.5,
+    "MobileNetV2, batch 16": 1.5,
+    FACES: 1.8,
+    ENCODER: 1.2,
+}
 NAMES = {
-    "ResNet-18": "resnet18", "ResNet-50": "resnet50", "MobileNetV2": "mobilenet_v2",
-    "MobileNetV3-Large": "mobilenet_v3_large", "ShuffleNetV2": "shufflenet_v2_x1_0",
-    "EfficientNet-B0": "efficientnet_b0", "RegNetY-400MF": "regnet_y_400mf",
-    "DenseNet-121": "densenet121", "SqueezeNet": "squeezenet1_1",
-}  # fmt: skip
+    "ResNet-18": "resnet18",
+    "ResNet-50": "resnet50",
+    "MobileNetV2": "mobilenet_v2",
+    "MobileNetV3-Large": "mobilenet_v3_large",
+    "ShuffleNetV2": "shufflenet_v2_x1_0",
+    "EfficientNet-B0": "efficientnet_b0",
+    "RegNetY-400MF": "regnet_y_400mf",
+    "DenseNet-121": "densenet121",
+    "SqueezeNet": "squeezenet1_1",
+}
 SETTINGS: Mapping[str, Setting] = {
-    "ResNet-20": (small(20), 1), "ResNet-56": (small(56), 1),
+    "ResNet-20": (small(20), 1),
+    "ResNet-56": (small(56), 1),
     "ResNet-56, shifts nonzero": (small(56, shifts=True), 1),
     "ResNet-56, batch 64": (small(56), 64),
     FACES: (face_detector, 1),
@@ -100,7 +112,7 @@ SETTINGS: Mapping[str, Setting] = {
     **{name: (classifier(of), 1) for name, of in NAMES.items()},
     "MobileNetV2, batch 16": (classifier("mobilenet_v2"), 16),
     **{f"{name}, unmasked": (classifier(of, masked=False), 1) for name, of in NAMES.items()},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +143,7 @@ class Row:
         return min(timings, key=lambda timing: timing.median, default=None)
 
 
-def rows(
-    chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress
-) -> Iterator[Row]:
+def rows(chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> Iterator[Row]:
     step = bar.add_task("", total=len(chosen) * len(threads))
     for name in chosen:
         make, batch = SETTINGS[name]
@@ -153,8 +163,9 @@ def rows(
                 bar.advance(step)
 
 
-def measured(name: str, forms: Mapping[str, nn.Module], images: Tensor, folder: Path, threads: int,
-             pairs: int, seconds: float) -> Row:  # fmt: skip
+def measured(
+    name: str, forms: Mapping[str, nn.Module], images: Tensor, folder: Path, threads: int, pairs: int, seconds: float
+) -> Row:
     """One row: all contenders in turns. forms: the network, masked and demasked; folder: with an
     ONNX file of each."""
     torch.set_num_threads(threads)
@@ -181,21 +192,39 @@ def difference(fast: nn.Module, model: nn.Module, images: Tensor) -> float:
     that output."""
     wide = tree_leaves(model.double()(images.double() if images.is_floating_point() else images))
     model.float()
-    return max(float((y - want).abs().max() / want.abs().max())
-               for y, want in zip(tree_leaves(fast(images)), wide, strict=True))  # fmt: skip
+    return max(
+        float((y - want).abs().max() / want.abs().max())
+        for y, want in zip(tree_leaves(fast(images)), wide, strict=True)
+    )
 
 
 HEAD = [
-    "network", "threads", "original, ms", "optimize(), ms", *(f"{t}, ms" for t in TOOLS), "fastest",
-    "ratio", "target", "what optimize() chose", "error",
-]  # fmt: skip
+    "network",
+    "threads",
+    "original, ms",
+    "optimize(), ms",
+    *(f"{t}, ms" for t in TOOLS),
+    "fastest",
+    "ratio",
+    "target",
+    "what optimize() chose",
+    "error",
+]
 
 
 def cells(row: Row) -> list[Cell]:
     return [
-        row.name, row.threads, row.timings[TORCH], row.timings[OURS], *map(row.fastest, TOOLS),
-        row.rival, row.ratio, TARGETS.get(row.name), row.form, row.error,
-    ]  # fmt: skip
+        row.name,
+        row.threads,
+        row.timings[TORCH],
+        row.timings[OURS],
+        *map(row.fastest, TOOLS),
+        row.rival,
+        row.ratio,
+        TARGETS.get(row.name),
+        row.form,
+        row.error,
+    ]
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -205,9 +234,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
         ratios = [row["ratio"] for row in rows if ("unmasked" in row["network"]) is is_kind]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            means.append(
-                f"{label} {mean:.2f} ({sum(r < 1 for r in ratios)} of {len(ratios)} slower)"
-            )
+            means.append(f"{label} {mean:.2f} ({sum(r < 1 for r in ratios)} of {len(ratios)} slower)")
     return f"times the speed of the fastest runtime (geometric means): {'; '.join(means)}"
 
 

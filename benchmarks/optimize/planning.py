@@ -26,9 +26,10 @@ from benchmarks.common.ledger import Page, Table
 
 BENCHMARK = Benchmark(
     "seconds of optimize(), of the same call again, and until the first output of a saved result",
-    "about 1 minute a setting", needs=(BENCH,),
+    "about 1 minute a setting",
+    needs=(BENCH,),
     quick="--networks ResNet-18 --threads 1",
-)  # fmt: skip
+)
 
 NETWORKS = ("ResNet-18", "ResNet-50", "MobileNetV2", "EfficientNet-B0")
 TARGETS = (20.0, 3.0, 1.0)  # seconds
@@ -75,9 +76,7 @@ class Row:
     seconds: tuple[float, float, float]
 
 
-def rows(
-    chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress
-) -> Iterator[Row]:
+def rows(chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> Iterator[Row]:
     step = bar.add_task("", total=3 * len(chosen) * len(threads))
     processes = multiprocessing.get_context("spawn")
     for name in chosen:
@@ -108,8 +107,10 @@ the import of torch to the first output of the saved network. Asked: at most {TA
     taken = list(zip(*(row.seconds for row in rows), strict=True))
     spans = [f"{min(one):.1f} to {max(one):.1f} s" for one in taken]
     over = sum(n > most for one, most in zip(taken, TARGETS, strict=True) for n in one)
-    summary = (f"{spans[0]}, the same call again {spans[1]}, a saved network {spans[2]} until its "
-               f"first output; over the limit in {over} of {3 * len(rows)}")  # fmt: skip
+    summary = (
+        f"{spans[0]}, the same call again {spans[1]}, a saved network {spans[2]} until its "
+        f"first output; over the limit in {over} of {3 * len(rows)}"
+    )
     cells = [[row.name, row.threads, *row.seconds] for row in rows]
     return Page("Seconds of optimize()", [text, Table(HEAD, cells, 2)], summary)
 

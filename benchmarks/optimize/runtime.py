@@ -29,10 +29,11 @@ from demask.machine.timing import Timing, time_alternately
 from demask.optimize_onnx import deploy
 
 BENCHMARK = Benchmark(
-    "masked ONNX files in ONNX Runtime, original and slimmed", "at most 20 s a setting",
+    "masked ONNX files in ONNX Runtime, original and slimmed",
+    "at most 20 s a setting",
     needs=(DEV, SHARED_DATA),
     quick="--networks MobileNetV2 --threads 1 --pairs 3 --seconds 2",
-)  # fmt: skip
+)
 
 FACES = Path(__file__).parents[3] / "shared" / "data" / "ultraface_rfb_320.onnx"
 MASKED = 0.4  # of the channels of each convolution of the face detector
@@ -111,14 +112,10 @@ FILES: Mapping[str, Callable[[Path], tuple[Tensor, ...]]] = {
 }
 
 
-def rows(
-    chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress
-) -> Iterator[Row]:
+def rows(chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> Iterator[Row]:
     step = bar.add_task("", total=len(chosen) * len(threads))
     with tempfile.TemporaryDirectory() as folder:
-        original, minimal, result = (
-            Path(folder) / f"{n}.onnx" for n in ("original", "minimal", "result")
-        )
+        original, minimal, result = (Path(folder) / f"{n}.onnx" for n in ("original", "minimal", "result"))
         for name in chosen:
             bar.update(step, description=f"exporting {name}")
             inputs = FILES[name](original)
@@ -129,17 +126,19 @@ def rows(
                 deployed = deploy(read, inputs, result, file=original, threads=count)
                 calls = {
                     kind: call(path, inputs, count)
-                    for kind, path in (
-                        ("original", original),
-                        ("minimal", minimal),
-                        ("result", result),
-                    )
+                    for kind, path in (("original", original), ("minimal", minimal), ("result", result))
                 }
                 timings = time_alternately(calls, pairs, seconds=seconds)
                 same = deployed.slim.demasked.after == deployed.slim.demasked.before
                 form = "as it was" if same else deployed.slim.demasked.decisions[0].chosen
-                yield Row(name, count, demask.report(deployed.slim), form, deployed.error or 0.0,
-                          *(timings[kind] for kind in calls))  # fmt: skip
+                yield Row(
+                    name,
+                    count,
+                    demask.report(deployed.slim),
+                    form,
+                    deployed.error or 0.0,
+                    *(timings[kind] for kind in calls),
+                )
                 bar.advance(step)
 
 
@@ -155,18 +154,33 @@ def call(path: Path, inputs: Sequence[Tensor], threads: int) -> Callable[[], obj
 
 
 HEAD = [
-    "network", "threads", "parameters", "MACs left", "original, ms", "minimal, ms", "slim, ms",
-    "speed", "what was written", "difference",
-]  # fmt: skip
+    "network",
+    "threads",
+    "parameters",
+    "MACs left",
+    "original, ms",
+    "minimal, ms",
+    "slim, ms",
+    "speed",
+    "what was written",
+    "difference",
+]
 
 
 def cells(row: Row) -> list[Cell]:
     before, after = row.report.before, row.report.after
     return [
-        row.network, row.threads, f"{before.parameters:,} → {after.parameters:,}",
-        after.macs / before.macs, row.original, row.minimal, row.result, row.speed, row.form,
+        row.network,
+        row.threads,
+        f"{before.parameters:,} → {after.parameters:,}",
+        after.macs / before.macs,
+        row.original,
+        row.minimal,
+        row.result,
+        row.speed,
+        row.form,
         row.error,
-    ]  # fmt: skip
+    ]
 
 
 def page(rows: Sequence[Row]) -> Page:
@@ -185,11 +199,8 @@ float32. Milliseconds are the median (10 %–90 % quantile) of {counts} alternat
 process; threads wait without spinning, which would take the cores from the next contender.
 *Difference*: of the outputs, relative to the largest."""
     speeds = [row.speed for row in rows]
-    summary = (f"{min(speeds):.2f} to {max(speeds):.2f} times as fast; "
-               f"slower in {slower} of {len(rows)}")  # fmt: skip
-    return Page(
-        "Masked ONNX files in ONNX Runtime", [text, Table(HEAD, [*map(cells, rows)], 2)], summary
-    )
+    summary = f"{min(speeds):.2f} to {max(speeds):.2f} times as fast; slower in {slower} of {len(rows)}"
+    return Page("Masked ONNX files in ONNX Runtime", [text, Table(HEAD, [*map(cells, rows)], 2)], summary)
 
 
 def main() -> None:

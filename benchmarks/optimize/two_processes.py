@@ -32,10 +32,11 @@ from benchmarks.optimize.runtime import call
 
 BENCHMARK = Benchmark(
     "two processes on the same cores: ours, torch, torch.compile and ONNX Runtime",
-    "about 2 minutes a network", needs=(DEV, SHARED_DATA),
+    "about 2 minutes a network",
+    needs=(DEV, SHARED_DATA),
     quick="--networks ResNet-20 --threads 2 --seconds 2",
     measures=("sparse/plan", "sparse/segment", "kernels"),
-)  # fmt: skip
+)
 
 OURS, TORCH, ORT = "segments", "original in PyTorch", "ONNX Runtime, demasked"
 COMPILED = f"original in {NAME}"
@@ -103,9 +104,7 @@ class Row:
         return sum(rates) / (len(self.alone) / sum(self.alone))
 
 
-def rows(
-    chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress
-) -> Iterator[Row]:
+def rows(chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> Iterator[Row]:
     step = bar.add_task("", total=len(chosen) * len(threads) * len(KINDS))
     for name in chosen:
         for count in threads:
@@ -121,11 +120,13 @@ def measured(name: str, kind: str, threads: int, seconds: float) -> Row:
     environment.pop("OMP_NUM_THREADS", None)
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(subprocess.Popen(
-                words, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE))
+            stack.enter_context(
+                subprocess.Popen(
+                    words, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                )
+            )
             for _ in range(2)
-        ]  # fmt: skip
+        ]
         for worker in workers:
             if _line(worker) != "ready":
                 raise RuntimeError(f"expected a worker of {kind} that is ready")
@@ -148,15 +149,21 @@ def _line(worker: subprocess.Popen[str]) -> str:
 
 
 HEAD = [
-    "network", "threads each", "contender", "alone, ms", "alone: 99 %, ms", "two, ms",
-    "two: 99 %, ms", "calls of both, per s", "throughput to one alone",
-]  # fmt: skip
+    "network",
+    "threads each",
+    "contender",
+    "alone, ms",
+    "alone: 99 %, ms",
+    "two, ms",
+    "two: 99 %, ms",
+    "calls of both, per s",
+    "throughput to one alone",
+]
 
 
 def cells(row: Row) -> list[Cell]:
     both = [seconds for taken in row.together for seconds in taken]
-    quantiles = [1e3 * float(np.quantile(taken, q)) for taken in (row.alone, both)
-                 for q in (0.5, 0.99)]  # fmt: skip
+    quantiles = [1e3 * float(np.quantile(taken, q)) for taken in (row.alone, both) for q in (0.5, 0.99)]
     rate = sum(len(taken) / sum(taken) for taken in row.together)
     return [row.name, row.threads, row.kind, *quantiles, rate, row.throughput]
 
@@ -172,8 +179,10 @@ are cores."""
     ours = {setting[:2]: share for setting, share in rates.items() if setting[2] == OURS}
     less = sum(share < rates.get((*setting, TORCH), 0.0) for setting, share in ours.items())
     span = f"{min(ours.values()):.2f} to {max(ours.values()):.2f}" if ours else "not measured"
-    summary = (f"calls of two processes over those of one alone: {span} in segments, less than "
-               f"torch keeps in {less} of {len(ours)}")  # fmt: skip
+    summary = (
+        f"calls of two processes over those of one alone: {span} in segments, less than "
+        f"torch keeps in {less} of {len(ours)}"
+    )
     table = Table(HEAD, [*map(cells, rows)], 3)
     return Page("Two processes on the same cores", [text, table], summary)
 

@@ -33,10 +33,12 @@ from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.simplifiers.rounding import Bits
 
 BENCHMARK = Benchmark(
-    "the best answer for so many bytes of weights", "not timed",
+    "the best answer for so many bytes of weights",
+    "not timed",
     needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"),
-    quick="--images 200 --threads 1", writes=("pilot_deadline.svg",),
-)  # fmt: skip
+    quick="--images 200 --threads 1",
+    writes=("pilot_deadline.svg",),
+)
 
 SHARES = (0.05, 0.1, 0.12, 0.15, 0.25, 0.5)
 PILOTS = (Bits(3, 64), Bits(4, 64), Bits(8))
@@ -73,9 +75,7 @@ class Row:
         return float(gap.mean()), HALF * float(gap.std()) / len(gap) ** 0.5
 
 
-def rows_of(
-    answers: Mapping[tuple[str, float, float], Tensor], classes: Tensor, whole: Tensor
-) -> Iterator[Row]:
+def rows_of(answers: Mapping[tuple[str, float, float], Tensor], classes: Tensor, whole: Tensor) -> Iterator[Row]:
     """A row each; orders by chance are one."""
     together: dict[tuple[str, float, float], list[Tensor]] = {}
     for (who, share, units), answer in answers.items():
@@ -111,8 +111,7 @@ def statics(layers: Sequence[OrderedLayer], seen: Tensor) -> Iterator[Static]:
     norms = [layer.weight.norm(dim=1) for layer in hidden]
     outs = [layer.columns_norm for layer in layers[1:]]
     yield Static("weights: row norm", [_falling(n) for n in norms])
-    yield Static("weights: row norm × out norm",
-                 [_falling(n * o) for n, o in zip(norms, outs, strict=True)])  # fmt: skip
+    yield Static("weights: row norm × out norm", [_falling(n * o) for n, o in zip(norms, outs, strict=True)])
     means, h = [], seen
     for layer in hidden:
         h = layer.full(h).relu()
@@ -148,9 +147,8 @@ def with_static(layers: Sequence[OrderedLayer], x: Tensor, order: Static, part: 
 
 
 def with_scores(
-    layers: Sequence[OrderedLayer], x: Tensor, scores: Sequence[Tensor],
-    fills: Sequence[Tensor] | None, part: float,
-) -> Tensor:  # fmt: skip
+    layers: Sequence[OrderedLayer], x: Tensor, scores: Sequence[Tensor], fills: Sequence[Tensor] | None, part: float
+) -> Tensor:
     """Answers with, image by image, the units of the highest scores (images, units) computed."""
     for k, layer in enumerate(layers[:-1]):
         count = int(part * len(layer.weight) + 1e-6)
@@ -206,9 +204,7 @@ def _of_batch(
             yield (f"{name}, zeros", share, part), with_scores(layers, x, scores, None, part)
 
 
-def check(
-    model: nn.Sequential, x: Tensor, contender_answers: Mapping[Any, Tensor]
-) -> tuple[int, int]:
+def check(model: nn.Sequential, x: Tensor, contender_answers: Mapping[Any, Tensor]) -> tuple[int, int]:
     """How many answers of the module, image by image, were compared with those counted above, and
     how many differ: its kernels round inputs to 16 bits. Raises where more do than one of 100."""
     compared = differ = 0
@@ -223,9 +219,7 @@ def check(
         got = torch.cat([conditioned(x[k : k + 1]).argmax(1) for k in range(count)])
         compared, differ = compared + count, differ + int((got != answer[:count]).sum())
     if differ > compared / 100:
-        raise AssertionError(
-            f"{differ} of {compared} answers of the module are others than counted"
-        )
+        raise AssertionError(f"{differ} of {compared} answers of the module are others than counted")
     return compared, differ
 
 
@@ -259,10 +253,16 @@ class Timed:
         late = [1e3 * (taken - self.deadline) for taken in self.seconds]
         timing = Timing.of(self.seconds)
         return [
-            self.bits.text(), self.part, 1e3 * self.deadline, timing, timing.median / dense,
-            100 * statistics.mean(self.units), 100 * same / len(whole), statistics.median(late),
+            self.bits.text(),
+            self.part,
+            1e3 * self.deadline,
+            timing,
+            timing.median / dense,
+            100 * statistics.mean(self.units),
+            100 * same / len(whole),
+            statistics.median(late),
             statistics.quantiles(late, n=20)[-1],
-        ]  # fmt: skip
+        ]
 
 
 def deadlines(model: nn.Sequential, x: Tensor) -> list[list[Cell]]:
@@ -308,40 +308,64 @@ def _seconds(module: nn.Module, image: Tensor) -> tuple[float, int]:
 # ---------------------------------------------------------------------------------------- the page
 
 
-ORDERS = ["order", "bytes, %", "units in full, %", "right, %", "deviation",
-          "as the whole network, %"]  # fmt: skip
-PAIRED = ["order", "bytes, %", "over the best without a pilot, points", "± 95 %", "which it is",
-          "over the pilot alone, points", "± 95 % of that"]  # fmt: skip
-CLOCK = ["pilot", "part of torch's time", "deadline, ms", "a call, ms", "of torch's time",
-         "units in full, %", "as the whole network, %", "late, ms", "late, 95 %, ms"]  # fmt: skip
+ORDERS = ["order", "bytes, %", "units in full, %", "right, %", "deviation", "as the whole network, %"]
+PAIRED = [
+    "order",
+    "bytes, %",
+    "over the best without a pilot, points",
+    "± 95 %",
+    "which it is",
+    "over the pilot alone, points",
+    "± 95 % of that",
+]
+CLOCK = [
+    "pilot",
+    "part of torch's time",
+    "deadline, ms",
+    "a call, ms",
+    "of torch's time",
+    "units in full, %",
+    "as the whole network, %",
+    "late, ms",
+    "late, 95 %, ms",
+]
 
 
 def differences(rows: Sequence[Row]) -> Iterator[list[Cell]]:
     """Pilots of each share against the best order without one, and against their own answers."""
     for mine in rows:
         if mine.who.endswith("filled"):
-            best = max((row for row in rows if row.share == mine.share
-                        and row.who.startswith(("random", "weights", "calibration"))),
-                       key=lambda row: row.accuracy)  # fmt: skip
+            best = max(
+                (
+                    row
+                    for row in rows
+                    if row.share == mine.share and row.who.startswith(("random", "weights", "calibration"))
+                ),
+                key=lambda row: row.accuracy,
+            )
             alone = next(r for r in rows if r.who == mine.who.replace("filled", "alone"))
             yield [mine.who, 100 * mine.share, *mine.over(best), best.who, *mine.over(alone)]
 
 
-def page(rows: Sequence[Row], whole: float, exact: float, timed: Sequence[Sequence[Cell]],
-         checked: tuple[int, int]) -> Page:  # fmt: skip
+def page(
+    rows: Sequence[Row], whole: float, exact: float, timed: Sequence[Sequence[Cell]], checked: tuple[int, int]
+) -> Page:
     paired = list(differences(rows))
     orders = [
-        [row.who, 100 * row.share, 100 * row.units, row.accuracy, row.deviation,
-         100 * float(row.same.mean())]
+        [row.who, 100 * row.share, 100 * row.units, row.accuracy, row.deviation, 100 * float(row.same.mean())]
         for row in rows
-    ]  # fmt: skip
+    ]
     gains = [gain for line in paired if isinstance(gain := line[2], float)]
     late = [seconds for line in timed if isinstance(seconds := line[-1], float)]
-    summary = (f"{min(gains):+.2f} to {max(gains):+.2f} points over the best order without a "
-               f"pilot, fewer in {sum(gain < 0 for gain in gains)} of {len(gains)}; 95 % of the "
-               f"answers at most {max(late):.2f} ms after the deadline")  # fmt: skip
-    return Page("Units in the order of importance", [
-        f"""
+    summary = (
+        f"{min(gains):+.2f} to {max(gains):+.2f} points over the best order without a "
+        f"pilot, fewer in {sum(gain < 0 for gain in gains)} of {len(gains)}; 95 % of the "
+        f"answers at most {max(late):.2f} ms after the deadline"
+    )
+    return Page(
+        "Units in the order of importance",
+        [
+            f"""
 A perceptron 784-4096-4096-10 on Fashion-MNIST without a penalty; {len(rows[0].right):,} test
 images; the whole network: {whole:.2f} % right. A share of the bytes of its weights is read per
 image. The last layer (0.2 %) is always read, and the pilot's weights with their scales are counted.
@@ -350,19 +374,21 @@ and deviation of {SEEDS} orders. {checked[0]} answers were also computed by the 
 image at a time; {checked[1]} differ, for its kernels round inputs to 16 bits. Skipping the columns
 of zero inputs (exact, no pilot) reads {100 * exact:.0f} % of the bytes: from there on it is the
 better choice.""",
-        Table(ORDERS, orders, 2),
-        """
+            Table(ORDERS, orders, 2),
+            """
 ![accuracy against bytes](pilot_deadline.svg)
 
 Paired differences, with intervals of 95 %; the best order without a pilot is the best of these
 images, orders by chance taken together:""",
-        Table(PAIRED, paired, 2),
-        f"""
+            Table(PAIRED, paired, 2),
+            f"""
 A deadline, for parts of the time that torch takes for the whole network; {TIMED} images, one at a
 time, {TURN} in turn. The pilot's packed bits and the chosen rows are read by kernels. *Late*:
 median, and 95 %, beyond the deadline, which for the pilot alone is 0:""",
-        Table(CLOCK, timed, 2),
-    ], summary)  # fmt: skip
+            Table(CLOCK, timed, 2),
+        ],
+        summary,
+    )
 
 
 def picture(rows: Sequence[Row], whole: float, path: Path) -> None:
@@ -374,21 +400,37 @@ def picture(rows: Sequence[Row], whole: float, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     styles = {
-        "pilot bits:3:64, filled": ("#0b6e4f", "o-"), "pilot bits:4:64, filled": ("#30638e", "s-"),
-        "pilot bits:8, filled": ("#6a4c93", "D-"), "pilot bits:4:64, zeros": ("#30638e", "s:"),
+        "pilot bits:3:64, filled": ("#0b6e4f", "o-"),
+        "pilot bits:4:64, filled": ("#30638e", "s-"),
+        "pilot bits:8, filled": ("#6a4c93", "D-"),
+        "pilot bits:4:64, zeros": ("#30638e", "s:"),
         "weights: row norm × out norm": ("#e09f3e", "v--"),
         "calibration: mean × out norm": ("#d1495b", "^--"),
-        "calibration, mean elsewhere": ("#d1495b", "^-"), "oracle": ("#999999", "x:"),
-    }  # fmt: skip
+        "calibration, mean elsewhere": ("#d1495b", "^-"),
+        "oracle": ("#999999", "x:"),
+    }
     for name, (colour, style) in styles.items():
         mine = sorted((r.share, r.accuracy) for r in rows if r.who == name)
         if mine:
-            axes.plot(*zip(*((100 * s, a) for s, a in mine), strict=True), style, color=colour,
-                      label=name, markersize=5, linewidth=1.4)  # fmt: skip
+            axes.plot(
+                *zip(*((100 * s, a) for s, a in mine), strict=True),
+                style,
+                color=colour,
+                label=name,
+                markersize=5,
+                linewidth=1.4,
+            )
     drawn = [row for row in rows if row.who == "random"]
-    axes.errorbar([100 * row.share for row in drawn], [row.accuracy for row in drawn],
-                  [row.deviation or 0 for row in drawn], fmt="--", color="#555555", capsize=3,
-                  label=f"random, {SEEDS} orders", linewidth=1.2)  # fmt: skip
+    axes.errorbar(
+        [100 * row.share for row in drawn],
+        [row.accuracy for row in drawn],
+        [row.deviation or 0 for row in drawn],
+        fmt="--",
+        color="#555555",
+        capsize=3,
+        label=f"random, {SEEDS} orders",
+        linewidth=1.2,
+    )
     for row in rows:
         if row.who.endswith("alone"):
             colour = styles[row.who.replace("alone", "filled")][0]
@@ -397,8 +439,7 @@ def picture(rows: Sequence[Row], whole: float, path: Path) -> None:
     axes.axhline(whole, color="#bbbbbb", linewidth=1, zorder=0)
     axes.text(100 * SHARES[0], whole + 0.8, "whole network", color="#777777", fontsize=8)
     axes.set_ylim(top=whole + 4)
-    axes.set(xscale="log", xlabel="bytes of weights read, % of all (the pilot's included)",
-             ylabel="accuracy, %")  # fmt: skip
+    axes.set(xscale="log", xlabel="bytes of weights read, % of all (the pilot's included)", ylabel="accuracy, %")
     axes.set_xticks([100 * s for s in SHARES], [f"{100 * s:.0f}" for s in SHARES])
     axes.minorticks_off()
     axes.legend(fontsize=8, frameon=False, loc="lower right")

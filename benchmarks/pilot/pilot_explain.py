@@ -34,10 +34,11 @@ from demask.pilot.condition import condition_of
 from demask.pilot.explain import BETTER, EXACT, Explanation, explain
 
 BENCHMARK = Benchmark(
-    "predictions of explain(), and measurements", "not timed",
+    "predictions of explain(), and measurements",
+    "not timed",
     needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"),
     quick="--networks none --rounds 2 --threads 1",
-)  # fmt: skip
+)
 
 RESIDUAL = "ResNet-20"
 EXACTLY = (("", "columns"), ("bits:8", "certified"), ("bits:8", "certified:levels=2"))
@@ -61,8 +62,7 @@ def network(name: str, cache: Path, data: Path) -> tuple[nn.Module, list[Tensor]
     return setting(name, cache, data)
 
 
-def rounds(calls: dict[Any, Callable[[Tensor], Any]], inputs: Sequence[Tensor],
-           count: int) -> dict[Any, Timing]:  # fmt: skip
+def rounds(calls: dict[Any, Callable[[Tensor], Any]], inputs: Sequence[Tensor], count: int) -> dict[Any, Timing]:
     """Of the medians of rounds."""
     taken: dict[Any, list[float]] = {key: [] for key in calls}
     turn = cycle(inputs)
@@ -80,9 +80,18 @@ def rounds(calls: dict[Any, Callable[[Tensor], Any]], inputs: Sequence[Tensor],
 
 
 HEAD = [
-    "network", "pilot", "condition", "predicted, ms", "measured, ms", "error, %",
-    "gain, predicted", "gain, measured", "changed answers, %", "predicted to pay", "pays",
-]  # fmt: skip
+    "network",
+    "pilot",
+    "condition",
+    "predicted, ms",
+    "measured, ms",
+    "error, %",
+    "gain, predicted",
+    "gain, measured",
+    "changed answers, %",
+    "predicted to pay",
+    "pays",
+]
 
 
 def cells(name: str, explanation: Explanation, timings: dict[Any, Timing]) -> Iterator[list[Cell]]:
@@ -99,10 +108,16 @@ def cells(name: str, explanation: Explanation, timings: dict[Any, Timing]) -> It
         if pays and line.condition in EXACT and line.pilot and columns is not None:
             pays = columns.median / timing.median >= BETTER
         yield [
-            *setting, 1e3 * line.seconds, timing, 100 * (line.seconds / timing.median - 1),
-            line.gain, gain, 100 * (line.loss or 0.0), "yes" if line.use else "no",
+            *setting,
+            1e3 * line.seconds,
+            timing,
+            100 * (line.seconds / timing.median - 1),
+            line.gain,
+            gain,
+            100 * (line.loss or 0.0),
+            "yes" if line.use else "no",
             "yes" if pays else "no",
-        ]  # fmt: skip
+        ]
 
 
 def page(rows: Sequence[Sequence[Cell]], count: int) -> Page:
@@ -113,8 +128,7 @@ as the network as it is, and an exact one with a pilot {BETTER} times as fast as
     errors = [cell for row in rows if isinstance(cell := row[5], float)]
     near = sum(abs(error) <= 20 for error in errors)
     wrong = sum(row[-1] is not None and row[-1] != row[-2] for row in rows)
-    summary = (f"{near} of {len(errors)} predicted times within 20 %; {wrong} wrong about what "
-               "pays")  # fmt: skip
+    summary = f"{near} of {len(errors)} predicted times within 20 %; {wrong} wrong about what pays"
     return Page("Predicted and measured", [text, Table(HEAD, rows, 3)], summary)
 
 

@@ -30,10 +30,13 @@ from demask.pilot.gate import Gate
 from demask.pilot.simplifiers.simplify import simplify
 
 BENCHMARK = Benchmark(
-    "training that updates a part of the units", "not timed", needs=(DEV, SHARED_DATA),
-    quick="--steps 2 --seeds 1 --train 256 --test 128", writes=("pilot_gate.svg",),
+    "training that updates a part of the units",
+    "not timed",
+    needs=(DEV, SHARED_DATA),
+    quick="--steps 2 --seeds 1 --train 256 --test 128",
+    writes=("pilot_gate.svg",),
     measures=("pilot",),
-)  # fmt: skip
+)
 
 FRACTION, EVERY, BATCH, RATE = 0.25, 20, 128, 0.002
 GATES = ("pilot", "magnitude", "random", "all")
@@ -75,14 +78,18 @@ def gate(by: str, model: nn.Module, seen: Tensor, seed: int) -> Gate:
 
 
 def tuned(
-    by: str, seed: int, steps: int, looks: Sequence[int], train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor], tick: Any,
-) -> list[Point]:  # fmt: skip
+    by: str,
+    seed: int,
+    steps: int,
+    looks: Sequence[int],
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    tick: Any,
+) -> list[Point]:
     """One run: SGD with momentum, batch norms in eval mode."""
     model, draw = cifar.trained(20), torch.Generator().manual_seed(seed)
     x, classes = train
-    order = torch.cat([torch.randperm(len(x), generator=draw) for _ in range(
-        -(-steps * BATCH // len(x)))])  # fmt: skip
+    order = torch.cat([torch.randperm(len(x), generator=draw) for _ in range(-(-steps * BATCH // len(x)))])
     mine = gate(by, model, x[order[:SEEN]], seed)
     optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
     points = [Point(by, seed, 0, 0, accuracy(model, *test))]
@@ -108,8 +115,10 @@ def rows_of(points: Sequence[Point]) -> list[Row]:
     for p in points:
         who = p.by if p.by == "all" else f"{p.by}, {FRACTION:.0%}"
         seeds.setdefault((who, p.step, p.updated / 1e6), []).append(p.right)
-    return [(*key, statistics.mean(right), statistics.stdev(right) if len(right) > 1 else 0.0)
-            for key, right in seeds.items()]  # fmt: skip
+    return [
+        (*key, statistics.mean(right), statistics.stdev(right) if len(right) > 1 else 0.0)
+        for key, right in seeds.items()
+    ]
 
 
 def page(rows: Sequence[Row], options: argparse.Namespace) -> Page:
@@ -119,11 +128,13 @@ momentum 0.9, batches of {BATCH}; norms stay as they are. {options.test:,} test 
 standard deviation of the accuracy over {options.seeds} seeds, and how many weights were updated
 until then. Units are chosen anew every {EVERY} steps; the pilot is {PILOT} on {SEEN} training
 images."""
-    reached = ", ".join(f"{who} {right:.1f} %" for who, step, _, right, _ in rows
-                        if step == options.steps)  # fmt: skip
+    reached = ", ".join(f"{who} {right:.1f} %" for who, step, _, right, _ in rows if step == options.steps)
     picture = "![accuracy against weights updated](pilot_gate.svg)"
-    return Page("Updates of some units", [text, Table(HEAD, rows, 2), picture],
-                f"right after {options.steps} steps, by what was updated: {reached}")  # fmt: skip
+    return Page(
+        "Updates of some units",
+        [text, Table(HEAD, rows, 2), picture],
+        f"right after {options.steps} steps, by what was updated: {reached}",
+    )
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
@@ -136,8 +147,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for who, colour in zip(dict.fromkeys(row[0] for row in rows), COLOURS, strict=True):
         _, _, at, right, deviation = zip(*(row for row in rows if row[0] == who), strict=True)
-        axes.errorbar(at, right, deviation, fmt="o-", color=colour, capsize=3, markersize=4,
-                      label=who)  # fmt: skip
+        axes.errorbar(at, right, deviation, fmt="o-", color=colour, capsize=3, markersize=4, label=who)
     axes.set(xlabel="weights updated so far, millions", ylabel="accuracy on test images, %")
     axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
@@ -161,9 +171,7 @@ def main() -> None:
         task: TaskID = bar.add_task("steps", total=options.steps * options.seeds * len(GATES))
         for seed in range(options.seeds):
             for by in GATES:
-                points += tuned(
-                    by, seed, options.steps, looks, train, test, lambda: bar.advance(task)
-                )
+                points += tuned(by, seed, options.steps, looks, train, test, lambda: bar.advance(task))
     rows = rows_of(points)
     print(save("pilot_gate", page(rows, options), Run.now(), options.output))
     picture(rows, (options.output or RESULTS / "pilot_gate.md").with_suffix(".svg"))

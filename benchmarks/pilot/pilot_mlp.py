@@ -35,15 +35,7 @@ from benchmarks.common.catalog import DEV, Benchmark
 from benchmarks.common.inductor import NAME, inductor
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.common.turns import settle
-from benchmarks.pilot.trained_networks import (
-    DATA,
-    SPECS,
-    TRANSFORMER,
-    Bytes,
-    documents,
-    images,
-    network,
-)
+from benchmarks.pilot.trained_networks import DATA, SPECS, TRANSFORMER, Bytes, documents, images, network
 from demask.machine.allocator import fix_allocator
 from demask.machine.describe import load_average
 from demask.machine.timing import Timing
@@ -51,19 +43,21 @@ from demask.ops import TABLE
 from demask.pilot.chains.exact_conditions import Certified, Columns, chained, unconditioned
 
 BENCHMARK = Benchmark(
-    "one vector through perceptrons: certificates, columns, dense", "not timed",
+    "one vector through perceptrons: certificates, columns, dense",
+    "not timed",
     needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"),
     quick="--networks none --rounds 2 --images 200 --threads 1",
-)  # fmt: skip
+)
 
 FLUSHED = 96 * 2**20  # bytes
 CALLS, SKIPPED = 30, 3  # of one contender in a round, and how many of them are not counted
 EXACT = ("own dense", "columns", "certified", "certified, 2 levels")
 MODES = (
-    (Columns(), ("dense",)), (Columns(), ("dense", "columns")),
+    (Columns(), ("dense",)),
+    (Columns(), ("dense", "columns")),
     (Certified(), ("dense", "columns", "certified")),
     (Certified(levels=2), ("dense", "columns", "two")),
-)  # fmt: skip
+)
 DENSE = ("torch", NAME, "ONNX Runtime", "own dense")  # what a gain is over: the fastest of them
 INPUTS = 256  # that take turns
 
@@ -85,9 +79,7 @@ def runtime(model: nn.Module, x: Tensor, threads: int, narrow: bool) -> Call:
             del whole.graph.value_info[:]  # shapes that the quantizer's own moves make wrong
             path = Path(folder) / "narrow.onnx"
             quantize_dynamic(whole, path)
-        session = onnxruntime.InferenceSession(
-            str(path), options, providers=["CPUExecutionProvider"]
-        )
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda inputs: torch.from_numpy(session.run(None, {name: inputs.numpy()})[0])
 
@@ -137,9 +129,7 @@ def checked(model: nn.Sequential, calls: dict[str, Call], inputs: Sequence[Tenso
     for k, layer in enumerate(list(model)[:-1]):
         if isinstance(layer, nn.ReLU):
             cut = model[: k + 1]
-            networks = (
-                chained(cut, sample, None, kind, modes, TABLE, always=True) for kind, modes in MODES
-            )
+            networks = (chained(cut, sample, None, kind, modes, TABLE, always=True) for kind, modes in MODES)
             parts.append(dict(zip(EXACT, networks, strict=True)))
     result = Checked(len(inputs), dict.fromkeys(EXACT[1:], 0), dict.fromkeys(calls, 0))
     for x in inputs:
@@ -188,23 +178,35 @@ def rounds(
 
 
 HEAD = [
-    "network", "threads", "caches", "contender", "ms", "times as fast as the fastest dense one",
-    "times as fast as columns", "inputs with other bits", "with another class than torch",
-]  # fmt: skip
+    "network",
+    "threads",
+    "caches",
+    "contender",
+    "ms",
+    "times as fast as the fastest dense one",
+    "times as fast as columns",
+    "inputs with other bits",
+    "with another class than torch",
+]
 
 
-def cells(
-    name: str, threads: int, regime: str, taken: dict[str, list[float]], result: Checked
-) -> Iterator[list[Cell]]:
+def cells(name: str, threads: int, regime: str, taken: dict[str, list[float]], result: Checked) -> Iterator[list[Cell]]:
     """A row for each contender."""
     timings = {one: Timing.of(seconds) for one, seconds in taken.items()}
     dense = min(timings[one].median for one in DENSE)
     for one, timing in timings.items():
         over = timings["columns"].median / timing.median if one.startswith("cert") else None
         yield [
-            name, threads, regime, one, timing, dense / timing.median, over, result.bits.get(one),
+            name,
+            threads,
+            regime,
+            one,
+            timing,
+            dense / timing.median,
+            over,
+            result.bits.get(one),
             result.classes[one],
-        ]  # fmt: skip
+        ]
 
 
 def page(rows: Sequence[Sequence[Cell]], options: argparse.Namespace) -> Page:
@@ -217,8 +219,9 @@ was, compared with torch's own bits."""
     spans = []
     for who in EXACT[1:]:
         gains = [row[5] for row in rows if row[3] == who and isinstance(row[5], float)]
-        spans.append(f"{who} {min(gains):.2f} to {max(gains):.2f} (slower in "
-                     f"{sum(gain < 1 for gain in gains)} of {len(gains)})")  # fmt: skip
+        spans.append(
+            f"{who} {min(gains):.2f} to {max(gains):.2f} (slower in {sum(gain < 1 for gain in gains)} of {len(gains)})"
+        )
     summary = "times as fast as the fastest dense contender: " + ", ".join(spans)
     return Page("One vector", [text, Table(HEAD, rows, 4)], summary)
 

@@ -73,11 +73,15 @@ def layout(draw: random.Random, size: int) -> list[Block]:
     margin, gap, covered = int(96 * unit), int(64 * unit), 0
     for kind in kinds:
         for _ in range(200):
-            wide, high = ((400, 520), (320, 420)) if kind == "photograph" else \
-                ((560, 900), (140, 320))  # fmt: skip
+            wide, high = ((400, 520), (320, 420)) if kind == "photograph" else ((560, 900), (140, 320))
             width, height = int(draw.randint(*wide) * unit), int(draw.randint(*high) * unit)
-            block = Block(kind, draw.randint(margin, size - margin - width),
-                          draw.randint(margin, size - margin - height), width, height)  # fmt: skip
+            block = Block(
+                kind,
+                draw.randint(margin, size - margin - width),
+                draw.randint(margin, size - margin - height),
+                width,
+                height,
+            )
             if covered + width * height > MOST * size * size:
                 continue
             if not any(block.near(other, gap) for other in blocks):

@@ -42,10 +42,13 @@ from demask.traverse import tile
 from traverse_networks import SEED, Block, conv
 
 BENCHMARK = Benchmark(
-    "mostly empty pages: regions against the whole page", "not timed",
-    needs=(DEV, SHARED_DATA), quick="--size 256 --pages 1 --threads 1",
-    writes=("pilot_regions.png",), measures=("pilot", "traverse", "kernels"),
-)  # fmt: skip
+    "mostly empty pages: regions against the whole page",
+    "not timed",
+    needs=(DEV, SHARED_DATA),
+    quick="--size 256 --pages 1 --threads 1",
+    writes=("pilot_regions.png",),
+    measures=("pilot", "traverse", "kernels"),
+)
 
 SIZE, PAGES, THREADS, TILE, GROW = 2048, 8, 2, 64, 8
 TOLERANCE = 8 / 255  # a difference that matters, of values from 0 to 1
@@ -95,13 +98,9 @@ def page_itself(x: Tensor) -> Tensor:
 
 CONDITIONS: Mapping[str, tuple[Regions, Any]] = {
     "regions by contrast": (Regions(0.1, tile=TILE, grow=GROW, fill=page_itself), None),
-    "regions by downsample:8": (
-        Regions(0.1, tile=TILE, grow=GROW, fill=page_itself), "downsample:8:area",
-    ),
-    "downsample:8, filled in": (
-        Regions(0.05, tile=TILE, grow=GROW, fill="pilot"), "downsample:8:area",
-    ),
-}  # fmt: skip
+    "regions by downsample:8": (Regions(0.1, tile=TILE, grow=GROW, fill=page_itself), "downsample:8:area"),
+    "downsample:8, filled in": (Regions(0.05, tile=TILE, grow=GROW, fill="pilot"), "downsample:8:area"),
+}
 
 
 # --- contenders ---------------------------------------------------------------------------------
@@ -161,9 +160,7 @@ class Row:
 
 
 @torch.no_grad()
-def measured(
-    seed: int, x: Tensor, whole: Mapping[str, Call], ours: Mapping[str, InRegions], reference: Call
-) -> Row:
+def measured(seed: int, x: Tensor, whole: Mapping[str, Call], ours: Mapping[str, InRegions], reference: Call) -> Row:
     """A turn of each contender on a page; results of ours are compared with the whole page's."""
     row = Row(seed)
     every: list[tuple[str, Call]] = [*whole.items(), *ours.items()]
@@ -200,8 +197,7 @@ def picture(x: Tensor, module: InRegions, path: Path, side: int = 640) -> None:
     pen = ImageDraw.Draw(sheet)
     for top, bottom, left, right in ran.places:
         corners = [k * side // size for k in (left, top, right, bottom)]
-        pen.rectangle([corners[0], corners[1], corners[2] - 1, corners[3] - 1], outline="#ff3b30",
-                      width=2)  # fmt: skip
+        pen.rectangle([corners[0], corners[1], corners[2] - 1, corners[3] - 1], outline="#ff3b30", width=2)
     sheet.quantize(128).save(path, optimize=True)
 
 
@@ -209,9 +205,14 @@ def picture(x: Tensor, module: InRegions, path: Path, side: int = 640) -> None:
 
 SPEED = ["contender", "seconds", "least", "most", "times as fast as the fastest whole", "work"]
 QUALITY = [
-    "condition", "largest difference where run", "share of values equal", "matters, %",
-    "missed, % of the page", "recall, %", "largest difference elsewhere",
-]  # fmt: skip
+    "condition",
+    "largest difference where run",
+    "share of values equal",
+    "matters, %",
+    "missed, % of the page",
+    "recall, %",
+    "largest difference elsewhere",
+]
 EACH = ["page", "condition", "ran", "seconds", "times as fast"]
 
 
@@ -227,27 +228,31 @@ def quality(rows: Sequence[Row]) -> Iterator[list[Cell]]:
     for name in rows[0].missed:
         missed = [row.missed[name] for row in rows]
         yield [
-            name, max(row.differences[name][0] for row in rows),
+            name,
+            max(row.differences[name][0] for row in rows),
             min(row.differences[name][1] for row in rows),
             100 * median(one.matters for one in missed),
-            100 * median(one.missed for one in missed), 100 * median(one.recall for one in missed),
+            100 * median(one.missed for one in missed),
+            100 * median(one.recall for one in missed),
             max(one.worst for one in missed),
-        ]  # fmt: skip
+        ]
 
 
 def report(rows: Sequence[Row], size: int) -> Page:
     each: list[list[Cell]] = [
-        [row.seed, name, words, row.seconds[name], row.gain(name)]
-        for row in rows
-        for name, words in row.ran.items()
+        [row.seed, name, words, row.seconds[name], row.gain(name)] for row in rows for name, words in row.ran.items()
     ]
     gains = [row.gain(name) for row in rows for name in row.ran]
     recall = [100 * missed.recall for row in rows for missed in row.missed.values()]
-    summary = (f"{min(gains):.2f} to {max(gains):.2f} times as fast as the fastest that runs the "
-               f"whole page, slower in {sum(gain < 1 for gain in gains)} of {len(gains)}; "
-               f"{min(recall):.0f} to {max(recall):.0f} % of what matters is run")  # fmt: skip
-    return Page("Pages restored where something is on them", [
-        f"""
+    summary = (
+        f"{min(gains):.2f} to {max(gains):.2f} times as fast as the fastest that runs the "
+        f"whole page, slower in {sum(gain < 1 for gain in gains)} of {len(gains)}; "
+        f"{min(recall):.0f} to {max(recall):.0f} % of what matters is run"
+    )
+    return Page(
+        "Pages restored where something is on them",
+        [
+            f"""
 {len(rows)} pages of {size} x {size} pixels, from seed {rows[0].seed}: text of this project's
 documents and a photograph, paper with noise and shade
 ([pilot_pages.py](../pilot/pilot_pages.py)). The network has the size and the blocks of TAEF2's
@@ -261,20 +266,20 @@ whose input varies by more than 0.1 within 8 x 8 pixels; elsewhere the page itse
 downsample:8*: tiles in which the answer of the network at an eighth of the resolution is more than
 0.1 from the page; elsewhere the page. *Filled in*: tiles in which that answer varies by more than
 0.05; elsewhere that answer.""",
-        Table(SPEED, [*times(rows)]),
-        Table(QUALITY, [*quality(rows)]),
-        "![A page, and the rectangles that were run](pilot_regions.png)",
-        Table(EACH, each, 2),
-    ], summary)  # fmt: skip
+            Table(SPEED, [*times(rows)]),
+            Table(QUALITY, [*quality(rows)]),
+            "![A page, and the rectangles that were run](pilot_regions.png)",
+            Table(EACH, each, 2),
+        ],
+        summary,
+    )
 
 
 # --- the command line ---------------------------------------------------------------------------
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--pages", type=int, default=PAGES)
     add("--size", type=int, default=SIZE, help="pixels a side, a multiple of 64")
@@ -295,8 +300,9 @@ def main() -> None:
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
         whole = contenders(model, x, options.contenders, folder)
-        ours = {name: condition.applied(model, (x,), None, pilot, TABLE)
-                for name, (condition, pilot) in CONDITIONS.items()}  # fmt: skip
+        ours = {
+            name: condition.applied(model, (x,), None, pilot, TABLE) for name, (condition, pilot) in CONDITIONS.items()
+        }
         reference = next(iter(ours.values())).whole
         for call in (*whole.values(), *ours.values()):  # the first call of each is not timed
             call(x)
@@ -309,9 +315,7 @@ def main() -> None:
             timings = "; ".join(f"{name} {n:.2f} s" for name, n in rows[-1].seconds.items())
             console.print(f"page {seed}: {timings}")
             for name, ran in rows[-1].ran.items():
-                console.print(
-                    f"  {name}: {ran}; {rows[-1].differences[name]}; {rows[-1].missed[name]}"
-                )
+                console.print(f"  {name}: {ran}; {rows[-1].differences[name]}; {rows[-1].missed[name]}")
     run = Run.now(format_threads(options.threads), allocator, before=before)
     print(save("pilot_regions", report(rows, options.size), run, options.output))
 

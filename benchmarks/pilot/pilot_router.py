@@ -39,16 +39,24 @@ from demask.pilot.routing.confidence import margin
 from demask.pilot.simplifiers.simplify import simplify
 
 BENCHMARK = Benchmark(
-    "a ResNet-20 that answers where it is sure, before ResNet-56", "not timed",
-    needs=(DEV, SHARED_DATA), quick="--images 500 --splits 3 --rounds 2 --streams 1 --quick",
+    "a ResNet-20 that answers where it is sure, before ResNet-56",
+    "not timed",
+    needs=(DEV, SHARED_DATA),
+    quick="--images 500 --splits 3 --rounds 2 --streams 1 --quick",
     writes=("pilot_router.svg",),
-)  # fmt: skip
+)
 
 BATCH, PARTS = 64, (1, 4, 5)  # images per call; of ten: to choose, to bound, to report
 LOSSES = (0.0, 0.002, 0.005, 0.01)
 TARGET = 0.002
-PILOTS = ("ResNet-20", "ResNet-56, 4 bits", "ResNet-56, 5 bits", "ResNet-56, 8 bits",
-          "ResNet-20, int8", "ResNet-56, int8")  # fmt: skip
+PILOTS = (
+    "ResNet-20",
+    "ResNet-56, 4 bits",
+    "ResNet-56, 5 bits",
+    "ResNet-56, 8 bits",
+    "ResNet-20, int8",
+    "ResNet-56, int8",
+)
 COLOURS = ("#2a78b5", "#d1661f", "#3b8f4a", "#8c5fb0")
 
 
@@ -61,9 +69,7 @@ class Runtime(nn.Module):
         options.intra_op_num_threads, options.log_severity_level = threads, 3
         # Its threads spin within a call, as usual, but not on into the other network's.
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        self.session = onnxruntime.InferenceSession(
-            str(path), options, providers=["CPUExecutionProvider"]
-        )
+        self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self.name = self.session.get_inputs()[0].name
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,8 +133,14 @@ def quantized(path: Path, x: Tensor) -> Path:
     quant_pre_process(str(path), str(ready), skip_symbolic_shape=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        quantize_static(str(ready), str(target), Reader(), per_channel=True,
-                        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8)  # fmt: skip
+        quantize_static(
+            str(ready),
+            str(target),
+            Reader(),
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
     return target
 
 
@@ -167,8 +179,7 @@ def timed(contenders: list[Network], x: Tensor, rounds: int) -> None:
 
         return one
 
-    calls = {f"{one.name}|{name}": call(engine)
-             for one in contenders for name, engine in one.engines.items()}  # fmt: skip
+    calls = {f"{one.name}|{name}": call(engine) for one in contenders for name, engine in one.engines.items()}
     for key, timing in time_alternately(calls, rounds, 2).items():
         name, _, engine = key.partition("|")
         next(one for one in contenders if one.name == name).times[engine] = timing
@@ -250,8 +261,9 @@ class Cascade:
             return Judged(math.inf, 1.0, 0.0, 0.0, 1.0, upper_bound(0, len(report)))
         outcome = self.outcomes(torch.tensor([threshold])).at(report).measured()[0]
         share = float((self.sure[report] <= threshold).float().mean())
-        return Judged(threshold, share, outcome.loss, outcome.disagreement, self.gain(share),
-                      outcome.disagreement_bound())  # fmt: skip
+        return Judged(
+            threshold, share, outcome.loss, outcome.disagreement, self.gain(share), outcome.disagreement_bound()
+        )
 
     def rows(self, count: int, bar: Progress) -> Iterator[Row]:
         """Both rules at all losses, over `count` splits."""
@@ -306,20 +318,28 @@ def streamed(cascades: list[Cascade], rows: list[Row], x: Tensor, rounds: int) -
         ratios = [a / b for a, b in zip(taken["full"], taken[name], strict=True)]
         last = router.last
         assert last.latency is not None
-        results.append(Streamed(row, median(ratios), min(ratios), row.judged[0].gain, last.share,
-                              last.latency))  # fmt: skip
+        results.append(Streamed(row, median(ratios), min(ratios), row.judged[0].gain, last.share, last.latency))
     return results
 
 
 # --- the page -----------------------------------------------------------------------------------
 
-ENGINES = ["network", "engine", f"ms per {BATCH} images", "speed-up", "right, %",
-           "as ResNet-56, %"]  # fmt: skip
+ENGINES = ["network", "engine", f"ms per {BATCH} images", "speed-up", "right, %", "as ResNet-56, %"]
 SETTING = ["pilot", "answer", "rule", "loss allowed, points"]
-RULES = [*SETTING, "passed on, %", "speed-up", "±", "lost, points", "± points", "disagreement, %",
-         "± %", "its bound, %", "within loss, %", "refused"]  # fmt: skip
-STREAMS = [*SETTING, "passed on, %", "speed-up, measured", "least", "expected",
-           "latency, ms"]  # fmt: skip
+RULES = [
+    *SETTING,
+    "passed on, %",
+    "speed-up",
+    "±",
+    "lost, points",
+    "± points",
+    "disagreement, %",
+    "± %",
+    "its bound, %",
+    "within loss, %",
+    "refused",
+]
+STREAMS = [*SETTING, "passed on, %", "speed-up, measured", "least", "expected", "latency, ms"]
 
 
 def engines(contenders: Sequence[Network], labels: Tensor) -> Iterator[list[Cell]]:
@@ -338,8 +358,15 @@ def setting(row: Row) -> list[Cell]:
 
 def rule(row: Row) -> list[Cell]:
     points = (100 * value for name in ("loss", "disagreement") for value in row.over(name))
-    return [*setting(row), 100 * row.over("share")[0], *row.over("gain"), *points,
-            100 * row.over("bound")[0], 100 * row.within, row.refused]  # fmt: skip
+    return [
+        *setting(row),
+        100 * row.over("share")[0],
+        *row.over("gain"),
+        *points,
+        100 * row.over("bound")[0],
+        100 * row.within,
+        row.refused,
+    ]
 
 
 def stream(one: Streamed) -> list[Cell]:
@@ -350,26 +377,31 @@ def verdict(rows: Sequence[Row]) -> str:
     """The fastest of each rule that loses little enough, of the pilot that is trained."""
     gains_of = []
     for rule, kind in (("mean", "with a mean loss"), ("guarantee", f"guaranteed at {LEVEL:.0%}")):
-        gains = [row.over("gain")[0] for row in rows
-                 if row.pilot == "ResNet-20" and row.rule == rule and row.target <= TARGET
-                 and row.over("loss")[0] <= TARGET]  # fmt: skip
+        gains = [
+            row.over("gain")[0]
+            for row in rows
+            if row.pilot == "ResNet-20" and row.rule == rule and row.target <= TARGET and row.over("loss")[0] <= TARGET
+        ]
         gains_of.append(f"{max(gains, default=1.0):.2f} times {kind}")
     slower = sum(row.over("gain")[0] < 1 for row in rows)
-    return (f"ResNet-20 before ResNet-56, at most {100 * TARGET:.1f} points lost: "
-            f"{', '.join(gains_of)}; slower in {slower} of {len(rows)}")  # fmt: skip
+    return (
+        f"ResNet-20 before ResNet-56, at most {100 * TARGET:.1f} points lost: "
+        f"{', '.join(gains_of)}; slower in {slower} of {len(rows)}"
+    )
 
 
-def page(contenders: list[Network], rows: list[Row], ends: list[Streamed],
-         labels: Tensor) -> Page:  # fmt: skip
+def page(contenders: list[Network], rows: list[Row], ends: list[Streamed], labels: Tensor) -> Page:
     sizes = " + ".join(f"{len(labels) * part // sum(PARTS):,}" for part in PARTS)
-    return Page("ResNet-56 after a pilot", [
-        f"""
+    return Page(
+        "ResNet-56 after a pilot",
+        [
+            f"""
 CIFAR-10's {len(labels):,} test images, as JPEG. The reference is ResNet-56 in the fastest of its
 engines ({contenders[0].engine}), each timed in turns on other images at every call; networks of a
 cascade run in their fastest engine, too. Those of 4, 5 and 8 bits have rounded weights and run in
 float32; "int8" are 8 bits in ONNX Runtime {onnxruntime.__version__}, weights and activations.""",
-        Table(ENGINES, [*engines(contenders, labels)], 2),
-        f"""
+            Table(ENGINES, [*engines(contenders, labels)], 2),
+            f"""
 ## Thresholds
 
 Images are split as {sizes}: to choose, to bound, to report; means and deviations over
@@ -382,8 +414,8 @@ loss*, splits whose third part loses no more than allowed: less than promised is
 guarantee, for that part is a sample, too; *refused*, splits in which nothing can be guaranteed and
 ResNet-56 runs alone (loss 0, speed-up 1). Confidence: softmax margin. *Both*: answers of ResNet-56
 are averaged with the pilot's.""",
-        Table(RULES, [*map(rule, rows)], 4),
-        f"""
+            Table(RULES, [*map(rule, rows)], 4),
+            f"""
 ![Speed-up against accuracy and disagreement](pilot_router.svg)
 
 ## End to end
@@ -391,8 +423,10 @@ are averaged with the pilot's.""",
 The first split's third part through `Router.stream`, {BATCH} images a call, those for ResNet-56
 queued until there are {BATCH}; in turns with ResNet-56 alone. Measured: median of rounds, and the
 least. Expected: as above. Latency: until a batch has all its answers.""",
-        Table(STREAMS, [*map(stream, ends)], 4),
-    ], verdict(rows))  # fmt: skip
+            Table(STREAMS, [*map(stream, ends)], 4),
+        ],
+        verdict(rows),
+    )
 
 
 def draw(cascades: list[Cascade], rows: list[Row], path: Path) -> None:
@@ -403,34 +437,49 @@ def draw(cascades: list[Cascade], rows: list[Row], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "router"  # the same picture for the same numbers
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     panels = figure.subplots(1, 2)
-    titles = {"loss": "accuracy lost, points (below 0: better than ResNet-56)",
-              "disagreement": "answers that differ from ResNet-56, %"}  # fmt: skip
+    titles = {
+        "loss": "accuracy lost, points (below 0: better than ResNet-56)",
+        "disagreement": "answers that differ from ResNet-56, %",
+    }
     shown = [one for one in cascades if "bits" not in one.pilot.name]
     for axes, (name, title) in zip(panels, titles.items(), strict=True):
         for colour, one in zip(COLOURS, shown, strict=False):
             every = torch.arange(len(one.sure))
             curve = [one.judged(float(knob), every) for knob in one.knobs(every)]
-            axes.plot([point.gain for point in curve],
-                      [100 * getattr(point, name) for point in curve], color=colour,
-                      linewidth=1.2, label=f"{one.pilot.name}, {one.answer}")  # fmt: skip
+            axes.plot(
+                [point.gain for point in curve],
+                [100 * getattr(point, name) for point in curve],
+                color=colour,
+                linewidth=1.2,
+                label=f"{one.pilot.name}, {one.answer}",
+            )
             for rule, marker, face in (("mean", "o", colour), ("guarantee", "s", "white")):
                 wanted = one.pilot.name, one.answer, rule
                 mine = [row for row in rows if (row.pilot, row.answer, row.rule) == wanted]
                 x, wide = zip(*(row.over("gain") for row in mine), strict=True)
                 y, high = zip(*(row.over(name) for row in mine), strict=True)
-                axes.errorbar(x, [100 * v for v in y], [100 * v for v in high], wide, fmt=marker,
-                              color=colour, markersize=4, elinewidth=0.5,
-                              markerfacecolor=face)  # fmt: skip
+                axes.errorbar(
+                    x,
+                    [100 * v for v in y],
+                    [100 * v for v in high],
+                    wide,
+                    fmt=marker,
+                    color=colour,
+                    markersize=4,
+                    elinewidth=0.5,
+                    markerfacecolor=face,
+                )
         axes.set_title(title, fontsize=9, loc="left")
         axes.set_xlabel("times as fast as ResNet-56, expected from measured times", fontsize=8)
         axes.axvline(1, color="#8c8c8c", linewidth=0.8)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].axhline(0, color="#8c8c8c", linewidth=0.8)
-    for marker, face, words in (("o", "#444444", "mean rule, 0, 0.2, 0.5, 1 allowed"),
-                                ("s", "white", "95 % guarantee, the same")):  # fmt: skip
-        panels[0].plot([], [], marker, color="#444444", markersize=4, markerfacecolor=face,
-                       label=words)  # fmt: skip
+    for marker, face, words in (
+        ("o", "#444444", "mean rule, 0, 0.2, 0.5, 1 allowed"),
+        ("s", "white", "95 % guarantee, the same"),
+    ):
+        panels[0].plot([], [], marker, color="#444444", markersize=4, markerfacecolor=face, label=words)
     panels[0].legend(fontsize=7, frameon=False, loc="upper left")
     figure.savefig(path, metadata={"Date": None})
 
@@ -443,9 +492,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31, help="timed calls of each engine")
     parser.add_argument("--streams", type=int, default=5, help="timed runs of each stream")
     parser.add_argument("--pilots", nargs="+", choices=PILOTS, default=PILOTS)
-    parser.add_argument(
-        "--quick", action="store_true", help="without demask.optimize and torch.compile"
-    )
+    parser.add_argument("--quick", action="store_true", help="without demask.optimize and torch.compile")
     parser.add_argument("--cache", type=Path, help="a file that keeps all networks' answers")
     parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
@@ -453,16 +500,11 @@ def main() -> None:
     x, labels = cifar.images(options.images)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad(), set_threads(options.threads):
         other = cifar.images(512, "cifar10_train_jpeg.zip")[0]
-        contenders = list(
-            networks(options.pilots, x, other, Path(folder), options.threads, not options.quick)
-        )
+        contenders = list(networks(options.pilots, x, other, Path(folder), options.threads, not options.quick))
         timed(contenders, x, options.rounds)
         answered(contenders, x, options.cache)
-        ways = {
-            one.name: ("full",) if "bits" in one.name else ("full", "both") for one in contenders
-        }
-        cascades = [Cascade(one, contenders[0], labels, answer)
-                    for one in contenders[1:] for answer in ways[one.name]]  # fmt: skip
+        ways = {one.name: ("full",) if "bits" in one.name else ("full", "both") for one in contenders}
+        cascades = [Cascade(one, contenders[0], labels, answer) for one in contenders[1:] for answer in ways[one.name]]
         with Progress(transient=True) as bar:
             rows = [row for one in cascades for row in one.rows(options.splits, bar)]
         small = [one for one in cascades if one.pilot.name.startswith("ResNet-20")]

@@ -19,16 +19,40 @@ from demask.pilot import Comparison, compare
 from demask.pilot.rate_bounds import clopper_pearson
 
 BENCHMARK = Benchmark(
-    "simplifiers of two networks: agreement and cost", "about 10 minutes",
-    needs=(DEV, SHARED_DATA), quick="--depths 20 --images 50 --pairs 1",
-)  # fmt: skip
+    "simplifiers of two networks: agreement and cost",
+    "about 10 minutes",
+    needs=(DEV, SHARED_DATA),
+    quick="--depths 20 --images 50 --pairs 1",
+)
 
-BY = ("bits:8", "bits:6", "bits:4", "bits:4:64", "bits:2", "exponents", "rank:0.5", "rank:0.25",
-      "channels:0.75", "channels:0.5", "downsample:2:bilinear", "downsample:2:area")  # fmt: skip
+BY = (
+    "bits:8",
+    "bits:6",
+    "bits:4",
+    "bits:4:64",
+    "bits:2",
+    "exponents",
+    "rank:0.5",
+    "rank:0.25",
+    "channels:0.75",
+    "channels:0.5",
+    "downsample:2:bilinear",
+    "downsample:2:area",
+)
 BATCH = 50
-HEAD = ["network", "simplifier", "same class, %", "interval", "error", "correlation",
-        "zeros: precision, %", "zeros: recall, %", "weights, %", "MACs, %",
-        "times as fast"]  # fmt: skip
+HEAD = [
+    "network",
+    "simplifier",
+    "same class, %",
+    "interval",
+    "error",
+    "correlation",
+    "zeros: precision, %",
+    "zeros: recall, %",
+    "weights, %",
+    "MACs, %",
+    "times as fast",
+]
 
 
 def cells(network: str, comparison: Comparison) -> Iterator[list[Cell]]:
@@ -41,10 +65,17 @@ def cells(network: str, comparison: Comparison) -> Iterator[list[Cell]]:
         low, high = clopper_pearson(sum(same), len(same))
         zeros = [None if share is None else 100 * share for share in (row.precision, row.recall)]
         yield [
-            network, row.by, 100 * sum(same) / len(same), f"{100 * low:.1f}–{100 * high:.1f}",
-            row.error, row.correlation, *zeros, 100 * row.weight_bytes / comparison.weight_bytes,
-            100 * row.macs / comparison.macs, row.speed,
-        ]  # fmt: skip
+            network,
+            row.by,
+            100 * sum(same) / len(same),
+            f"{100 * low:.1f}–{100 * high:.1f}",
+            row.error,
+            row.correlation,
+            *zeros,
+            100 * row.weight_bytes / comparison.weight_bytes,
+            100 * row.macs / comparison.macs,
+            row.speed,
+        ]
 
 
 def page(rows: Sequence[Sequence[Cell]], images: int) -> Page:
@@ -59,9 +90,11 @@ here, so theirs says nothing."""
     same = [share for row in rows if isinstance(share := row[2], float)]
     speeds = [row[-1] for row in rows if isinstance(row[-1], float) and row[-2] != 100]
     span = f"{min(speeds, default=1):.2f} to {max(speeds, default=1):.2f} times as fast"
-    summary = (f"the same class on {min(same):.0f} to {max(same):.0f} % of images; with fewer "
-               f"multiplications {span}, slower in {sum(n < 1 for n in speeds)} of "
-               f"{len(speeds)}")  # fmt: skip
+    summary = (
+        f"the same class on {min(same):.0f} to {max(same):.0f} % of images; with fewer "
+        f"multiplications {span}, slower in {sum(n < 1 for n in speeds)} of "
+        f"{len(speeds)}"
+    )
     return Page("Simplifiers", [text, Table(HEAD, rows, 2)], summary)
 
 
@@ -81,9 +114,13 @@ def main() -> None:
         for depth in options.depths:
             task = bar.add_task("", total=None)
             comparison = compare(
-                cifar.trained(depth), calls, by=BY, pairs=options.pairs, seconds=options.seconds,
+                cifar.trained(depth),
+                calls,
+                by=BY,
+                pairs=options.pairs,
+                seconds=options.seconds,
                 progress=lambda words, task=task: bar.update(task, description=words),
-            )  # fmt: skip
+            )
             rows += cells(f"ResNet-{depth}", comparison)
     run = Run.now(allocator, before=before)
     print(save("pilot_simplifiers", page(rows, options.images), run, options.output))

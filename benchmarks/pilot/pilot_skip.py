@@ -41,9 +41,11 @@ from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import canonicalize, capture_program
 
 BENCHMARK = Benchmark(
-    "ResNet-56 with channels chosen by a pilot, image by image", "about 12 minutes",
-    needs=(DEV, SHARED_DATA), quick="--images 50 --pairs 2",
-)  # fmt: skip
+    "ResNet-56 with channels chosen by a pilot, image by image",
+    "about 12 minutes",
+    needs=(DEV, SHARED_DATA),
+    quick="--images 50 --pairs 2",
+)
 
 KEEPS, LAYERS = (0.9, 0.75, 0.5), ("*", "*.conv1")
 IMAGES, CALIBRATION, PAIRS = 1000, 500, 31
@@ -91,9 +93,7 @@ def macs(call: Callable[[], object]) -> float:
 
 def pilots(module: Supported, watch: Demasked, others: Tensor) -> dict[str, tuple[Seen, bool]]:
     """Each pilot's magnitudes for an image, and whether it runs at every call."""
-    fixed = [
-        m.mean(0) for m in map(torch.stack, zip(*(watch(x[None]) for x in others), strict=True))
-    ]
+    fixed = [m.mean(0) for m in map(torch.stack, zip(*(watch(x[None]) for x in others), strict=True))]
     assert module.pilot is not None
     return {
         "frame before": (lambda x: list(watch(x.roll(-1, 3))), False),
@@ -125,16 +125,24 @@ def rows(count: int, keeps: Sequence[float], pairs: int, patterns: Sequence[str]
                 every = track(images, f"{name} {keep:g}", transient=True)
                 got = torch.cat([chosen(seen(one), one).argmax(1) for one in every])
                 calls = {
-                    "full": lambda: model(first), "compiled": compiled,
+                    "full": lambda: model(first),
+                    "compiled": compiled,
                     "this": lambda live=live, chosen=chosen: chosen(live(first), first),
-                }  # fmt: skip
+                }
                 taken = sample_seconds(calls, pairs)
                 times = {who: Timing.of(seconds) for who, seconds in taken.items()}
                 yield Row(
-                    pattern, name, keep, count, int((got == answers).sum()),
-                    int((got == labels).sum()), known, macs(calls["this"]) / whole, **times,
+                    pattern,
+                    name,
+                    keep,
+                    count,
+                    int((got == answers).sum()),
+                    int((got == labels).sum()),
+                    known,
+                    macs(calls["this"]) / whole,
+                    **times,
                     least=lower_bound(taken["full"], taken["this"]),
-                )  # fmt: skip
+                )
 
 
 def share(k: int, n: int) -> tuple[float, str]:
@@ -144,10 +152,20 @@ def share(k: int, n: int) -> tuple[float, str]:
 
 
 HEAD = [
-    "layers", "pilot", "computed, %", "agrees with the full network, %", "interval", "right, %",
-    "interval of that", "MACs, %", "full, ms", "torch.compile, ms", "this, ms", "times as fast",
+    "layers",
+    "pilot",
+    "computed, %",
+    "agrees with the full network, %",
+    "interval",
+    "right, %",
+    "interval of that",
+    "MACs, %",
+    "full, ms",
+    "torch.compile, ms",
+    "this, ms",
+    "times as fast",
     "at least",
-]  # fmt: skip
+]
 
 
 def page(rows: Sequence[Row]) -> Page:
@@ -164,16 +182,28 @@ pilot costs as much as the network, and is counted. A share of channels left out
 convolution leaves about its square of the MACs, and convolutions of 16 to 64 channels are not
 faster by as much: weights are gathered at every call."""
     cells = [
-        [row.layers, row.pilot, 100 * row.keep, *share(row.agrees, count),
-         *share(row.right, count), 100 * row.macs, row.full, row.compiled, row.this, row.speed,
-         row.least]
+        [
+            row.layers,
+            row.pilot,
+            100 * row.keep,
+            *share(row.agrees, count),
+            *share(row.right, count),
+            100 * row.macs,
+            row.full,
+            row.compiled,
+            row.this,
+            row.speed,
+            row.least,
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     speeds, slower = [row.speed for row in rows], sum(row.least < ALLOWED for row in rows)
     agrees = [100 * row.agrees / count for row in rows]
-    summary = (f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as the full network, not to "
-               f"be used in {slower} of {len(rows)}; the same answer for {min(agrees):.0f} to "
-               f"{max(agrees):.0f} % of images")  # fmt: skip
+    summary = (
+        f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as the full network, not to "
+        f"be used in {slower} of {len(rows)}; the same answer for {min(agrees):.0f} to "
+        f"{max(agrees):.0f} % of images"
+    )
     return Page("ResNet-56, channels chosen by a pilot", [text, Table(HEAD, cells, 3)], summary)
 
 

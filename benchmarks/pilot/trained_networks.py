@@ -192,9 +192,7 @@ def described(name: str, model: nn.Module, data: Path = DATA) -> str:
     """Accuracy and the share of hidden values above zero, in words."""
     if name == TRANSFORMER:
         assert isinstance(model, Bytes)
-        live = [
-            (y > 0).float().mean().item() for y in watched(model, documents()[None, :LENGTH])[1]
-        ]
+        live = [(y > 0).float().mean().item() for y in watched(model, documents()[None, :LENGTH])[1]]
         return f"{name}: live {', '.join(f'{share:.1%}' for share in live)}"
     x, classes = images("test", data, SPECS[name].standard)
     assert isinstance(model, nn.Sequential)

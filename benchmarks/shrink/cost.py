@@ -26,9 +26,7 @@ from demask.graph.capture.capture import capture
 from demask.machine.describe import load_average
 from networks import randomised
 
-BENCHMARK = Benchmark(
-    "seconds of demask() itself", "minutes", needs=(DEV,), quick="--runs 1",
-)  # fmt: skip
+BENCHMARK = Benchmark("seconds of demask() itself", "minutes", needs=(DEV,), quick="--runs 1")
 
 LIMIT, RATIO = 10.0, 2.4
 SIZES = (200, 400)  # nodes
@@ -83,15 +81,18 @@ def main() -> None:
     ratio = median(whole[large]) / median(whole[small])
     head = ["network", "calls", "demask(), s", "fastest", "slowest", "of it torch.export, s"]
     lines = [
-        [name, calls_of(model, (images,)), median(whole[name]), min(whole[name]), max(whole[name]),
-         median(export[name])]
+        [
+            name,
+            calls_of(model, (images,)),
+            median(whole[name]),
+            min(whole[name]),
+            max(whole[name]),
+            median(export[name]),
+        ]
         for name, model in models.items()
-    ]  # fmt: skip
+    ]
     first = median(whole["ResNet-56"])
-    summary = (
-        f"ResNet-56: {first:.2f} s (limit {LIMIT:g}); {large} / {small}: {ratio:.2f} "
-        f"(limit {RATIO:g})"
-    )
+    summary = f"ResNet-56: {first:.2f} s (limit {LIMIT:g}); {large} / {small}: {ratio:.2f} (limit {RATIO:g})"
     text = f"Medians of {options.runs} runs in turns."
     page = Page("The time that demask() itself takes", [text, Table(head, lines)], summary)
     print(save("cost", page, Run.now("1 thread", before=before), options.output))

@@ -35,8 +35,9 @@ BENCHMARK = Benchmark(
     "ONNX files of packages with every second channel masked: edited, and exported again",
     "about 30 s a file",
     needs=("`make .venv/real.stamp`", "a folder of more packages (`--packages`)"),
-    quick="--only cls_infer", measures=("files/onnx", "shrink", "facts", "ops"),
-)  # fmt: skip
+    quick="--only cls_infer",
+    measures=("files/onnx", "shrink", "facts", "ops"),
+)
 
 LEAST = 4096  # bytes of a file that is no test
 SIZES = (64, 96, 160, 32, 512, 576, 1600, 16_000, 48_000, 1)  # tried for the open sizes of an input
@@ -48,9 +49,16 @@ KINDS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "tiny": lambda x: x * 1e-9,
     "large": lambda x: x * (16 if x.dtype == torch.float16 else 1e4),
 }
-DTYPES = {"float": torch.float32, "float16": torch.float16, "double": torch.float64,
-          "int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8, "int8": torch.int8,
-          "bool": torch.bool}  # fmt: skip
+DTYPES = {
+    "float": torch.float32,
+    "float16": torch.float16,
+    "double": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "bool": torch.bool,
+}
 Feeds = Mapping[str, np.ndarray]
 
 
@@ -93,8 +101,9 @@ def masked(path: Path, folder: Path) -> Path:
     model = onnx.load(path)
     for graph in graphs_of(model.graph):
         tensors = {t.name: t for t in graph.initializer}
-        tensors |= {n.output[0]: a.t for n in graph.node if n.op_type == "Constant"
-                    for a in n.attribute if a.name == "value"}  # fmt: skip
+        tensors |= {
+            n.output[0]: a.t for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"
+        }
         stored = {n.output[0]: n for n in graph.node if n.op_type == "DequantizeLinear"}
         done: set[str] = set()
         for node in graph.node:
@@ -146,9 +155,10 @@ def example(path: Path, runner: Any) -> tuple[Tensor, ...]:
         inputs = []
         for port in runner.get_inputs():
             is_state = port.name in ("state", "h", "c")
-            dims = [n if isinstance(n, int) and n > 0
-                    else batch if k == 0 or is_state or (n and n in batches) else size
-                    for k, n in enumerate(port.shape)]  # fmt: skip
+            dims = [
+                n if isinstance(n, int) and n > 0 else batch if k == 0 or is_state or (n and n in batches) else size
+                for k, n in enumerate(port.shape)
+            ]
             if len(dims) == 4 and path.stem in PIXELS:
                 dims[2:] = PIXELS[path.stem]
             dtype = DTYPES[port.type.removeprefix("tensor(").removesuffix(")")]
@@ -180,8 +190,7 @@ def measured(name: str, path: Path, folder: Path) -> Row:
     runner = session(original)
     inputs = example(path, runner)
     fixed = FIXED.get(path.stem, {})
-    free = [x for port, x in zip(runner.get_inputs(), inputs, strict=True)
-            if port.name not in fixed]  # fmt: skip
+    free = [x for port, x in zip(runner.get_inputs(), inputs, strict=True) if port.name not in fixed]
 
     def edited(target: Path) -> None:
         result = edit_file(original, inputs, TABLE)
@@ -195,9 +204,7 @@ def measured(name: str, path: Path, folder: Path) -> Row:
         demask.to_onnx(demask.demask(network, tuple(free)), target, tuple(free))
         row.exported_opset = _opset(target)
 
-    calls: dict[str, Callable[[], Any]] = {
-        "original": lambda: runner.run(None, feeds(runner, inputs))
-    }
+    calls: dict[str, Callable[[], Any]] = {"original": lambda: runner.run(None, feeds(runner, inputs))}
     for kind, write, arguments in (("edit", edited, inputs), ("export", exported, free)):
         target, start = folder / f"{kind}.onnx", time.process_time()
         try:
@@ -225,9 +232,11 @@ def difference(runner: Any, inputs: Sequence[Tensor], other: Any, same: Sequence
         except Exception:  # its exceptions share no base class
             continue
         outputs = other.run(None, feeds(other, changed[1]))
-        pairs = [(a.astype(np.float64), b.astype(np.float64))
-                 for a, b in zip(expected, outputs, strict=True)
-                 if isinstance(a, np.ndarray) and a.dtype.kind in "fiub" and a.size]  # fmt: skip
+        pairs = [
+            (a.astype(np.float64), b.astype(np.float64))
+            for a, b in zip(expected, outputs, strict=True)
+            if isinstance(a, np.ndarray) and a.dtype.kind in "fiub" and a.size
+        ]
         if all(np.isfinite(a).all() for a, _ in pairs) and pairs:
             worst = max(worst, error(*zip(*pairs, strict=True)))
     return worst
@@ -240,10 +249,19 @@ def _opset(path: Path) -> int:
 
 WAYS = ("edit", "export")
 HEAD = [
-    "file", "KB", *(f"{way}, KB" for way in WAYS), "original, ms", *(f"{way}, ms" for way in WAYS),
-    "unchanged", "nodes", "op set", "op set of the export", *(f"{way} differs by" for way in WAYS),
-    *(f"{way}, s" for way in WAYS), "failed",
-]  # fmt: skip
+    "file",
+    "KB",
+    *(f"{way}, KB" for way in WAYS),
+    "original, ms",
+    *(f"{way}, ms" for way in WAYS),
+    "unchanged",
+    "nodes",
+    "op set",
+    "op set of the export",
+    *(f"{way} differs by" for way in WAYS),
+    *(f"{way}, s" for way in WAYS),
+    "failed",
+]
 
 
 def cells(row: Row) -> list[Cell]:
@@ -252,15 +270,17 @@ def cells(row: Row) -> list[Cell]:
     failures = (f"{way}: {reason[:300]}".replace("|", "/") for way, reason in row.failures.items())
     every = ("original", *WAYS)
     return [
-        row.name, *map(kilobytes.get, every), *map(row.calls.get, every),
+        row.name,
+        *map(kilobytes.get, every),
+        *map(row.calls.get, every),
         *(n or None for n in (*row.nodes, row.opset, row.exported_opset)),
-        *map(row.errors.get, WAYS), *map(row.seconds.get, WAYS), "; ".join(failures),
-    ]  # fmt: skip
+        *map(row.errors.get, WAYS),
+        *map(row.seconds.get, WAYS),
+        "; ".join(failures),
+    ]
 
 
-def count_worse(
-    rows: Sequence[Mapping[str, Any]], unit: str, other: str, least: float = 1.0
-) -> int:
+def count_worse(rows: Sequence[Mapping[str, Any]], unit: str, other: str, least: float = 1.0) -> int:
     """Files whose edit takes at least so many times the size or the time of another file."""
     pairs = [(row[f"edit, {unit}"], row[other]) for row in rows]
     pairs = [[x.low if isinstance(x, Timing) else x for x in pair] for pair in pairs]

@@ -28,9 +28,11 @@ from demask.machine.describe import format_counts
 from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
-    "a MiniLM-sized encoder: masked, demasked, and built by hand", "at most 60 s a setting",
-    needs=(DEV,), quick="--threads 1 --pairs 3 --seconds 2",
-)  # fmt: skip
+    "a MiniLM-sized encoder: masked, demasked, and built by hand",
+    "at most 60 s a setting",
+    needs=(DEV,),
+    quick="--threads 1 --pairs 3 --seconds 2",
+)
 
 LAYERS, WIDTH, HEADS, UNITS, SIZE = 6, 384, 12, 1536, 32
 SHAPES = ((8, 128), (1, 128), (8, 16))
@@ -41,9 +43,13 @@ def encoder(attention: str) -> nn.Module:
     """The network with random weights; its biases too are random."""
     hub: Any = transformers()
     config = hub.BertConfig(
-        vocab_size=30522, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        intermediate_size=UNITS, attn_implementation=attention,
-    )  # fmt: skip
+        vocab_size=30522,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=UNITS,
+        attn_implementation=attention,
+    )
     model = hub.BertModel(config, add_pooling_layer=False).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -88,9 +94,7 @@ def by_hand(model: Any, left: list[tuple[Tensor, Tensor]]) -> nn.Module:
     return model
 
 
-def _part(
-    linear: nn.Linear, rows: Tensor | None = None, columns: Tensor | None = None
-) -> nn.Linear:
+def _part(linear: nn.Linear, rows: Tensor | None = None, columns: Tensor | None = None) -> nn.Linear:
     weight, bias = linear.weight.data, linear.bias.data.clone()
     if rows is not None:
         weight, bias = weight[rows], bias[rows]
@@ -154,8 +158,10 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                     name: lambda network=network, ids=ids: network(input_ids=ids)
                     for name, network in (("masked", model), ("result", slim), ("hand", hand))
                 }
-                calls |= {f"{n}, {NAME}": inductor(HiddenState(network), ids)
-                          for n, network in (("masked", model), ("result", slim))}  # fmt: skip
+                calls |= {
+                    f"{n}, {NAME}": inductor(HiddenState(network), ids)
+                    for n, network in (("masked", model), ("result", slim))
+                }
                 with torch.no_grad():
                     timings = time_alternately(calls, pairs, seconds=seconds)
                 times = [timings[name] for name in calls]
@@ -174,19 +180,37 @@ def furthest(model: nn.Module, others: Sequence[nn.Module], ids: Tensor) -> floa
 
 
 HEAD = [
-    "attention", "batch x tokens", "threads", "parameters", "MACs left", "masked, ms",
-    "demasked, ms", "speed", "by hand, ms", f"masked, {NAME}, ms", f"demasked, {NAME}, ms",
+    "attention",
+    "batch x tokens",
+    "threads",
+    "parameters",
+    "MACs left",
+    "masked, ms",
+    "demasked, ms",
+    "speed",
+    "by hand, ms",
+    f"masked, {NAME}, ms",
+    f"demasked, {NAME}, ms",
     "difference",
-]  # fmt: skip
+]
 
 
 def cells(row: Row) -> list[Cell]:
     before, after = row.report.before, row.report.after
     return [
-        row.attention, f"{row.batch} x {row.length}", row.threads,
-        f"{before.parameters:,} → {after.parameters:,}", after.macs / before.macs, row.masked,
-        row.result, row.speed, row.hand, row.masked_compiled, row.result_compiled, row.difference,
-    ]  # fmt: skip
+        row.attention,
+        f"{row.batch} x {row.length}",
+        row.threads,
+        f"{before.parameters:,} → {after.parameters:,}",
+        after.macs / before.macs,
+        row.masked,
+        row.result,
+        row.speed,
+        row.hand,
+        row.masked_compiled,
+        row.result_compiled,
+        row.difference,
+    ]
 
 
 def page(rows: Sequence[Row]) -> Page:
@@ -200,10 +224,11 @@ batch and length dynamic, serves all sizes. Milliseconds are the median (10 %–
 layers of the widths that are left. *eager*: attention as products and softmax. *Difference*: the
 larger of both to the masked network."""
     return Page(
-        "A MiniLM-sized encoder, masked and demasked", [text, Table(HEAD, [*map(cells, rows)], 3)],
+        "A MiniLM-sized encoder, masked and demasked",
+        [text, Table(HEAD, [*map(cells, rows)], 3)],
         f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as masked; slower in "
         f"{sum(speed < 1 for speed in speeds)} of {len(rows)}",
-    )  # fmt: skip
+    )
 
 
 def main() -> None:

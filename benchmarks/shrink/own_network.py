@@ -41,9 +41,10 @@ from demask.machine.timing import Timing
 
 BENCHMARK = Benchmark(
     "results in the user's own class: seconds and memory of demask() and verify(), speed",
-    "about 20 minutes", needs=(DEV, "12 GiB of memory"),
+    "about 20 minutes",
+    needs=(DEV, "12 GiB of memory"),
     quick="--parts speed --runs 3",
-)  # fmt: skip
+)
 
 HEADS = {
     "speed": ["network", "masked, ms", "torch.compile, ms", "own class, ms", "graph, ms"],
@@ -66,9 +67,7 @@ def zeroed(*tensors: Tensor, share: float = 0.5) -> None:
 
 def perceptron() -> tuple[nn.Module, Tensor]:
     """Three linear layers, 50,000 parameters."""
-    net = nn.Sequential(
-        nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 170), nn.ReLU(), nn.Linear(170, 10)
-    )
+    net = nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 170), nn.ReLU(), nn.Linear(170, 10))
     zeroed(net[0].weight, net[0].bias, net[2].weight, net[2].bias)
     return net.eval(), torch.randn(2, 64)
 
@@ -132,8 +131,13 @@ def time_rows(runs: int) -> Iterator[list[Cell]]:
     for name, (model, _) in contenders.items():
         record = slim[name].demasked
         form = "own class" if type(slim[name]) is type(model) else "graph"
-        yield [name, f"{record.before.parameters:,} → {record.after.parameters:,}", form,
-               Timing.of(whole[name]), Timing.of(export[name])]  # fmt: skip
+        yield [
+            name,
+            f"{record.before.parameters:,} → {record.after.parameters:,}",
+            form,
+            Timing.of(whole[name]),
+            Timing.of(export[name]),
+        ]
 
 
 def memory_rows(runs: int) -> Iterator[list[Cell]]:
@@ -143,9 +147,14 @@ def memory_rows(runs: int) -> Iterator[list[Cell]]:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     config = LlamaConfig(
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
-        num_key_value_heads=4, vocab_size=32000, max_position_embeddings=2048,
-    )  # fmt: skip
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        max_position_embeddings=2048,
+    )
     model = LlamaForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
     for layer in model.model.layers:
@@ -199,9 +208,12 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
     speeds = [row["masked, ms"].median / row["own class, ms"].median for row in rows]
     compared = [row for row in rows if row["torch.compile, ms"] is not None]
     lost = sum(row["own class, ms"].median > row["torch.compile, ms"].median for row in compared)
-    return (f"in its own class {min(speeds):.2f} to {max(speeds):.2f} times as fast as masked; "
-            f"slower than torch.compile of the masked network in {lost} of {len(compared)}"
-            if rows else "")  # fmt: skip
+    return (
+        f"in its own class {min(speeds):.2f} to {max(speeds):.2f} times as fast as masked; "
+        f"slower than torch.compile of the masked network in {lost} of {len(compared)}"
+        if rows
+        else ""
+    )
 
 
 def page(rows: dict[str, list[list[Cell]]]) -> Page:
@@ -214,9 +226,7 @@ def page(rows: dict[str, list[list[Cell]]]) -> Page:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(HEADS), default=list(HEADS))
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")

@@ -52,14 +52,22 @@ from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "demask, torch-pruning, torch-simplify and OpenVINO on the same masks: speed and error",
-    "at most 20 s a setting, and export", needs=(BENCH, SHARED_DATA),
+    "at most 20 s a setting, and export",
+    needs=(BENCH, SHARED_DATA),
     quick="--networks resnet18 --batches 1 --threads 1 --pairs 3 --seconds 3 --size 64",
-)  # fmt: skip
+)
 
 NETWORKS = (
-    "resnet18", "resnet50", "mobilenet_v2", "shufflenet_v2_x1_0", "densenet121", "vgg11_bn",
-    "efficientnet_b0", "squeezenet1_1", "ResNet-56",
-)  # fmt: skip
+    "resnet18",
+    "resnet50",
+    "mobilenet_v2",
+    "shufflenet_v2_x1_0",
+    "densenet121",
+    "vgg11_bn",
+    "efficientnet_b0",
+    "squeezenet1_1",
+    "ResNet-56",
+)
 CIFAR = "ResNet-56"  # trained, on photographs of 32 x 32
 PACKAGES = ("torch-simplify", "torch-pruning", "openvino", "torchvision")
 
@@ -148,9 +156,8 @@ def case(name: str, shifts: str, size: int) -> Case:
         expected = model(images)
         exact = deepcopy(model).double()(images.double())
     return Case(
-        name, shifts, relative(exact, expected), relative(expected, expected.flip(0)),
-        outcomes(model, images, expected),
-    )  # fmt: skip
+        name, shifts, relative(exact, expected), relative(expected, expected.flip(0)), outcomes(model, images, expected)
+    )
 
 
 def timed(case: Case, images: Tensor, threads: int, pairs: int, seconds: float) -> Row:
@@ -184,10 +191,7 @@ def rows(options: argparse.Namespace, bar: Progress, skipped: dict[str, str]) ->
             forget()
             part.append(timed(network_case, images, threads, options.pairs, options.seconds))
             bar.advance(step)
-        light = replace(
-            network_case,
-            outcomes={w: replace(o, ready=None) for w, o in network_case.outcomes.items()},
-        )
+        light = replace(network_case, outcomes={w: replace(o, ready=None) for w, o in network_case.outcomes.items()})
         yield from (replace(row, case=light) for row in part)  # frees gigabytes of networks
 
 
@@ -214,12 +218,20 @@ with each other."""
 
 def results(cases: Iterable[Case]) -> Table:
     """Per network the result of each contender."""
-    return Table(OUTCOMES, [
-        [c.network, f"{c.outcomes[MASKED].numbers / 1e6:.2f} M", c.rounding, c.signal,
-         *(describe_outcome(c.outcomes[who], c.outcomes[MASKED]) for who in TORCH[1:]),
-         *(describe_outcome(c.outcomes[who], c.outcomes[PLAIN]) for who in OPENVINO)]
-        for c in cases
-    ])  # fmt: skip
+    return Table(
+        OUTCOMES,
+        [
+            [
+                c.network,
+                f"{c.outcomes[MASKED].numbers / 1e6:.2f} M",
+                c.rounding,
+                c.signal,
+                *(describe_outcome(c.outcomes[who], c.outcomes[MASKED]) for who in TORCH[1:]),
+                *(describe_outcome(c.outcomes[who], c.outcomes[PLAIN]) for who in OPENVINO),
+            ]
+            for c in cases
+        ],
+    )
 
 
 def times(rows: Iterable[Row]) -> Table:
@@ -272,9 +284,7 @@ def versions() -> str:
     try:
         return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     except PackageNotFoundError as error:
-        sys.exit(
-            f"{error.name} is not installed: `make bench` installs it, as does the bench extra"
-        )
+        sys.exit(f"{error.name} is not installed: `make bench` installs it, as does the bench extra")
 
 
 def main() -> None:

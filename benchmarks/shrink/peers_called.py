@@ -57,7 +57,7 @@ CALLED = {
     PRUNED: "the same, then `apply_moc_transformations(cf=True)` and `apply_pruning_transformation`"
     " from `openvino._offline_transformations`, the only interface left to that pass.",
     BOTH: "the result of demask converted and compiled in the same way.",
-}  # fmt: skip
+}
 
 
 def simplified(model: nn.Module, images: Tensor) -> nn.Module:
@@ -104,8 +104,7 @@ def unread(graph: Any, group: Any, alive: Mapping[nn.Module, Tensor]) -> list[in
             readers += 1
             if max(item.idxs) >= len(alive[layer]):
                 raise IndexError(
-                    f"its group couples channel {max(item.idxs)} of a layer that reads "
-                    f"{len(alive[layer])}"
+                    f"its group couples channel {max(item.idxs)} of a layer that reads {len(alive[layer])}"
                 )
             pairs = zip(item.idxs, item.root_idxs, strict=True)
             read_channels |= {root for channel, root in pairs if alive[layer][channel]}
@@ -138,9 +137,8 @@ def pruned_by_choice(model: nn.Module, images: Tensor) -> nn.Module:
     result = deepcopy(model)
     last = [m for m in result.modules() if isinstance(m, nn.Conv2d | nn.Linear)][-1]
     tp.pruner.BasePruner(
-        result, (images,), importance=tp.importance.GroupMagnitudeImportance(),
-        pruning_ratio=0.5, ignored_layers=[last],
-    ).step()  # fmt: skip
+        result, (images,), importance=tp.importance.GroupMagnitudeImportance(), pruning_ratio=0.5, ignored_layers=[last]
+    ).step()
     return result
 
 

@@ -32,18 +32,24 @@ from demask.machine.describe import load_average
 from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
-    "pretrained networks from packages, from the first call to the last", "about an hour",
-    needs=("`make .venv/real.stamp`",), quick="--networks pnet",
+    "pretrained networks from packages, from the first call to the last",
+    "about an hour",
+    needs=("`make .venv/real.stamp`",),
+    quick="--networks pnet",
     measures=("shrink", "facts", "graph", "ops", "files", "tune", "traverse"),
-)  # fmt: skip
+)
 
 VARIANTS = ("as it is", "half of the channels", "90 % zeros")
 SECONDS = 6.0  # of calls in alternation, at most
 FEW = 256  # numbers of a tensor that stays as it is where single weights are masked
 DETECTOR, PAGE_PIXELS = "ch_PP-OCRv4_det_infer", 960
 BUDGETS = ("512MiB", "72MiB", "48MiB", "32MiB")
-PIXELS = {"ch_PP-OCRv4_det_infer": (96, 128), "ch_PP-OCRv4_rec_infer": (48, 160),
-          "ch_ppocr_mobile_v2.0_cls_infer": (48, 192), "320n": (320, 320)}  # fmt: skip
+PIXELS = {
+    "ch_PP-OCRv4_det_infer": (96, 128),
+    "ch_PP-OCRv4_rec_infer": (48, 160),
+    "ch_ppocr_mobile_v2.0_cls_infer": (48, 192),
+    "320n": (320, 320),
+}
 LEAST = 1e-2  # of an output: ONNX Runtime computes a sigmoid to 1e-7, however small it is
 SAMPLES, RATE = 576, 16_000  # of sound: 64 of the chunk before, and 512
 # Which of two networks runs is decided by the value of an input, the rate of the sound.
@@ -219,9 +225,7 @@ def example(source: Source, model: Any, batch: int = 1) -> tuple[Tensor, ...]:
         if source.package == "rapidocr_onnxruntime":
             inputs.append(page_image(*sizes))
             continue
-        inputs.append(
-            torch.tensor(RATE) if port.name == "sr" else torch.randn(sizes, generator=draw)
-        )
+        inputs.append(torch.tensor(RATE) if port.name == "sr" else torch.randn(sizes, generator=draw))
     return tuple(inputs)
 
 
@@ -247,9 +251,7 @@ def in_runtime(
     return session, session.run(None, _feed(session, inputs, fixed))
 
 
-def _feed(
-    session: Any, inputs: tuple[Tensor, ...], fixed: Mapping[str, Any] | None = None
-) -> dict[str, np.ndarray]:
+def _feed(session: Any, inputs: tuple[Tensor, ...], fixed: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
     fixed_arrays = {name: np.array(value) for name, value in (fixed or {}).items()}
     free = [port.name for port in session.get_inputs() if port.name not in fixed_arrays]
     return fixed_arrays | {name: x.numpy() for name, x in zip(free, inputs, strict=True)}
@@ -258,8 +260,10 @@ def _feed(
 def error(expected: Any, outputs: Any) -> float:
     """The largest difference of an output, relative to its largest value; to LEAST where that is
     less."""
-    return max(float(np.abs(np.subtract(a, b)).max() / max(np.abs(a).max(), LEAST))
-               for a, b in zip(expected, outputs, strict=True))  # fmt: skip
+    return max(
+        float(np.abs(np.subtract(a, b)).max() / max(np.abs(a).max(), LEAST))
+        for a, b in zip(expected, outputs, strict=True)
+    )
 
 
 @dataclass(slots=True)
@@ -325,8 +329,11 @@ def _steps(row: Row, folder: Path, timed: bool) -> None:
     if not timed:
         return
     fast = row.step("optimize", lambda: demask.optimize(model, inputs, threads=1))
-    calls: dict[str, Callable[[], Any]] = {"network": lambda: model(*inputs),
-             "demasked": lambda: slim(*inputs), "optimized": lambda: fast(*inputs)}  # fmt: skip
+    calls: dict[str, Callable[[], Any]] = {
+        "network": lambda: model(*inputs),
+        "demasked": lambda: slim(*inputs),
+        "optimized": lambda: fast(*inputs),
+    }
     with contextlib.suppress(Exception):  # what it does not compile is no failure of ours
         calls[NAME] = compiled(model, inputs)
     if first is not None:
@@ -352,9 +359,16 @@ def _arrays(value: Any) -> list[np.ndarray]:
 
 CALLS = ("network", NAME, "demasked", "optimized", "ONNX Runtime", "ONNX Runtime, demasked")
 HEAD = [
-    "network", "mask", "parameters", "file, KB", "equal", "file differs by", "demask, s",
-    "to_onnx, s", *(f"{name}, ms" for name in CALLS),
-]  # fmt: skip
+    "network",
+    "mask",
+    "parameters",
+    "file, KB",
+    "equal",
+    "file differs by",
+    "demask, s",
+    "to_onnx, s",
+    *(f"{name}, ms" for name in CALLS),
+]
 
 
 def cells(row: Row) -> list[Cell]:
@@ -365,16 +379,27 @@ def cells(row: Row) -> list[Cell]:
     before, after = row.parameters
     original, written = row.sizes
     return [
-        row.source.name, row.variant, f"{before:,} → {after:,}",
-        f"{original / 1e3:,.0f} → {written / 1e3:,.0f}", row.verified.partition(":")[0], row.error,
-        row.seconds["demask"], row.seconds["to_onnx"], *map(row.calls.get, CALLS),
-    ]  # fmt: skip
+        row.source.name,
+        row.variant,
+        f"{before:,} → {after:,}",
+        f"{original / 1e3:,.0f} → {written / 1e3:,.0f}",
+        row.verified.partition(":")[0],
+        row.error,
+        row.seconds["demask"],
+        row.seconds["to_onnx"],
+        *map(row.calls.get, CALLS),
+    ]
 
 
 TILES = [
-    "budget", "peak of the plan, MiB", "multiplications, times", "differs by", "tiled, ms",
-    "network, ms", f"{NAME}, ms",
-]  # fmt: skip
+    "budget",
+    "peak of the plan, MiB",
+    "multiplications, times",
+    "differs by",
+    "tiled, ms",
+    "network, ms",
+    f"{NAME}, ms",
+]
 
 
 def tiles(source: Source, folder: Path) -> list[list[Cell]]:
@@ -388,20 +413,32 @@ def tiles(source: Source, folder: Path) -> list[list[Cell]]:
     with torch.no_grad():
         timings, expected = time_alternately(calls, seconds=SECONDS), _arrays(model(x))
         return [
-            [budget, run.plan.peak / 2**20, run.plan.recompute, error(expected, _arrays(run(x))),
-             timings[budget], timings[""], timings[NAME]]
+            [
+                budget,
+                run.plan.peak / 2**20,
+                run.plan.recompute,
+                error(expected, _arrays(run(x))),
+                timings[budget],
+                timings[""],
+                timings[NAME],
+            ]
             for budget, run in tiled.items()
-        ]  # fmt: skip
+        ]
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
     timings = [[row[f"{name}, ms"] for name in CALLS[:4]] for row in rows]
-    medians = [[t.median if isinstance(t, Timing) else t for t in line if t is not None]
-               for line in timings if line[0] is not None]  # fmt: skip
+    medians = [
+        [t.median if isinstance(t, Timing) else t for t in line if t is not None]
+        for line in timings
+        if line[0] is not None
+    ]
     lost = sum(line[-1] > min(line[:-1]) for line in medians)
     failed = sum(row["parameters"].startswith("fails") for row in rows)
-    return (f"{failed} of {len(rows)} fail; optimized, {lost} of {len(medians)} are slower than "
-            "the fastest other way in PyTorch")  # fmt: skip
+    return (
+        f"{failed} of {len(rows)} fail; optimized, {lost} of {len(medians)} are slower than "
+        "the fastest other way in PyTorch"
+    )
 
 
 def page(rows: Sequence[Row], tiled: Sequence[list[Cell]]) -> Page:
@@ -430,8 +467,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options, rows, before = parser.parse_args(), list[Row](), load_average()
     torch.set_num_threads(1)
-    chosen = {name: source for name, source in sources().items()
-              if options.networks is None or name in options.networks}  # fmt: skip
+    chosen = {
+        name: source for name, source in sources().items() if options.networks is None or name in options.networks
+    }
     tiled = []
     if DETECTOR in chosen:
         with tempfile.TemporaryDirectory() as folder:

@@ -30,9 +30,10 @@ from networks import randomised
 
 BENCHMARK = Benchmark(
     "ResNet-20, -56 and a wide one: masked, demasked, and built by hand at the widths left",
-    "at most 20 s a setting", needs=(DEV, SHARED_DATA),
+    "at most 20 s a setting",
+    needs=(DEV, SHARED_DATA),
     quick="--threads 1 --pairs 3 --seconds 2",
-)  # fmt: skip
+)
 
 NETWORKS = ("ResNet-20", "ResNet-56", "ResNet-20, 4 x wide")
 BATCHES = (64, 1)
@@ -90,8 +91,7 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                 models = {"masked": model, "result": slim, "hand": hand}
                 times = timed(models, pixels[:batch], count, pairs, seconds)
                 shift_kind = "nonzero" if shifts else "zero"
-                yield Row(name, shift_kind, batch, count, report, calls, difference,
-                          *times[:3], (times[3], times[4]))  # fmt: skip
+                yield Row(name, shift_kind, batch, count, report, calls, difference, *times[:3], (times[3], times[4]))
                 bar.advance(step)
 
 
@@ -110,15 +110,11 @@ def checked(model: nn.Module, slim: nn.Module, example: tuple[Tensor]) -> float:
     return demask.verify(wide, demask.demask(wide, inputs, result="graph"), inputs).max_rel
 
 
-def timed(
-    models: dict[str, nn.Module], images: Tensor, threads: int, pairs: int, seconds: float
-) -> list[Timing]:
+def timed(models: dict[str, nn.Module], images: Tensor, threads: int, pairs: int, seconds: float) -> list[Timing]:
     """All networks on the same images, called in turns: in the order of `models`, and then the
     masked and the demasked one by torch.compile."""
     torch.set_num_threads(threads)
-    calls: dict[str, Callable[[], object]] = {
-        name: lambda model=model: model(images) for name, model in models.items()
-    }
+    calls: dict[str, Callable[[], object]] = {name: lambda model=model: model(images) for name, model in models.items()}
     calls |= {f"{name}, {NAME}": inductor(models[name], images) for name in ("masked", "result")}
     with torch.no_grad():
         timings = time_alternately(calls, pairs, seconds=seconds)
@@ -126,19 +122,38 @@ def timed(
 
 
 HEAD = [
-    "network", "shifts", "batch", "threads", "parameters", "MACs left", "masked, ms",
-    "demasked, ms", "speed", "by hand, ms", f"masked, {NAME}, ms", f"demasked, {NAME}, ms",
+    "network",
+    "shifts",
+    "batch",
+    "threads",
+    "parameters",
+    "MACs left",
+    "masked, ms",
+    "demasked, ms",
+    "speed",
+    "by hand, ms",
+    f"masked, {NAME}, ms",
+    f"demasked, {NAME}, ms",
     "difference",
-]  # fmt: skip
+]
 
 
 def cells(row: Row) -> list[Cell]:
     before, after = row.report.before, row.report.after
     return [
-        row.network, row.shifts, row.batch, row.threads,
-        f"{before.parameters:,} → {after.parameters:,}", after.macs / before.macs, row.masked,
-        row.result, row.speed, row.hand, *row.compiled, row.difference,
-    ]  # fmt: skip
+        row.network,
+        row.shifts,
+        row.batch,
+        row.threads,
+        f"{before.parameters:,} → {after.parameters:,}",
+        after.macs / before.macs,
+        row.masked,
+        row.result,
+        row.speed,
+        row.hand,
+        *row.compiled,
+        row.difference,
+    ]
 
 
 def page(rows: Sequence[Row]) -> Page:
@@ -161,15 +176,17 @@ The ratio depends on the allocator: with memory returned to the kernel each forw
 its activations in again, which favors the network that allocates less. `demask()` is minimal and
 knows no machine: it times nothing, and never rounds an odd channel count up."""
     first = {(row.network, row.shifts): row for row in rows}.values()
-    effects = [[r.network, r.shifts, f"{r.calls[0]} → {r.calls[1]}", *r.report.scatters.values()]
-               for r in first]  # fmt: skip
+    effects = [[r.network, r.shifts, f"{r.calls[0]} → {r.calls[1]}", *r.report.scatters.values()] for r in first]
     return Page(
         "Residual networks, masked and demasked",
-        [text, Table(HEAD, [*map(cells, rows)], 4), calls,
-         Table(["network", "shifts", "calls", *rows[0].report.scatters], effects, 2)],
-        f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as masked; slower in {slower} of "
-        f"{len(rows)}",
-    )  # fmt: skip
+        [
+            text,
+            Table(HEAD, [*map(cells, rows)], 4),
+            calls,
+            Table(["network", "shifts", "calls", *rows[0].report.scatters], effects, 2),
+        ],
+        f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as masked; slower in {slower} of {len(rows)}",
+    )
 
 
 def main() -> None:

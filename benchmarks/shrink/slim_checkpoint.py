@@ -33,9 +33,11 @@ from demask.machine.timing import Timing
 
 BENCHMARK = Benchmark(
     "A masked language model of 1.1 B parameters in a folder: slim, against copying it",
-    "20 min", (DEV, "`.venv-llama` for llama.cpp"), quick="--rounds 1 --layers 2 3",
+    "20 min",
+    (DEV, "`.venv-llama` for llama.cpp"),
+    quick="--rounds 1 --layers 2 3",
     measures=("checkpoint", "shrink", "facts", "files"),
-)  # fmt: skip
+)
 WIDTH, UNITS, HEADS, GROUPS, VOCABULARY = 2048, 5632, 32, 4, 32000
 TOKENS = 16
 
@@ -62,11 +64,19 @@ def write_folder(folder: Path, layers: int, masked: bool = True) -> None:
     """A folder. masked: whether some of its weights are zero."""
     folder.mkdir()
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH,
-        "intermediate_size": UNITS, "num_hidden_layers": layers, "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS, "vocab_size": VOCABULARY, "dtype": "bfloat16",
-        "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": UNITS,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "vocab_size": VOCABULARY,
+        "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     # llama.cpp's server runs no file without a tokenizer.
     texts = ["t", "1", "t1", *(f"w{k}" for k in range(3, VOCABULARY))]
@@ -75,15 +85,22 @@ def write_folder(folder: Path, layers: int, masked: bool = True) -> None:
     tokenizer = {"model": words, "added_tokens": [], "pre_tokenizer": level}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     size, draw = WIDTH // HEADS, torch.Generator().manual_seed(0)
-    shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "model.norm.weight": (WIDTH,),
-              "lm_head.weight": (VOCABULARY, WIDTH)}  # fmt: skip
+    shapes = {
+        "model.embed_tokens.weight": (VOCABULARY, WIDTH),
+        "model.norm.weight": (WIDTH,),
+        "lm_head.weight": (VOCABULARY, WIDTH),
+    }
     inside = {
-        "self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (GROUPS * size, WIDTH),
-        "self_attn.v_proj": (GROUPS * size, WIDTH), "self_attn.o_proj": (WIDTH, WIDTH),
-        "mlp.gate_proj": (UNITS, WIDTH), "mlp.up_proj": (UNITS, WIDTH),
-        "mlp.down_proj": (WIDTH, UNITS), "input_layernorm": (WIDTH,),
+        "self_attn.q_proj": (WIDTH, WIDTH),
+        "self_attn.k_proj": (GROUPS * size, WIDTH),
+        "self_attn.v_proj": (GROUPS * size, WIDTH),
+        "self_attn.o_proj": (WIDTH, WIDTH),
+        "mlp.gate_proj": (UNITS, WIDTH),
+        "mlp.up_proj": (UNITS, WIDTH),
+        "mlp.down_proj": (WIDTH, UNITS),
+        "input_layernorm": (WIDTH,),
         "post_attention_layernorm": (WIDTH,),
-    }  # fmt: skip
+    }
     dead = {}
     for k in range(layers):
         shapes |= {f"model.layers.{k}.{name}.weight": shape for name, shape in inside.items()}
@@ -99,8 +116,7 @@ def write_folder(folder: Path, layers: int, masked: bool = True) -> None:
             layer, part = int(name.split(".")[2]), name.split(".")[4]
             own = slice(layer % GROUPS * size, (layer % GROUPS + 1) * size)
             queries = slice(own.start * HEADS // GROUPS, own.stop * HEADS // GROUPS)
-            rows = {"gate_proj": dead[layer], "up_proj": dead[layer], "q_proj": queries,
-                    "k_proj": own, "v_proj": own}  # fmt: skip
+            rows = {"gate_proj": dead[layer], "up_proj": dead[layer], "q_proj": queries, "k_proj": own, "v_proj": own}
             columns = {"down_proj": dead[layer], "o_proj": queries}
             if part in rows:
                 values[rows[part]] = 0
@@ -137,11 +153,15 @@ def run_slim(source: Path, target: Path, check: bool) -> dict[str, Any]:
     thread.join()
     writes = next(at for title, at in steps if title.startswith("writing"))
     return {
-        "seconds": seconds, "before writing": writes - start, "anonymous": peak[0],
+        "seconds": seconds,
+        "before writing": writes - start,
+        "anonymous": peak[0],
         "resident": resident("VmHWM"),
-        "bytes": report.bytes[1], "removed": report.removed, "removable": report.removable,
+        "bytes": report.bytes[1],
+        "removed": report.removed,
+        "removable": report.removable,
         "proof": str(report.proof),
-    }  # fmt: skip
+    }
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -153,14 +173,14 @@ def timed(call: Callable[[], object]) -> float:
 def seconds_a_token(folders: dict[str, Path], rounds: int) -> list[Timing]:
     """The time of a token that transformers generates, one text, in bfloat16, by folder."""
     network = transformers().LlamaForCausalLM
-    models = {name: network.from_pretrained(path, dtype=torch.bfloat16).eval()
-              for name, path in folders.items()}  # fmt: skip
+    models = {name: network.from_pretrained(path, dtype=torch.bfloat16).eval() for name, path in folders.items()}
     prompt, taken = torch.arange(3, 11)[None], {name: list[float]() for name in folders}
     for turn in range(rounds + 1):
         for name, model in models.items():
             with torch.no_grad():
-                seconds = timed(partial(model.generate, prompt, max_new_tokens=TOKENS,
-                                        min_new_tokens=TOKENS, do_sample=False))  # fmt: skip
+                seconds = timed(
+                    partial(model.generate, prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+                )
             if turn:  # the first warms up
                 taken[name].append(seconds / TOKENS)
     return [*map(Timing.of, taken.values())]
@@ -211,21 +231,35 @@ def folders(base: Path, layers: Sequence[int], rounds: int) -> tuple[list[list[C
                 print(count, turn, kind, times[kind][-1], flush=True)
         proof = times["check"][-1]["proof"]
         for kind, rows in times.items():
-            seconds, before = (
-                Timing.of([r[k] for r in rows]) for k in ("seconds", "before writing")
+            seconds, before = (Timing.of([r[k] for r in rows]) for k in ("seconds", "before writing"))
+            lines.append(
+                [
+                    f"{count} layers, {kind}",
+                    size / 1e9,
+                    rows[0]["bytes"] / 1e9,
+                    100 * rows[0]["removed"],
+                    100 * rows[0]["removable"],
+                    Timing.of(copies),
+                    seconds,
+                    before,
+                    *(max(r[k] for r in rows) / 2**30 for k in ("anonymous", "resident")),
+                ]
             )
-            lines.append([
-                f"{count} layers, {kind}", size / 1e9, rows[0]["bytes"] / 1e9,
-                100 * rows[0]["removed"], 100 * rows[0]["removable"], Timing.of(copies), seconds,
-                before, *(max(r[k] for r in rows) / 2**30 for k in ("anonymous", "resident")),
-            ])  # fmt: skip
     return lines, proof
 
 
 HEAD = [
-    "folder", "GB", "slim, GB", "parameters removed, %", "of removable, %", "copy, ms", "slim, ms",
-    "of it before writing, ms", "peak anonymous, GiB", "peak resident, GiB",
-]  # fmt: skip
+    "folder",
+    "GB",
+    "slim, GB",
+    "parameters removed, %",
+    "of removable, %",
+    "copy, ms",
+    "slim, ms",
+    "of it before writing, ms",
+    "peak anonymous, GiB",
+    "peak resident, GiB",
+]
 TOKEN_HEAD = ["program", "masked, ms a token", "slim, ms a token", "speed"]
 
 
@@ -250,12 +284,9 @@ The comparison runs both folders in float32, a module at a time, and generates 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, nargs=2, default=(11, 22), metavar="N",
-                        help="of two networks")  # fmt: skip
+    parser.add_argument("--layers", type=int, nargs=2, default=(11, 22), metavar="N", help="of two networks")
     parser.add_argument("--folder", type=Path, help="where there is room for 12 GB")
-    parser.add_argument(
-        "--llama", type=Path, metavar="PYTHON", help="of an environment with xllamacpp"
-    )
+    parser.add_argument("--llama", type=Path, metavar="PYTHON", help="of an environment with xllamacpp")
     parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
     before, most = load_average(), max(options.layers)

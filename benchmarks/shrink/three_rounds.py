@@ -31,9 +31,11 @@ from demask.machine.describe import load_average
 from networks import torchvision
 
 BENCHMARK = Benchmark(
-    "three rounds of training, pruning and demask(): class, outputs, tokens, files", "minutes",
-    needs=(DEV,), quick="--networks mixtral",
-)  # fmt: skip
+    "three rounds of training, pruning and demask(): class, outputs, tokens, files",
+    "minutes",
+    needs=(DEV,),
+    quick="--networks mixtral",
+)
 
 ROUNDS, STEPS = 3, 3
 LIMIT = 1e-5  # of the largest output, in float32: reordered sums through all layers
@@ -84,11 +86,22 @@ def whisper(generator: torch.Generator) -> Case:
     """Units of all layers, and in the first round a head of each attention."""
     hub: Any = transformers()
     config = hub.WhisperConfig(
-        vocab_size=60, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=8,
-        decoder_attention_heads=8, encoder_ffn_dim=96, decoder_ffn_dim=96, num_mel_bins=8,
-        max_source_positions=16, max_target_positions=32, decoder_start_token_id=1,
-        suppress_tokens=None, begin_suppress_tokens=None, **TOKENS,
-    )  # fmt: skip
+        vocab_size=60,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=32,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        **TOKENS,
+    )
 
     def zero(model: Any, number: int) -> None:
         for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
@@ -98,23 +111,31 @@ def whisper(generator: torch.Generator) -> Case:
     features = torch.randn(2, 8, 32, generator=generator)
     tokens = torch.randint(3, 50, (2, 5), generator=generator)
     inputs = {"input_features": features, "decoder_input_ids": tokens}
-    return Case(drawn(hub.WhisperForConditionalGeneration(config), generator), inputs, zero,
-                {"input_features": features})  # fmt: skip
+    return Case(
+        drawn(hub.WhisperForConditionalGeneration(config), generator), inputs, zero, {"input_features": features}
+    )
 
 
 def detr(generator: torch.Generator) -> Case:
     """Units of all layers, and channels inside of the backbone's blocks."""
     hub: Any = transformers()
     backbone = hub.ResNetConfig(
-        embedding_size=16, hidden_sizes=[32, 32, 64, 64], depths=[1, 1, 1, 1],
-        out_features=["stage4"],
-    )  # fmt: skip
+        embedding_size=16, hidden_sizes=[32, 32, 64, 64], depths=[1, 1, 1, 1], out_features=["stage4"]
+    )
     config = hub.DetrConfig(
-        use_timm_backbone=False, use_pretrained_backbone=False, backbone=None,
-        backbone_config=backbone, d_model=64, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=8, decoder_attention_heads=8, encoder_ffn_dim=96,
-        decoder_ffn_dim=96, num_queries=6,
-    )  # fmt: skip
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        backbone_config=backbone,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        num_queries=6,
+    )
 
     def zero(model: nn.Module, _: int) -> None:
         for name, module in model.named_modules():
@@ -125,19 +146,24 @@ def detr(generator: torch.Generator) -> Case:
                 weight.data[weight.flatten(1).norm(dim=1).argsort()[: len(weight) // 8 + 1]] = 0
 
     images = torch.randn(2, 3, 64, 64, generator=generator)
-    return Case(
-        drawn(hub.DetrForObjectDetection(config), generator), {"pixel_values": images}, zero
-    )
+    return Case(drawn(hub.DetrForObjectDetection(config), generator), {"pixel_values": images}, zero)
 
 
 def mixtral(generator: torch.Generator) -> Case:
     """The same units of all experts of a layer, and one group of heads in the second round."""
     hub: Any = transformers()
     config = hub.MixtralConfig(
-        vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=64, **TOKENS,
-    )  # fmt: skip
+        vocab_size=60,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        **TOKENS,
+    )
 
     def zero(model: Any, number: int) -> None:
         for layer in model.model.layers:
@@ -147,12 +173,7 @@ def mixtral(generator: torch.Generator) -> Case:
                 layer.self_attn.o_proj.weight.data[:, :32] = 0
 
     tokens = torch.randint(3, 50, (2, 6), generator=generator)
-    return Case(
-        drawn(hub.MixtralForCausalLM(config), generator),
-        {"input_ids": tokens},
-        zero,
-        {"input_ids": tokens},
-    )
+    return Case(drawn(hub.MixtralForCausalLM(config), generator), {"input_ids": tokens}, zero, {"input_ids": tokens})
 
 
 CASES = {"resnet50": resnet, "whisper": whisper, "detr": detr, "mixtral": mixtral}
@@ -247,21 +268,19 @@ def file_of(network: Any, case: Case) -> str:
         return f"read again, outputs differ by {furthest(network, again.eval(), case.inputs):.0e}"
 
 
-HEAD = [
-    "network", "round", "parameters", "returned", "difference", "generated tokens", "loss",
-    "faults",
-]  # fmt: skip
+HEAD = ["network", "round", "parameters", "returned", "difference", "generated tokens", "loss", "faults"]
 
 
 def cells(row: Row) -> list[Cell]:
     sizes = f"{row.before:,} → {row.after:,}"
-    return [row.network, row.number, sizes, row.form, row.difference, row.tokens, row.loss,
-            "; ".join(row.faults)]  # fmt: skip
+    return [row.network, row.number, sizes, row.form, row.difference, row.tokens, row.loss, "; ".join(row.faults)]
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
-    return (f"{sum(not row['faults'] for row in rows)} of {len(rows)} rounds return the same class "
-            "with the same outputs and tokens")  # fmt: skip
+    return (
+        f"{sum(not row['faults'] for row in rows)} of {len(rows)} rounds return the same class "
+        "with the same outputs and tokens"
+    )
 
 
 def page(rows: Sequence[Row], files: Sequence[list[Cell]]) -> Page:

@@ -62,19 +62,23 @@ from demask.machine.describe import format_threads, load_average
 from demask.machine.timing import Timing
 
 BENCHMARK = Benchmark(
-    "unstructured zeros: optimize(), ONNX Runtime, torch, OpenVINO and DeepSparse", "an hour",
+    "unstructured zeros: optimize(), ONNX Runtime, torch, OpenVINO and DeepSparse",
+    "an hour",
     needs=(BENCH, SHARED_DATA, "`.venv-deepsparse` for DeepSparse"),
     quick="--networks linear --only 90%.*128 --rounds 5",
-)  # fmt: skip
+)
 
 ALLOWED = 1e-4  # relative: float32 stays below 1e-5 here, storage in 16 bits is above 1e-3
 PYTHON = ROOT / ".venv-deepsparse" / "bin" / "python"
 PACKAGES = ("onnxruntime", "onnx", "openvino", "llvmlite", "torchvision")
 # A peer may have several forms: the fastest one counts.
 PEERS = {
-    "ONNX Runtime": (RUNTIME, SPINNING), "torch": (FROZEN, EAGER), COMPILED: (COMPILED,),
-    "OpenVINO": (OPENVINO,), DEEPSPARSE: (DEEPSPARSE,),
-}  # fmt: skip
+    "ONNX Runtime": (RUNTIME, SPINNING),
+    "torch": (FROZEN, EAGER),
+    COMPILED: (COMPILED,),
+    "OpenVINO": (OPENVINO,),
+    DEEPSPARSE: (DEEPSPARSE,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +144,20 @@ def measured(case: nets.Case, threads: int, count: int, deepsparse: str | None) 
         timings = rounds(entries, count)
     engines = {who: entry.engine for who, entry in entries.items() if entry.engine}
     return Row(
-        case, threads, operations(model, x),
+        case,
+        threads,
+        operations(model, x),
         {who: replace(e, engine=None) for who, e in entries.items()},
         {who: engine.seconds for who, engine in engines.items()},
-        {who: engine.notes for who, engine in engines.items() if engine.notes}, timings,
-    )  # fmt: skip
+        {who: engine.notes for who, engine in engines.items() if engine.notes},
+        timings,
+    )
 
 
 def chosen(options: argparse.Namespace) -> list[nets.Case]:
     """The settings that were chosen; SystemExit where their masks are not there."""
     titles = {nets.KEYS[key] for key in options.networks}
-    cases = [case for case in nets.cases()
-             if case.title in titles and re.search(options.only, str(case))]  # fmt: skip
+    cases = [case for case in nets.cases() if case.title in titles and re.search(options.only, str(case))]
     if any(case.title == nets.RESNET for case in cases) and not dlmc.DATA.exists():
         sys.exit(
             f"expected the masks of {nets.RESNET} in shared/data next to the project; the others "
@@ -170,9 +176,19 @@ def rows(options: argparse.Namespace, bar: Progress) -> Iterator[Row]:
         bar.advance(step)
 
 
-HEAD = ["network", "zeros", "rows", "threads", *(f"{who}, ms" for who in WHO),
-        *(f"/ {peer}" for peer in PEERS), "1 / density", "GFLOP/s", "error", "optimize(), s",
-        "again, s"]  # fmt: skip
+HEAD = [
+    "network",
+    "zeros",
+    "rows",
+    "threads",
+    *(f"{who}, ms" for who in WHO),
+    *(f"/ {peer}" for peer in PEERS),
+    "1 / density",
+    "GFLOP/s",
+    "error",
+    "optimize(), s",
+    "again, s",
+]
 TEXT = f"""
 All is float32. The masks of *{nets.RESNET}* are those of a network that was pruned by magnitude and
 trained (Deep Learning Matrix Collection, Gale et al. 2020: 54 weights, zeros where theirs are),
@@ -195,10 +211,18 @@ def cells(row: Row) -> list[Cell]:
     entry, case = row.entries[OURS], row.case
     speeds = (None if isnan(speed) else speed for speed in map(row.speed, PEERS))
     return [
-        case.title, f"{case.sparsity:.0%}", case.rows, row.threads, *map(row.timings.get, WHO),
-        *speeds, 1 / (1 - case.sparsity), 1e-9 * row.operations / row.timings[OURS].median,
-        entry.error, row.prepared[OURS], row.notes[OURS]["again"],
-    ]  # fmt: skip
+        case.title,
+        f"{case.sparsity:.0%}",
+        case.rows,
+        row.threads,
+        *map(row.timings.get, WHO),
+        *speeds,
+        1 / (1 - case.sparsity),
+        1e-9 * row.operations / row.timings[OURS].median,
+        entry.error,
+        row.prepared[OURS],
+        row.notes[OURS]["again"],
+    ]
 
 
 def list_losses(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -206,9 +230,12 @@ def list_losses(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = ["## Where something was faster than demask", ""]
     for peer in PEERS:
         run = [row for row in rows if row[f"/ {peer}"] is not None]
-        losses = [f"{r['network']}, {r['zeros']}, {r['rows']} rows, {r['threads']} threads "
-                  f"({1 / r[f'/ {peer}']:.2f} times as fast)"
-                  for r in run if round(r[f"/ {peer}"], 2) < 1]  # fmt: skip
+        losses = [
+            f"{r['network']}, {r['zeros']}, {r['rows']} rows, {r['threads']} threads "
+            f"({1 / r[f'/ {peer}']:.2f} times as fast)"
+            for r in run
+            if round(r[f"/ {peer}"], 2) < 1
+        ]
         words = f": {'; '.join(losses)}." if losses else "."
         lines.append(f"- {peer}: in {len(losses)} of {len(run)}{words}")
     return "\n".join(lines)
@@ -222,23 +249,25 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def page(rows: Sequence[Row]) -> Page:
-    failed = [f"- **{who}** fails in {row}: {row.entries[who].failure}." for row in rows
-              for who in WHO if row.entries[who].failure not in ("", NOT_RUN)]  # fmt: skip
+    failed = [
+        f"- **{who}** fails in {row}: {row.entries[who].failure}."
+        for row in rows
+        for who in WHO
+        if row.entries[who].failure not in ("", NOT_RUN)
+    ]
     called = "\n".join([*(f"- **{who}**: {text}" for who, text in CALLED.items()), *failed])
     table = Table(HEAD, [*map(cells, rows)], 4, merge=True)
     return Page(
         "Sparse networks on the CPU, in demask and other runtimes",
-        [TEXT, table, list_losses, f"## How each was called\n\n{called}"], summarize,
-    )  # fmt: skip
+        [TEXT, table, list_losses, f"## How each was called\n\n{called}"],
+        summarize,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = str(PYTHON) if PYTHON.exists() else None
-    parser.add_argument("--deepsparse", metavar="PYTHON", default=usual,
-                        help="of an environment that has it")  # fmt: skip
+    parser.add_argument("--deepsparse", metavar="PYTHON", default=usual, help="of an environment that has it")
     parser.add_argument("--networks", nargs="+", choices=nets.KEYS, default=list(nets.KEYS))
     parser.add_argument("--only", default="", metavar="PATTERN", help="settings whose name has it")
     parser.add_argument("--threads", type=int, nargs="+", default=[2])

@@ -31,9 +31,10 @@ from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
 
 BENCHMARK = Benchmark(
     "dense layers: GFLOP/s of each kind next to the machine's peak, torch and two runtimes",
-    "about 2 s a setting", needs=(BENCH,),
+    "about 2 s a setting",
+    needs=(BENCH,),
     quick="--networks conv_3x3_14 --threads 1 --pairs 3 --seconds 1",
-)  # fmt: skip
+)
 
 OURS, CALL, TORCH, ORT, OPENVINO = "kernel", "call", "PyTorch", "ONNX Runtime", "OpenVINO"
 #: least share of the peak in registers, by the first words of a name; on maps of 28 pixels or more
@@ -101,8 +102,7 @@ def program_of(layer: nn.Module) -> tuple[SegmentProgram, list[Tensor]]:
     if isinstance(layer, nn.Linear):
         return SegmentProgram(("tokens",), (LinearStep(0, *spans),), (1,)), [weight, bias]
     pads = tuple((p, p) for p in layer.padding)
-    step = ConvStep(0, *spans, layer.kernel_size, layer.stride, pads, layer.dilation, layer.groups,
-                    is_transposed)  # fmt: skip
+    step = ConvStep(0, *spans, layer.kernel_size, layer.stride, pads, layer.dilation, layer.groups, is_transposed)
     return SegmentProgram(("image",), (step,), (1,)), [weight, bias]
 
 
@@ -150,8 +150,7 @@ def kernel_alone(plan: SegmentPlan, x: Tensor, y: Tensor, threads: int) -> Calla
     return lambda: (job.run(threads), keep)
 
 
-def measured(name: str, threads: int, pairs: int, seconds: float, peak: limits.Peak,
-             folder: Path) -> Row:  # fmt: skip
+def measured(name: str, threads: int, pairs: int, seconds: float, peak: limits.Peak, folder: Path) -> Row:
     """One row: all contenders in turns."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
@@ -170,18 +169,18 @@ def measured(name: str, threads: int, pairs: int, seconds: float, peak: limits.P
         error = float((y - wide).abs().max() / wide.abs().max())
         calls = {
             OURS: kernel_alone(plan, x, torch.empty_like(want), threads),
-            CALL: lambda: segment([x], weights, text), TORCH: lambda: layer(x),
-            ORT: call(path, (x,), threads), OPENVINO: lambda: run(x),
-        }  # fmt: skip
+            CALL: lambda: segment([x], weights, text),
+            TORCH: lambda: layer(x),
+            ORT: call(path, (x,), threads),
+            OPENVINO: lambda: run(x),
+        }
         timings = time_alternately(calls, pairs, seconds=seconds)
     outputs = x if isinstance(layer, nn.ConvTranspose2d) else want
     positions = outputs.numel() // outputs.shape[1]
     return Row(name, threads, 2.0 * layer.weight.numel() * positions, error, peak, timings)
 
 
-def rows(
-    chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress
-) -> Iterator[Row]:
+def rows(chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> Iterator[Row]:
     step = bar.add_task("", total=len(chosen) * len(threads))
     with tempfile.TemporaryDirectory() as folder:
         for count in threads:
@@ -193,19 +192,38 @@ def rows(
 
 
 HEAD = [
-    "layer", "threads", "MFLOP", "kernel, ms", "GFLOP/s", "of the peak in registers",
-    "of the peak from the first cache", "target", "call, ms", "PyTorch, ms", "ONNX Runtime, ms",
-    "OpenVINO, ms", "fastest other over call", "error",
-]  # fmt: skip
+    "layer",
+    "threads",
+    "MFLOP",
+    "kernel, ms",
+    "GFLOP/s",
+    "of the peak in registers",
+    "of the peak from the first cache",
+    "target",
+    "call, ms",
+    "PyTorch, ms",
+    "ONNX Runtime, ms",
+    "OpenVINO, ms",
+    "fastest other over call",
+    "error",
+]
 
 
 def cells(row: Row) -> list[Cell]:
     timings = row.timings
     return [
-        row.name.replace("_", " "), row.threads, row.flops / 1e6, timings[OURS], row.rate,
-        row.share, row.rate / row.peak.memory, TARGETS.get(row.name),
-        *(timings[name] for name in (CALL, TORCH, ORT, OPENVINO)), row.ratio, row.error,
-    ]  # fmt: skip
+        row.name.replace("_", " "),
+        row.threads,
+        row.flops / 1e6,
+        timings[OURS],
+        row.rate,
+        row.share,
+        row.rate / row.peak.memory,
+        TARGETS.get(row.name),
+        *(timings[name] for name in (CALL, TORCH, ORT, OPENVINO)),
+        row.ratio,
+        row.error,
+    ]
 
 
 def page(rows: Sequence[Row]) -> Page:
@@ -227,13 +245,12 @@ against float64, relative to the largest output. ONNX Runtime {onnxruntime.__ver
 {openvino_module().__version__}."""
     ratios, slower = [row.ratio for row in rows], sum(row.ratio < 1 for row in rows)
     missed = sum(row.share < TARGETS.get(row.name, 0) for row in rows)
-    summary = (f"a call is {min(ratios):.2f} to {max(ratios):.2f} times as fast as the fastest of "
-               f"three others, slower in {slower} of {len(rows)}; kernels reach less of the peak "
-               f"than the target in {missed}")  # fmt: skip
-    return Page(
-        "Dense layers next to the machine's peak", [text, Table(HEAD, [*map(cells, rows)], 2)],
-        summary,
-    )  # fmt: skip
+    summary = (
+        f"a call is {min(ratios):.2f} to {max(ratios):.2f} times as fast as the fastest of "
+        f"three others, slower in {slower} of {len(rows)}; kernels reach less of the peak "
+        f"than the target in {missed}"
+    )
+    return Page("Dense layers next to the machine's peak", [text, Table(HEAD, [*map(cells, rows)], 2)], summary)
 
 
 def main() -> None:

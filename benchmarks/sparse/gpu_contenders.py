@@ -153,10 +153,7 @@ def csr(case: Case) -> Calls:
     first = rows_of(case.w)
     bytes_ = first.values.nbytes + first.col.nbytes
     several = [first] + [copied(first) for _ in range(copies(case, bytes_) - 1)]
-    weights = [
-        torch.sparse_csr_tensor(m.crow, m.col, m.values, m.size, check_invariants=False)
-        for m in several
-    ]
+    weights = [torch.sparse_csr_tensor(m.crow, m.col, m.values, m.size, check_invariants=False) for m in several]
     if case.problem.task == "transposed":
         raise NotRun("has no transposed product")
     if case.problem.task == "sddmm":

@@ -76,9 +76,10 @@ def draw_mask(m: int, k: int, sparsity: float, generator: torch.Generator) -> Te
 
 
 def layers(
-    sizes: Sequence[tuple[int, int]] = LAYERS, columns: Sequence[int] = COLUMNS,
+    sizes: Sequence[tuple[int, int]] = LAYERS,
+    columns: Sequence[int] = COLUMNS,
     sparsities: Sequence[float] = SPARSITIES,
-) -> Iterator[Problem]:  # fmt: skip
+) -> Iterator[Problem]:
     """Suite A: bfloat16 layers of language models; gradients of x and of values for one of them."""
     middle = sizes[min(1, len(sizes) - 1)]
     for n in columns:  # what matters most comes first

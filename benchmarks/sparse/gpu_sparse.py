@@ -33,10 +33,12 @@ from benchmarks.sparse.gpu_problems import Problem, layers, pruned
 from demask.machine.timing import Timing
 
 BENCHMARK = Benchmark(
-    "sparse products on a GPU: ours, cuBLAS, cuSPARSE, 2:4 and blocks", "at most 520 s",
+    "sparse products on a GPU: ours, cuBLAS, cuSPARSE, 2:4 and blocks",
+    "at most 520 s",
     needs=("a CUDA GPU", SHARED_DATA),
-    quick="--device cpu --seconds 30 --rounds 1", measures=("sparse/products", "kernels/gpu"),
-)  # fmt: skip
+    quick="--device cpu --seconds 30 --rounds 1",
+    measures=("sparse/products", "kernels/gpu"),
+)
 
 if TYPE_CHECKING:
     from benchmarks.sparse.gpu_contenders import Case
@@ -101,9 +103,8 @@ def taken(run: Callable[[], object], device: str) -> float:
 
 
 def timed(
-    contenders: Mapping[str, list[Callable[[], object]]], device: str, rounds: int,
-    not_run: dict[str, str],
-) -> dict[str, Timing]:  # fmt: skip
+    contenders: Mapping[str, list[Callable[[], object]]], device: str, rounds: int, not_run: dict[str, str]
+) -> dict[str, Timing]:
     """Seconds per call of every contender: graphs are replayed in turns, forward and backward."""
     ready = {}
     for who, calls in contenders.items():
@@ -203,18 +204,26 @@ def device_words(device: str) -> str:
 
 #: (what, which rows, peer, how many times as fast)
 GOALS: Sequence[tuple[str, Callable[[Problem], bool], str, float]] = (
-    *((f"bfloat16, n ≤ 64, layers from 8192², {s:.0%}",
-       lambda p, s=s: p.suite == "A" and p.task == "spmm" and p.n <= 64 and p.m * p.k >= 8192**2
-       and abs(p.sparsity - s) < 0.01, "cuBLAS", goal)
-      for s, goal in ((0.7, 1.8), (0.8, 2.5), (0.9, 3.0))),
+    *(
+        (
+            f"bfloat16, n ≤ 64, layers from 8192², {s:.0%}",
+            lambda p, s=s: (
+                p.suite == "A"
+                and p.task == "spmm"
+                and p.n <= 64
+                and p.m * p.k >= 8192**2
+                and abs(p.sparsity - s) < 0.01
+            ),
+            "cuBLAS",
+            goal,
+        )
+        for s, goal in ((0.7, 1.8), (0.8, 2.5), (0.9, 3.0))
+    ),
     ("bfloat16 layers, all", lambda p: p.suite == "A" and p.task == "spmm", "cuSPARSE", 20.0),
     ("float32, really pruned networks", lambda p: p.suite == "B", "cuSPARSE", 3.0),
     ("bfloat16 SDDMM", lambda p: p.task == "sddmm", "cuSPARSE", 10.0),
-)  # fmt: skip
-HEAD = [
-    "product", "demask, µs", "10 % to 90 %, µs", "by", "first call, ms", *PEERS, "useful TFLOP/s",
-    "error",
-]  # fmt: skip
+)
+HEAD = ["product", "demask, µs", "10 % to 90 %, µs", "by", "first call, ms", *PEERS, "useful TFLOP/s", "error"]
 
 
 def ratios(rows: Iterable[Row], peer: str) -> list[float]:
@@ -237,10 +246,15 @@ def cells(row: Row) -> list[Cell]:
     ours = row.seconds["demask"]
     rate = 2 * row.nonzeros * row.problem.n / ours.median / 1e12
     return [
-        row.problem.title, 1e6 * ours.median, 1e6 * (ours.high - ours.low), row.choice,
-        1e3 * row.prepared, *(next(iter(ratios([row], peer)), None) for peer in PEERS), rate,
+        row.problem.title,
+        1e6 * ours.median,
+        1e6 * (ours.high - ours.low),
+        row.choice,
+        1e3 * row.prepared,
+        *(next(iter(ratios([row], peer)), None) for peer in PEERS),
+        rate,
         row.errors["demask"],
-    ]  # fmt: skip
+    ]
 
 
 def page(rows: Sequence[Row], left: Sequence[str]) -> Page:
@@ -254,18 +268,19 @@ else: they cut numbers, drop weights, or want blocks. Ours is measured once per 
 `dense` means that it was fastest to decompress the weights and call cuBLAS. *First call*: of a new
 matrix, whose form (tasks, bitmap) is computed then and cached. *Error*: of norms, against float64.
 Geometric means first, and the goals:""",
-        Table(["which", "against", "goal", "mean", "least", "most", "faster", "of"],
-              [*goals(rows)], 2),
+        Table(["which", "against", "goal", "mean", "least", "most", "faster", "of"], [*goals(rows)], 2),
         Table(HEAD, [cells(row) for row in rows if "demask" in row.seconds]),
-    ]  # fmt: skip
+    ]
     failed: dict[str, list[str]] = {}
     for row in rows:
         for who, why in row.not_run.items():
             if "alone" not in why and "has no" not in why:
                 failed.setdefault(f"{who}, {why}", []).append(row.problem.title)
     if failed:
-        lines = (f"- {why}: {titles[0]}" + f" and {len(titles) - 1} more" * (len(titles) > 1)
-                 for why, titles in failed.items())  # fmt: skip
+        lines = (
+            f"- {why}: {titles[0]}" + f" and {len(titles) - 1} more" * (len(titles) > 1)
+            for why, titles in failed.items()
+        )
         parts.append("\n".join(["Not run:", "", *lines]))
     if left:
         parts.append(f"No time was left for {len(left)}: " + "; ".join(left) + ".")
@@ -273,15 +288,14 @@ Geometric means first, and the goals:""",
     for peer in ("cuBLAS", "cuSPARSE"):
         if speeds := ratios(rows, peer):
             slower = sum(one < 1 for one in speeds)
-            spans.append(f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as {peer}, slower "
-                         f"in {slower} of {len(speeds)}")  # fmt: skip
+            spans.append(
+                f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as {peer}, slower in {slower} of {len(speeds)}"
+            )
     return Page("Sparse products on a GPU", parts, "; ".join(spans))
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="the folder of dlmc_subset.zip; else no suite B")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=520, help="at most, for all")
@@ -302,9 +316,7 @@ def main() -> None:
     if options.device == "cpu" and "TRITON_INTERPRET" not in os.environ:
         # it counts when Triton is imported, which torch may have done
         os.environ["TRITON_INTERPRET"] = "1"
-        os.execv(
-            sys.executable, [sys.executable, "-m", "benchmarks", "run", "gpu_sparse", *sys.argv[1:]]
-        )
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks", "run", "gpu_sparse", *sys.argv[1:]])
     suites = [list(layers())] if options.device == "cuda" else [tiny()]
     if options.data:
         suites.append(list(pruned(options.data / "dlmc_subset.zip", options.every)))

@@ -62,9 +62,7 @@ class Engine:
     notes: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
-    def local(
-        cls, call: Callable[[], Any], seconds: float, read: Callable[[Any], Outputs]
-    ) -> Engine:
+    def local(cls, call: Callable[[], Any], seconds: float, read: Callable[[Any], Outputs]) -> Engine:
         """One in this process. read: what a call returns as arrays."""
         return cls(lambda: read(call()), lambda: turns.turn(call, LEAST), seconds)
 
@@ -123,9 +121,7 @@ def runtime(setting: Setting, _: ExitStack, *, spinning: bool = False) -> Engine
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
 
     def make() -> onnxruntime.InferenceSession:
-        return onnxruntime.InferenceSession(
-            str(setting.file), options, providers=["CPUExecutionProvider"]
-        )
+        return onnxruntime.InferenceSession(str(setting.file), options, providers=["CPUExecutionProvider"])
 
     session, seconds = timed(make)
     feed = {session.get_inputs()[0].name: setting.x.numpy()}
@@ -164,9 +160,10 @@ def compiled(setting: Setting, _: ExitStack) -> Engine:
 def openvino(setting: Setting, _: ExitStack) -> Engine:
     core = openvino_module().Core()
     options = {
-        "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": setting.threads,
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": setting.threads,
         "INFERENCE_PRECISION_HINT": "f32",
-    }  # fmt: skip
+    }
     start = perf_counter()
     request = core.compile_model(str(setting.file), "CPU", options).create_infer_request()
     seconds, x = perf_counter() - start, [setting.x.numpy()]
@@ -179,10 +176,7 @@ def openvino(setting: Setting, _: ExitStack) -> Engine:
 
 def deepsparse(setting: Setting, stack: ExitStack) -> Engine:
     """DeepSparse in its own process, which ends with the stack. RuntimeError where it fails."""
-    command = [
-        setting.deepsparse or "", server.__file__, str(setting.file), str(len(setting.x)),
-        str(setting.threads),
-    ]  # fmt: skip
+    command = [setting.deepsparse or "", server.__file__, str(setting.file), str(len(setting.x)), str(setting.threads)]
     requests, answers = stack.enter_context(running(command))
     try:
         server.send(requests, setting.x.numpy())
@@ -209,9 +203,8 @@ def running(command: list[str]) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["NM_DISABLE_ANALYTICS"] = "1"
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=environment,
-    )  # fmt: skip
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    )
     requests, answers = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
     try:
         yield requests, answers
@@ -223,9 +216,15 @@ def running(command: list[str]) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 MAKES: Mapping[str, Callable[[Setting, ExitStack], Engine]] = {
-    OURS: ours, RUNTIME: runtime, SPINNING: spinning, FROZEN: frozen, EAGER: eager,
-    COMPILED: compiled, OPENVINO: openvino, DEEPSPARSE: deepsparse,
-}  # fmt: skip
+    OURS: ours,
+    RUNTIME: runtime,
+    SPINNING: spinning,
+    FROZEN: frozen,
+    EAGER: eager,
+    COMPILED: compiled,
+    OPENVINO: openvino,
+    DEEPSPARSE: deepsparse,
+}
 
 
 def error(expected: Outputs, actual: Outputs) -> float:
@@ -250,9 +249,7 @@ class Entry:
     failure: str = ""
 
 
-def entered(
-    who: str, setting: Setting, expected: Outputs, stack: ExitStack, allowed: float
-) -> Entry:
+def entered(who: str, setting: Setting, expected: Outputs, stack: ExitStack, allowed: float) -> Entry:
     """A contender prepared and checked: one whose outputs are wrong is not timed."""
     if who == DEEPSPARSE and setting.deepsparse is None:
         return Entry(None, failure=NOT_RUN)

@@ -33,11 +33,12 @@ from demask.machine.timing import Timing, sample_seconds
 from demask.sparse import SparseConv2d, SparseLinear
 
 BENCHMARK = Benchmark(
-    "training with 10 % of the weights: sparse layers and masked dense ones", "not timed",
+    "training with 10 % of the weights: sparse layers and masked dense ones",
+    "not timed",
     needs=(DEV, SHARED_DATA),
     quick="--threads 1 --pairs 2 --losses 2",
     measures=("sparse/training", "sparse/products", "kernels"),
-)  # fmt: skip
+)
 
 DENSITY, SEED = 0.1, 0
 Batch = tuple[Tensor, Tensor]
@@ -45,9 +46,7 @@ Batch = tuple[Tensor, Tensor]
 
 def perceptron() -> nn.Module:
     """784-2048-2048-10."""
-    return nn.Sequential(
-        nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)
-    )
+    return nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
 
 
 @torch.no_grad()
@@ -143,8 +142,7 @@ def memory(build: Callable[[], nn.Module], batch: Batch, sparse: bool) -> Bytes:
     del net
     trainer.step(batch)
     kinds = (SparseLinear, SparseConv2d) if sparse else (nn.Linear, nn.Conv2d)
-    weights = [m.values if sparse else m.weight for m in trainer.net.modules()
-               if isinstance(m, kinds)]  # type: ignore[union-attr]  # fmt: skip
+    weights = [m.values if sparse else m.weight for m in trainer.net.modules() if isinstance(m, kinds)]  # type: ignore[union-attr]
     ours = {id(w) for w in weights}
     sizes = [0, 0]
     for p in trainer.net.parameters():
@@ -152,9 +150,8 @@ def memory(build: Callable[[], nn.Module], batch: Batch, sparse: bool) -> Bytes:
         grads = [] if p.grad is None else [p.grad]
         sizes[id(p) in ours] += sum(t.nbytes for t in (p, *grads, *state))
     others = sizes[0] + sum(
-        b.nbytes for m in trainer.net.modules() if isinstance(m, nn.BatchNorm2d)
-        for b in m.buffers()
-    )  # fmt: skip
+        b.nbytes for m in trainer.net.modules() if isinstance(m, nn.BatchNorm2d) for b in m.buffers()
+    )
     count = sum(int((w != 0).sum()) for w in weights)
     return Bytes(count, sizes[1], others, count_live_bytes() - before)
 
@@ -184,10 +181,7 @@ def losses(build: Callable[[], nn.Module], batches: Sequence[Batch]) -> list[tup
     dense, sparse = twins(build)
     exact = Trainer(twins(build)[0].net.double(), True)
     return [
-        (
-            exact.step((images.double(), labels)),
-            *(t.step((images, labels)) for t in (dense, sparse)),
-        )
+        (exact.step((images.double(), labels)), *(t.step((images, labels)) for t in (dense, sparse)))
         for images, labels in batches
     ]
 
@@ -206,17 +200,13 @@ def random(size: int) -> Batch:
 
 
 STEPS = ["network", "threads", "masked dense, ms", "sparse, ms", "times as fast"]
-MEMORY = [
-    "network", "twin", "nonzeros", "trained, bytes", "trained per nonzero", "overhead, bytes",
-    "all, bytes",
-]  # fmt: skip
+MEMORY = ["network", "twin", "nonzeros", "trained, bytes", "trained per nonzero", "overhead, bytes", "all, bytes"]
 LOSS = ["step", "loss in float64", "masked dense: off by", "sparse: off by"]
 
 
 def page(
-    rows: Sequence[Timed], curve: Sequence[tuple[float, ...]],
-    memory_of: Mapping[str, tuple[Bytes, Bytes]],
-) -> Page:  # fmt: skip
+    rows: Sequence[Timed], curve: Sequence[tuple[float, ...]], memory_of: Mapping[str, tuple[Bytes, Bytes]]
+) -> Page:
     """The page of results."""
     counts = format_counts(timing for row in rows for timing in (row.dense, row.sparse))
     steps = [[row.name, row.threads, row.dense, row.sparse, row.ratio] for row in rows]
@@ -230,29 +220,35 @@ def page(
     places = sorted({*range(0, len(curve), max(1, len(curve) // 8)), len(curve) - 1})
     speeds = [row.ratio for row in rows]
     less = [sparse.counted / masked.counted for masked, sparse in memory_of.values()]
-    summary = (f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as masked dense layers, "
-               f"slower in {sum(speed < 1 for speed in speeds)} of {len(speeds)}; "
-               f"{min(less):.2f} to {max(less):.2f} of the memory")  # fmt: skip
-    return Page("Training with nonzeros alone", [
-        f"""
+    summary = (
+        f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as masked dense layers, "
+        f"slower in {sum(speed < 1 for speed in speeds)} of {len(speeds)}; "
+        f"{min(less):.2f} to {max(less):.2f} of the memory"
+    )
+    return Page(
+        "Training with nonzeros alone",
+        [
+            f"""
 {DENSITY:.0%} of each layer's weights, from the start; forward, backward and SGD with momentum, in
 turns with a dense twin whose gradients are masked. Median (10 %–90 % quantile) of {counts} steps;
 *times as fast*: the median over pairs.""",
-        Table(STEPS, steps, 2),
-        """
+            Table(STEPS, steps, 2),
+            """
 ## Memory after a step
 
 Bytes of tensors. *Trained*: values, gradients and momentum of the layers; *overhead*: masks, or
 indices and what kernels cache; *all*: everything alive, with norms and biases.""",
-        Table(MEMORY, bytes_, 2),
-        f"""
+            Table(MEMORY, bytes_, 2),
+            f"""
 ## The loss, step by step
 
 ResNet-20, the same weights, images and order, and the masked dense twin in float64: rounding errors
 grow in the course of training, with either. Largest difference from float64 in {len(curve)} steps:
 {most[0]:.1e} masked dense, {most[1]:.1e} sparse.""",
-        Table(LOSS, [[k + 1, curve[k][0], *off[k]] for k in places]),
-    ], summary)  # fmt: skip
+            Table(LOSS, [[k + 1, curve[k][0], *off[k]] for k in places]),
+        ],
+        summary,
+    )
 
 
 def main() -> None:
@@ -269,8 +265,9 @@ def main() -> None:
         ("perceptron, batch 512", perceptron, random(512)),
         ("ResNet-20, batch 128", lambda: cifar.ResNet(20), batches[0]),
     ]
-    memory_of = {name: (memory(build, batch, False), memory(build, batch, True))
-                 for name, build, batch in (cases[0], cases[2])}  # fmt: skip
+    memory_of = {
+        name: (memory(build, batch, False), memory(build, batch, True)) for name, build, batch in (cases[0], cases[2])
+    }
     rows = []
     for threads in options.threads:
         torch.set_num_threads(threads)

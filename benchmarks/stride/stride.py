@@ -25,15 +25,18 @@ from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "convolutions that are subsampled afterwards, and the same with strides restored",
-    "at most 20 s a setting", needs=(DEV,),
+    "at most 20 s a setting",
+    needs=(DEV,),
     quick="--threads 1 --pairs 3 --seconds 1",
-)  # fmt: skip
+)
 
 LAYERS = {
-    "3x3, 64 to 128, 56²": (64, 128, 3, 2, 56), "3x3, 128 to 256, 28²": (128, 256, 3, 2, 28),
-    "1x1, 64 to 128, 56²": (64, 128, 1, 2, 56), "7x7, 3 to 64, 224²": (3, 64, 7, 2, 224),
+    "3x3, 64 to 128, 56²": (64, 128, 3, 2, 56),
+    "3x3, 128 to 256, 28²": (128, 256, 3, 2, 28),
+    "1x1, 64 to 128, 56²": (64, 128, 1, 2, 56),
+    "7x7, 3 to 64, 224²": (3, 64, 7, 2, 224),
     "3x3, stride 3, 32 to 64, 96²": (32, 64, 3, 3, 96),
-}  # fmt: skip
+}
 
 
 def masked(y: Tensor, s: int) -> Tensor:
@@ -101,29 +104,38 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                 torch.set_num_threads(count)
                 fast = demask.optimize(raised, (x,), threads=count, cache=False)
                 calls: dict[str, Callable[[], object]] = {
-                    "original": lambda m=model, x=x: m(x), "raised": lambda m=raised, x=x: m(x),
+                    "original": lambda m=model, x=x: m(x),
+                    "raised": lambda m=raised, x=x: m(x),
                     "channels last": lambda m=last, x=wide: m(x),
                     "optimize": lambda m=fast, x=x: m(x),
                     COMPILED: inductor(raised, x),
-                }  # fmt: skip
+                }
                 with torch.no_grad():
                     times = time_alternately(calls, pairs, seconds=seconds)
                     expected = model(x)
-                    gap = max(float((expected - output).abs().max() / expected.abs().max())
-                              for output in (raised(x), last(wide), fast(x)))  # fmt: skip
+                    gap = max(
+                        float((expected - output).abs().max() / expected.abs().max())
+                        for output in (raised(x), last(wide), fast(x))
+                    )
                 yield Row(name, way, count, after / before, times, gap)
                 bar.advance(step)
 
 
-HEAD = ["layer", "subsampled by", "threads", "MACs left", "original, ms",
-        *(column for name in (*RAISED, COMPILED) for column in (f"{name}, ms", f"{name}, times")),
-        "best", "difference"]  # fmt: skip
+HEAD = [
+    "layer",
+    "subsampled by",
+    "threads",
+    "MACs left",
+    "original, ms",
+    *(column for name in (*RAISED, COMPILED) for column in (f"{name}, ms", f"{name}, times")),
+    "best",
+    "difference",
+]
 
 
 def cells(row: Row) -> list[Cell]:
     speeds = [cell for name in (*RAISED, COMPILED) for cell in (row.times[name], row.speed(name))]
-    return [row.layer, row.way, row.threads, row.macs, row.times["original"], *speeds, row.best,
-            row.difference]  # fmt: skip
+    return [row.layer, row.way, row.threads, row.macs, row.times["original"], *speeds, row.best, row.difference]
 
 
 def page(rows: Sequence[Row]) -> Page:
@@ -140,9 +152,7 @@ the three, relative to the largest output. Less than 3 times as fast, of {len(ro
 {best} by the best of them."""
     bests = [row.best for row in rows]
     slower = sum(best < 1 for best in bests)
-    summary = (
-        f"{min(bests):.2f} to {max(bests):.2f} times as fast; slower in {slower} of {len(rows)}"
-    )
+    summary = f"{min(bests):.2f} to {max(bests):.2f} times as fast; slower in {slower} of {len(rows)}"
     return Page("Strides restored", [text, Table(HEAD, [*map(cells, rows)], 3)], summary)
 
 

@@ -32,9 +32,11 @@ from demask.machine.timing import Timing, time_alternately
 from demask.traverse.batching.batch import Batched, batch, traffic
 
 BENCHMARK = Benchmark(
-    "fully connected layers for N inputs at a time", "minutes",
-    needs=(DEV, "1.1 GB in a temporary folder"), quick="--pairs 1 --threads 1",
-)  # fmt: skip
+    "fully connected layers for N inputs at a time",
+    "minutes",
+    needs=(DEV, "1.1 GB in a temporary folder"),
+    quick="--pairs 1 --threads 1",
+)
 
 WIDTH, MEMORY = 16384, "64MiB"
 HEAD = ("25088 → 4096 → 4096 → 1000", (25088, 4096, 4096, 1000))
@@ -162,10 +164,21 @@ def head_rows(pairs: int, threads: int) -> list[list[Cell]]:
         predicted = traffic(model, (x[:1],), inputs=n, memory="1GiB")
         with torch.no_grad():
             equal = "yes" if torch.equal(module(x), model(x)) else "no"
-        rows.append([
-            n, threads, predicted.unbatched / 1e6, predicted.weight_bytes_read / 1e6, single, whole,
-            compiled, ours, single.median / ours.median, whole.median / ours.median, equal,
-        ])  # fmt: skip
+        rows.append(
+            [
+                n,
+                threads,
+                predicted.unbatched / 1e6,
+                predicted.weight_bytes_read / 1e6,
+                single,
+                whole,
+                compiled,
+                ours,
+                single.median / ours.median,
+                whole.median / ours.median,
+                equal,
+            ]
+        )
         forget()
     return rows
 
@@ -178,8 +191,7 @@ def head_times(model: nn.Module, module: nn.Module, x: Tensor, pairs: int) -> li
         for k in range(len(x)):
             model(x[k : k + 1])
 
-    calls = {"single": single, "one batch": lambda: model(x), "compiled": inductor(model, x),
-             "ours": lambda: module(x)}  # fmt: skip
+    calls = {"single": single, "one batch": lambda: model(x), "compiled": inductor(model, x), "ours": lambda: module(x)}
     with torch.no_grad():
         return [*time_alternately(calls, pairs, 1).values()]
 
@@ -189,30 +201,33 @@ def traffic_rows() -> list[list[Cell]]:
     images = torch.zeros(2, 3, 224, 224)
     every = traffic(vgg(), (images,), at_once=1, memory="1GiB")
     return [
-        [name, part.weight_bytes / 1e6, part.unbatched / 1e6, part.weight_bytes_read / 1e6,
-         100 * part.saved]
+        [name, part.weight_bytes / 1e6, part.unbatched / 1e6, part.weight_bytes_read / 1e6, 100 * part.saved]
         for name, part in (("fully connected", every.connected), ("all", every))
-    ]  # fmt: skip
+    ]
 
 
 # -------------------------------------------------------------------------------------------- page
 
-FILE_HEAD = [
-    "way", "read, GiB", "from disk, GiB", "peak, MiB", "cached, ms", "not cached, ms",
-    "difference", "equal",
-]  # fmt: skip
+FILE_HEAD = ["way", "read, GiB", "from disk, GiB", "peak, MiB", "cached, ms", "not cached, ms", "difference", "equal"]
 HEAD_HEAD = [
-    "inputs", "threads", "weights one by one, MB", "weights read, MB", "one by one, ms",
-    "as one batch, ms", "torch.compile, ms", "batch(), ms", "times one by one", "times one batch",
+    "inputs",
+    "threads",
+    "weights one by one, MB",
+    "weights read, MB",
+    "one by one, ms",
+    "as one batch, ms",
+    "torch.compile, ms",
+    "batch(), ms",
+    "times one by one",
+    "times one batch",
     "equal",
-]  # fmt: skip
+]
 TRAFFIC_HEAD = ["layers", "weights, MB", "one by one, MB", "read, MB", "saved, %"]
 
 
 def page(
-    files: Sequence[list[Cell]], heads: Sequence[list[Cell]], saved: Sequence[list[Cell]],
-    threads: int, calls: int,
-) -> Page:  # fmt: skip
+    files: Sequence[list[Cell]], heads: Sequence[list[Cell]], saved: Sequence[list[Cell]], threads: int, calls: int
+) -> Page:
     """threads, calls: of the first table."""
     file_text = f"""
 Milliseconds are the median (10 %–90 % quantile) of alternated calls in one process.
@@ -241,11 +256,19 @@ Sixteen images, the convolutions image by image: 15/16 of the traffic of the ful
 is saved, and with nine tenths of the weights there, 84 % of all."""
     ratios = [[x for x in row[-3:-1] if isinstance(x, float)] for row in heads]
     single, whole = zip(*ratios, strict=True)
-    summary = (f"{min(single):.2f} to {max(single):.2f} times as fast as inputs one by one, "
-               f"{min(whole):.2f} to {max(whole):.2f} times as one batch; slower than that in "
-               f"{sum(ratio < 1 for ratio in whole)} of {len(whole)}")  # fmt: skip
-    parts = [file_text, Table(FILE_HEAD, files), head_text, Table(HEAD_HEAD, heads, 2),
-             traffic_text, Table(TRAFFIC_HEAD, saved)]  # fmt: skip
+    summary = (
+        f"{min(single):.2f} to {max(single):.2f} times as fast as inputs one by one, "
+        f"{min(whole):.2f} to {max(whole):.2f} times as one batch; slower than that in "
+        f"{sum(ratio < 1 for ratio in whole)} of {len(whole)}"
+    )
+    parts = [
+        file_text,
+        Table(FILE_HEAD, files),
+        head_text,
+        Table(HEAD_HEAD, heads, 2),
+        traffic_text,
+        Table(TRAFFIC_HEAD, saved),
+    ]
     return Page("Fully connected layers for N inputs at a time", parts, summary)
 
 

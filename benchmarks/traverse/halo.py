@@ -31,9 +31,12 @@ from demask.traverse.halos.error_curve import Point
 from demask.traverse.halos.halo import Halo, halo
 
 BENCHMARK = Benchmark(
-    "the exact halo of six networks, and the error of smaller ones", "minutes",
-    writes=("docs/halo.svg",), needs=(DEV, SHARED_DATA), quick="--rounds 1",
-)  # fmt: skip
+    "the exact halo of six networks, and the error of smaller ones",
+    "minutes",
+    writes=("docs/halo.svg",),
+    needs=(DEV, SHARED_DATA),
+    quick="--rounds 1",
+)
 
 PICTURE = Path(__file__).parents[2] / "docs" / "halo.svg"
 HEAD = ("network", "halo before", "halo after", "exact", "people use", "tool", "ms")
@@ -89,8 +92,9 @@ def row(known: Known, rounds: int) -> Row:
         result = halo(model, (x,))
         seconds.append(time.perf_counter() - start)
     side = result.inputs[0].rows
-    return Row(known.name, side.local_before, side.local_after, side.exact, known.padding,
-               known.tool, Timing.of(seconds))  # fmt: skip
+    return Row(
+        known.name, side.local_before, side.local_after, side.exact, known.padding, known.tool, Timing.of(seconds)
+    )
 
 
 # --- the curve ----------------------------------------------------------------------------------
@@ -118,9 +122,7 @@ def with_statistics(model: nn.Module, x: Tensor) -> nn.Module:
     norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.GroupNorm)}
     seen: dict[str, nn.Module] = {}
     hooks = [
-        m.register_forward_pre_hook(
-            lambda norm, args, n=n: seen.update({n: FixedNorm(norm, args[0])})
-        )
+        m.register_forward_pre_hook(lambda norm, args, n=n: seen.update({n: FixedNorm(norm, args[0])}))
         for n, m in norms.items()
     ]
     model(x)
@@ -188,9 +190,18 @@ def _mark(axes, places: dict[int, str]) -> None:
     """Lines at the exact halo and at the padding of tools, with words."""
     for place, words in places.items():
         axes.axvline(place, color=ORIGINAL_COLOR, linestyle=":", linewidth=1, zorder=0)
-        axes.annotate(f"{place}: {words}", (place, 1.0), xycoords=("data", "axes fraction"),
-                      xytext=(-3, -4), textcoords="offset points", rotation=90, ha="right",
-                      va="top", fontsize=7, color=WORDS)  # fmt: skip
+        axes.annotate(
+            f"{place}: {words}",
+            (place, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, -4),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="top",
+            fontsize=7,
+            color=WORDS,
+        )
     axes.set_xlabel("padding on each side, latent positions", fontsize=9)
     axes.set_xticks(range(0, 21, 5))
     axes.tick_params(labelsize=8)
@@ -201,8 +212,10 @@ def _mark(axes, places: dict[int, str]) -> None:
 
 
 def page(rows: Sequence[Row], halos: dict[str, Halo]) -> Page:
-    lines = [[points[0].padding[0], *(x for p in points for x in (p.max_abs, 100 * p.changed))]
-             for points in zip(*(one.curve for one in halos.values()), strict=True)]  # fmt: skip
+    lines = [
+        [points[0].padding[0], *(x for p in points for x in (p.max_abs, 100 * p.changed))]
+        for points in zip(*(one.curve for one in halos.values()), strict=True)
+    ]
     head = ["padding", *(f"{kind}: {name}" for name in halos for kind in ("error", "8-bit, %"))]
     text = f"""
 How many input positions beyond a tile are needed so that the tile is exact, and what tools use.

@@ -26,45 +26,33 @@ from rich.console import Console
 
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
-from benchmarks.traverse.traverse_memory import (
-    MIB,
-    Failed,
-    caught,
-    fresh,
-    mebibytes,
-    peaked,
-    resident,
-)
+from benchmarks.traverse.traverse_memory import MIB, Failed, caught, fresh, mebibytes, peaked, resident
 from demask.machine.describe import format_threads, load_average
 from demask.traverse import stream
 from traverse_networks import NETWORKS, named
 
 BENCHMARK = Benchmark(
-    "TAEF2's decoder streamed into OME-Zarr and COG, by Dask workers, and after a kill", "hours",
+    "TAEF2's decoder streamed into OME-Zarr and COG, by Dask workers, and after a kill",
+    "hours",
     needs=(DEV, SHARED_DATA, "the extra `stream`"),
     quick="--large 1024 --size 1024 --memory 128MiB --budget 128MiB --workers 1 2",
-)  # fmt: skip
+)
 
 NETWORK = "TAEF2"
 SMALL = 256  # pixels a side of the picture that comes first, for the libraries' code
 
 
-HEAD = [
-    "what", "pixels", "workers", "seconds", "peak, MiB", "predicted, MiB", "values", "note",
-]  # fmt: skip
+HEAD = ["what", "pixels", "workers", "seconds", "peak, MiB", "predicted, MiB", "values", "note"]
 Answer = tuple[float, int, int] | Failed  # seconds, bytes at the peak, predicted bytes
 
 
-def line(
-    what: str, size: int, workers: int, answer: Answer, target: Path, note: str = ""
-) -> list[Cell]:
+def line(what: str, size: int, workers: int, answer: Answer, target: Path, note: str = "") -> list[Cell]:
     """A line of the table. workers: 0 for none."""
     first = [what, f"{size}²", str(workers or "none")]
     if isinstance(answer, Failed):
         return [*first, answer.reason, *[None] * (len(HEAD) - len(first) - 1)]
     seconds, peak, predicted = answer
-    return [*first, seconds, peak / MIB if peak else None, predicted / MIB, digest_of(target)[:8],
-            note]  # fmt: skip
+    return [*first, seconds, peak / MIB if peak else None, predicted / MIB, digest_of(target)[:8], note]
 
 
 def write_random(path: Path, side: int) -> Path:
@@ -111,9 +99,7 @@ def streamed(source: Path, target: Path, budget: str, threads: int) -> tuple[flo
     model = named([NETWORK])[NETWORK].make()
     small = write_random(source.with_name("small.npy"), SMALL // NETWORKS[NETWORK].grows)
     stream(model, small, target.with_name(f"small-{target.name}"), memory=budget, output="uint8")
-    done, peak, seconds = peaked(
-        lambda: stream(model, source, target, memory=budget, output="uint8")
-    )
+    done, peak, seconds = peaked(lambda: stream(model, source, target, memory=budget, output="uint8"))
     return seconds, peak, done.peak
 
 
@@ -129,9 +115,7 @@ def warm(small: Path, budget: str) -> None:
     streamed_once(small, small.with_name(f"warm-{os.getpid()}.npy"), budget)
 
 
-def distributed(
-    source: Path, target: Path, budget: str, workers: int
-) -> tuple[float, list[int], int]:
+def distributed(source: Path, target: Path, budget: str, workers: int) -> tuple[float, list[int], int]:
     """Seconds, the peak of each worker, and the prediction."""
     from distributed import Client, LocalCluster
 
@@ -162,9 +146,7 @@ def distributed(
 
 def killed(source: Path, target: Path, budget: str, after: float) -> tuple[float, int, int]:
     """Seconds, rows done before and the prediction of a stream whose process was killed."""
-    task = multiprocessing.get_context("spawn").Process(
-        target=streamed_once, args=(source, target, budget)
-    )
+    task = multiprocessing.get_context("spawn").Process(target=streamed_once, args=(source, target, budget))
     task.start()
     journal = target.with_name(f".{target.name}.partial") / "journal.jsonl"
     task.join(after)
@@ -239,8 +221,11 @@ for any number of workers, for none, and after a kill: the plan is one."""
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
-    said = (f"{row['what']} {row['pixels']}, workers {row['workers']}: {row['seconds']:.0f} s"
-            for row in rows if isinstance(row["seconds"], float))  # fmt: skip
+    said = (
+        f"{row['what']} {row['pixels']}, workers {row['workers']}: {row['seconds']:.0f} s"
+        for row in rows
+        if isinstance(row["seconds"], float)
+    )
     return "; ".join(said)
 
 

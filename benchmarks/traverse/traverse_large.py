@@ -21,25 +21,17 @@ from rich.console import Console
 
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
-from benchmarks.traverse.traverse_memory import (
-    MIB,
-    SMALL,
-    Failed,
-    Setting,
-    engine_of,
-    fresh,
-    mebibytes,
-    peaked,
-    ready,
-)
+from benchmarks.traverse.traverse_memory import MIB, SMALL, Failed, Setting, engine_of, fresh, mebibytes, peaked, ready
 from benchmarks.traverse.traverse_speed import eight_bit
 from demask.machine.describe import format_threads, load_average
 from traverse_networks import NETWORKS, named, write_latent
 
 BENCHMARK = Benchmark(
-    "TAEF2's decoder streamed to pictures of 4096² and 16384² pixels", "hours",
-    needs=(DEV, SHARED_DATA, "12 GiB of memory"), quick="--only 512 --threads 1 --memory 64MiB",
-)  # fmt: skip
+    "TAEF2's decoder streamed to pictures of 4096² and 16384² pixels",
+    "hours",
+    needs=(DEV, SHARED_DATA, "12 GiB of memory"),
+    quick="--only 512 --threads 1 --memory 64MiB",
+)
 
 NETWORK = "TAEF2"
 BUDGETS = {4096: "256MiB", 16384: "1GB"}  # under 1.0 GB of memory is the aim for the larger one
@@ -149,17 +141,24 @@ def describe_run(run: Call | Failed | None) -> str:
 
 
 HEAD = [
-    "pixels", "budget", "streamed, s", "streamed, MiB", "predicted, MiB", "untiled, s",
-    "untiled, MiB", "8-bit values that differ", "of", "by at most",
-]  # fmt: skip
+    "pixels",
+    "budget",
+    "streamed, s",
+    "streamed, MiB",
+    "predicted, MiB",
+    "untiled, s",
+    "untiled, MiB",
+    "8-bit values that differ",
+    "of",
+    "by at most",
+]
 
 
 def cells(row: Row) -> list[Cell]:
     predicted = row.streamed.predicted / MIB if isinstance(row.streamed, Call) else None
     gap = row.difference
     differing = [None] * 3 if gap is None else [gap.count, gap.values, gap.largest]
-    return [f"{row.size}²", row.budget, *run_cells(row.streamed), predicted, *run_cells(row.whole),
-            *differing]  # fmt: skip
+    return [f"{row.size}²", row.budget, *run_cells(row.streamed), predicted, *run_cells(row.whole), *differing]
 
 
 def run_cells(run: Call | Failed | None) -> list[Cell]:
@@ -182,8 +181,9 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
         seconds, peak = row[f"{kind}, s"], row[f"{kind}, MiB"]
         return f"{peak:,.0f} MiB and {seconds:,.0f} s" if isinstance(peak, float) else seconds
 
-    return "; ".join(f"{row['pixels']}: streamed {words(row, 'streamed')}, untiled "
-                     f"{words(row, 'untiled')}" for row in rows)  # fmt: skip
+    return "; ".join(
+        f"{row['pixels']}: streamed {words(row, 'streamed')}, untiled {words(row, 'untiled')}" for row in rows
+    )
 
 
 def page(rows: Sequence[Row]) -> Page:
@@ -192,14 +192,11 @@ def page(rows: Sequence[Row]) -> Page:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--only", type=int, nargs="+", default=list(BUDGETS), metavar="SIDE", help="pixels")
     add("--memory", metavar="BUDGET", help="instead of each size's own")
-    add("--compared", type=int, default=COMPARED, metavar="SIDE",
-        help="largest size that is run untiled, too")  # fmt: skip
+    add("--compared", type=int, default=COMPARED, metavar="SIDE", help="largest size that is run untiled, too")
     add("--threads", type=int, default=2)
     add("--folder", type=Path, help="for the files, up to 1.4 GB; the system's by default")
     add("--cold", action="store_true", help="no small picture comes first")

@@ -37,16 +37,23 @@ from demask.machine.describe import load_average
 from traverse_networks import Network, named
 
 BENCHMARK = Benchmark(
-    "predicted and measured peaks of memory of tiled networks", "hours",
+    "predicted and measured peaks of memory of tiled networks",
+    "hours",
     needs=(DEV, SHARED_DATA),
     quick="--only squeeze-excite --size 256 --budgets 2 --threads 1",
-)  # fmt: skip
+)
 
 MIB = 2**20
 SIZES = {
-    "TAEF2": 1024, "RRDB-23": 1024, "U-Net": 1024, "ResNet-18": 2048, "squeeze-excite": 1024,
-    "dense": 1024, "dw12": 1024, "SD decoder": 512,
-}  # fmt: skip
+    "TAEF2": 1024,
+    "RRDB-23": 1024,
+    "U-Net": 1024,
+    "ResNet-18": 2048,
+    "squeeze-excite": 1024,
+    "dense": 1024,
+    "dw12": 1024,
+    "SD decoder": 512,
+}
 SMALL = 64  # the size of the call that brings the libraries' code and threads into memory
 BUDGETS = 4
 SHARE, SLACK = 0.05, 16 * MIB  # how far a peak may be from its prediction: the larger of the two
@@ -310,10 +317,18 @@ def tiled(setting: Setting, memory: int) -> Tiled:
     expected = model(x.contiguous(memory_format=torch.channels_last))
     plan = network_in_tiles.plan
     return Tiled(
-        int(plan.peak), max(peak - output, 0), max(again - output, 0), output, int(plan.macs),
-        int(plan.macs_untiled), macs, seconds, float((y - expected).abs().max()),
-        torch.equal(y, expected), str(plan),
-    )  # fmt: skip
+        int(plan.peak),
+        max(peak - output, 0),
+        max(again - output, 0),
+        output,
+        int(plan.macs),
+        int(plan.macs_untiled),
+        macs,
+        seconds,
+        float((y - expected).abs().max()),
+        torch.equal(y, expected),
+        str(plan),
+    )
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -337,10 +352,7 @@ class Row:
 
     @property
     def is_close(self) -> bool:
-        return (
-            isinstance(self.tiled, Tiled)
-            and abs(self.off) <= max(SHARE * self.tiled.predicted, SLACK)
-        )  # fmt: skip
+        return isinstance(self.tiled, Tiled) and abs(self.off) <= max(SHARE * self.tiled.predicted, SLACK)
 
     @property
     def is_within(self) -> bool:
@@ -376,10 +388,24 @@ def rows(setting: Setting, count: int, patience: float, console: Console) -> Ite
 
 
 HEAD = [
-    "network", "threads", "budget no.", "budget, MiB", "untiled, MiB", "predicted, MiB",
-    "measured, MiB", "again, MiB", "off, MiB", "off, %", "close", "within the budget",
-    "MACs, planned", "MACs, counted", "seconds", "untiled, s", "largest difference",
-]  # fmt: skip
+    "network",
+    "threads",
+    "budget no.",
+    "budget, MiB",
+    "untiled, MiB",
+    "predicted, MiB",
+    "measured, MiB",
+    "again, MiB",
+    "off, MiB",
+    "off, %",
+    "close",
+    "within the budget",
+    "MACs, planned",
+    "MACs, counted",
+    "seconds",
+    "untiled, s",
+    "largest difference",
+]
 
 
 def mebibytes(size: float) -> str:
@@ -397,12 +423,20 @@ def cells(row: Row) -> list[Cell]:
     if isinstance(run, Failed):
         return [*first, run.reason, *[None] * (len(HEAD) - len(first) - 1)]
     return [
-        *first, run.predicted / MIB, run.peak / MIB, run.again / MIB, row.off / MIB,
-        100 * row.off / max(run.predicted, 1), yes(row.is_close), yes(row.is_within),
+        *first,
+        run.predicted / MIB,
+        run.peak / MIB,
+        run.again / MIB,
+        row.off / MIB,
+        100 * row.off / max(run.predicted, 1),
+        yes(row.is_close),
+        yes(row.is_within),
         run.macs / run.untiled_macs if run.untiled_macs else None,
-        run.counted / whole.macs if whole.macs else None, run.seconds, whole.seconds,
+        run.counted / whole.macs if whole.macs else None,
+        run.seconds,
+        whole.seconds,
         "equal" if run.equal else run.error,
-    ]  # fmt: skip
+    ]
 
 
 def yes(is_so: bool) -> str:
@@ -410,8 +444,7 @@ def yes(is_so: bool) -> str:
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
-    within, close = (sum(row[name] == "yes" for row in rows)
-                     for name in ("within the budget", "close"))  # fmt: skip
+    within, close = (sum(row[name] == "yes" for row in rows) for name in ("within the budget", "close"))
     return f"within the budget in {within} of {len(rows)}; close to the prediction in {close}"
 
 
@@ -432,16 +465,13 @@ outputs, from the untiled run in channels_last."""
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(SIZES), metavar="NETWORK")
     parser.add_argument("--size", type=int, help="rows and columns, instead of each network's own")
     parser.add_argument("--budgets", type=int, default=BUDGETS, metavar="COUNT")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--patience", type=float, default=900.0, help="seconds for each process")
-    parser.add_argument("--fixed", action="store_true",
-                        help="glibc maps every block from 128 KiB on its own")  # fmt: skip
+    parser.add_argument("--fixed", action="store_true", help="glibc maps every block from 128 KiB on its own")
     parser.add_argument("--cold", action="store_true", help="no small call comes first")
     parser.add_argument("--engine", default="demask.traverse", metavar="MODULE")
     parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")

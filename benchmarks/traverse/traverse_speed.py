@@ -53,16 +53,24 @@ from demask.machine.timing import Timing
 from traverse_networks import named
 
 BENCHMARK = Benchmark(
-    "tiled networks and the untiled ones", "hours", needs=(DEV, SHARED_DATA),
-    quick="--only squeeze-excite --sizes 256 --threads 1 --rounds 2 --least 0.05 "
-    "--contenders NCHW|demask",
-)  # fmt: skip
+    "tiled networks and the untiled ones",
+    "hours",
+    needs=(DEV, SHARED_DATA),
+    quick="--only squeeze-excite --sizes 256 --threads 1 --rounds 2 --least 0.05 --contenders NCHW|demask",
+)
 
 SIZES = {
-    "TAEF2": (1024, 2048, 4096), "RRDB-23": (1024,), "U-Net": (1024,), "squeeze-excite": (1024,),
-    "dense": (1024,), "SD decoder": (512,), "ResNet-18": (2048,), "dw12": (1024, 2048),
-    "blur20": (2048, 4096), "pool20": (1024, 2048),
-}  # fmt: skip
+    "TAEF2": (1024, 2048, 4096),
+    "RRDB-23": (1024,),
+    "U-Net": (1024,),
+    "squeeze-excite": (1024,),
+    "dense": (1024,),
+    "SD decoder": (512,),
+    "ResNet-18": (2048,),
+    "dw12": (1024, 2048),
+    "blur20": (2048, 4096),
+    "pool20": (1024, 2048),
+}
 ROUNDS = 5
 LEAST = 0.3  # seconds of untimed calls in a turn, and of timed ones
 LONG = 3.0  # seconds of a call from which a turn is that call alone: nothing stays warm over it
@@ -110,9 +118,7 @@ def serve(pipe: Connection, setting: Setting, who: str, reference: Path, limit: 
 
 
 @torch.no_grad()
-def started(
-    setting: Setting, who: str, reference: Path, call: list[Callable[[], object]]
-) -> Checked:
+def started(setting: Setting, who: str, reference: Path, call: list[Callable[[], object]]) -> Checked:
     """The contender's call is put into `call`; what it returns first is checked."""
     start = perf_counter()
     network, x = contender(setting, who)
@@ -208,18 +214,14 @@ class Row:
 def measured(setting: Setting, options: argparse.Namespace, console: Console) -> Row:
     """All contenders started one after another, then their turns."""
     row, running = Row(setting), {}
-    names = [
-        who for who in (*WHOLE, *map(ours, options.memory)) if re.search(options.contenders, who)
-    ]
+    names = [who for who in (*WHOLE, *map(ours, options.memory)) if re.search(options.contenders, who)]
     with TemporaryDirectory() as folder, ExitStack() as stack:
         for who in dict.fromkeys([NHWC, *names]):
             child = Child(serve, setting, who, Path(folder, "reference.npy"), options.limit * 2**30)
             stack.callback(child.stop)
             patience = options.patience if who == COMPILED else float("inf")
             row.checked[who] = first = child.answer(patience)
-            console.print(
-                f"{setting.title}, {format_threads(setting.threads)}: {who}: {describe(first)}"
-            )
+            console.print(f"{setting.title}, {format_threads(setting.threads)}: {who}: {describe(first)}")
             if isinstance(first, Checked):
                 running[who] = child
             elif who == NHWC:
@@ -228,9 +230,7 @@ def measured(setting: Setting, options: argparse.Namespace, console: Console) ->
     return row
 
 
-def sampled(
-    row: Row, running: dict[str, Child], options: argparse.Namespace, console: Console
-) -> None:
+def sampled(row: Row, running: dict[str, Child], options: argparse.Namespace, console: Console) -> None:
     """Adds the seconds of every turn. A contender that fails now is out, with its turns."""
     row.samples.update({who: [] for who in running})
     for k in range(options.rounds):
@@ -259,9 +259,16 @@ def describe(first: Checked | Failed) -> str:
 
 AGAINST = ["network", "threads", "contender", *(f"time over {who}" for who in WHOLE)]
 HEAD = [
-    "network", "threads", "contender", "ms", "GFLOP/s", "peak, MiB", "largest difference",
-    "8-bit values that differ", "first, s",
-]  # fmt: skip
+    "network",
+    "threads",
+    "contender",
+    "ms",
+    "GFLOP/s",
+    "peak, MiB",
+    "largest difference",
+    "8-bit values that differ",
+    "first, s",
+]
 
 
 def lines(row: Row) -> Iterator[list[Cell]]:
@@ -274,9 +281,14 @@ def lines(row: Row) -> Iterator[list[Cell]]:
         taken = Timing.of(row.samples[who]) if row.samples[who] else None
         flops = 2e-9 * row.macs / taken.median if taken and row.macs else None
         yield [
-            *first, taken, flops, checked.peak / MIB, "equal" if checked.equal else checked.error,
-            checked.flips, checked.prepared,
-        ]  # fmt: skip
+            *first,
+            taken,
+            flops,
+            checked.peak / MIB,
+            "equal" if checked.equal else checked.error,
+            checked.flips,
+            checked.prepared,
+        ]
 
 
 def against(row: Row) -> Iterator[list[Cell]]:
@@ -319,9 +331,7 @@ the first call: planning, compiling."""
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--only", nargs="+", default=list(SIZES), metavar="NETWORK")
     add("--sizes", type=int, nargs="+", help="pixels a side, instead of each network's own")
@@ -331,8 +341,7 @@ def arguments() -> argparse.Namespace:
     add("--contenders", default="", metavar="PATTERN", help="only those whose name has it")
     add("--patience", type=float, default=COMPILING, help="seconds for torch.compile")
     add("--least", type=float, default=LEAST, help="seconds of a turn of short calls")
-    add("--limit", type=int, default=max(in_all() // 2**30 - LEFT, 1),
-        help="GiB that a contender may take")  # fmt: skip
+    add("--limit", type=int, default=max(in_all() // 2**30 - LEFT, 1), help="GiB that a contender may take")
     add("--engine", default="demask.traverse", metavar="MODULE")
     add("--output", type=Path, help="a page of its own, in place of the ledger")
     return parser.parse_args()

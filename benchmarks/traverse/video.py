@@ -28,9 +28,10 @@ from demask.traverse import tile
 from video_networks import CogVideoXDecoder, WanDecoder
 
 BENCHMARK = Benchmark(
-    "causal decoders of videos: untiled, within budgets, and in chunks of frames", "minutes",
+    "causal decoders of videos: untiled, within budgets, and in chunks of frames",
+    "minutes",
     quick="--size 6 --frames 5 --only Wan",
-)  # fmt: skip
+)
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "Wan": lambda: WanDecoder(16, 16, 1),
@@ -40,9 +41,16 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 SHARES = (3, 8)  # budgets are the untiled run's memory over these
 CHUNK, OVERLAPS = 2, (1, 3)  # latent frames; odd, as CogVideoX takes an odd number of frames
 HEAD = [
-    "network", "contender", "budget, MiB", "predicted, MiB", "measured, MiB", "seconds",
-    "MACs over untiled", "largest error", "of the largest value",
-]  # fmt: skip
+    "network",
+    "contender",
+    "budget, MiB",
+    "predicted, MiB",
+    "measured, MiB",
+    "seconds",
+    "MACs over untiled",
+    "largest error",
+    "of the largest value",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +81,16 @@ class Call:
 
     def cells(self) -> list[Cell]:
         planned = [n and n / MIB for n in (self.budget, self.predicted)]
-        return [self.network, self.contender, *planned, self.peak / MIB, self.seconds, self.work,
-                self.error, self.error / self.largest]  # fmt: skip
+        return [
+            self.network,
+            self.contender,
+            *planned,
+            self.peak / MIB,
+            self.seconds,
+            self.work,
+            self.error,
+            self.error / self.largest,
+        ]
 
 
 def ready(setting: Setting) -> tuple[nn.Module, Tensor]:
@@ -125,8 +141,9 @@ def tiled(setting: Setting, share: int, whole: int) -> Call:
         budget = error.least
         module = tile(model, (z,), memory=budget)
     plan = module.plan
-    return measured(setting, f"`tile`, 1/{share}", lambda: module(z), budget=budget,
-                    predicted=int(plan.peak), work=plan.recompute)  # fmt: skip
+    return measured(
+        setting, f"`tile`, 1/{share}", lambda: module(z), budget=budget, predicted=int(plan.peak), work=plan.recompute
+    )
 
 
 @torch.no_grad()
@@ -174,12 +191,13 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["contender"] in ("untiled", NAME):
             whole.setdefault(row["network"], []).append(row)
     plans = [row for row in rows if row["budget, MiB"] is not None]
-    speeds = [min(other["seconds"] for other in whole[row["network"]]) / row["seconds"]
-              for row in plans]  # fmt: skip
+    speeds = [min(other["seconds"] for other in whole[row["network"]]) / row["seconds"] for row in plans]
     shares = [row["measured, MiB"] / whole[row["network"]][0]["measured, MiB"] for row in plans]
-    return (f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as the fastest whole network, "
-            f"in {min(shares):.2f} to {max(shares):.2f} of the untiled memory; slower in "
-            f"{sum(speed < 1 for speed in speeds)} of {len(speeds)}")  # fmt: skip
+    return (
+        f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as the fastest whole network, "
+        f"in {min(shares):.2f} to {max(shares):.2f} of the untiled memory; slower in "
+        f"{sum(speed < 1 for speed in speeds)} of {len(speeds)}"
+    )
 
 
 def page(results: Sequence[Call], options: argparse.Namespace) -> Page:

@@ -90,8 +90,10 @@ def _column(title: str, image: Tensor, whole: Tensor, seams: Any) -> Column:
     error = (image - whole).abs()
     bits = [(y.clamp(0, 1) * 255).round() for y in (image, whole)]
     changed = float((bits[0] != bits[1]).double().mean())
-    words = (f"difference from the untiled network: at most {float(error.max()):.2g}; "
-             f"{100 * changed:.2g} % of the 8-bit values change")  # fmt: skip
+    words = (
+        f"difference from the untiled network: at most {float(error.max()):.2g}; "
+        f"{100 * changed:.2g} % of the 8-bit values change"
+    )
     picture = image[0].permute(1, 2, 0).clamp(0, 1)
     return Column(title, words, picture[SHOWN], error[0].amax(0)[SHOWN], seams)
 
@@ -115,8 +117,10 @@ def drawn(pair: tuple[Column, Column]) -> Figure:
 
 def _marked(axes: Any, seams: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """Marks next to the picture where parts meet: nothing is drawn over it."""
-    rows, columns = ([n - span.start for n in places if span.start < n < span.stop]
-                     for span, places in zip(SHOWN, seams, strict=True))  # fmt: skip
+    rows, columns = (
+        [n - span.start for n in places if span.start < n < span.stop]
+        for span, places in zip(SHOWN, seams, strict=True)
+    )
     high, wide = (span.stop - span.start for span in SHOWN)
     few = len(rows) <= FEW
     style = {"colors": SEAM if few else BANDS, "linewidths": 3 if few else 1, "clip_on": False}

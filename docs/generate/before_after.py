@@ -47,13 +47,8 @@ def _sides() -> tuple[Side, Side]:
     cuts = slim.demasked.cuts
     rows = {name: list(cuts[f"{name}.weight"].kept[0] or ()) for name in "ab"}
     summed = list(cuts["c.weight"].kept[1] or ())
-    before = {
-        name: [(k, "live" if k in rows[name] else "masked") for k in range(8)] for name in "ab"
-    }
-    shifted = [
-        (k, "live" if k in rows["a"] else "constant" if model.norm.bias[k] else "masked")
-        for k in range(8)
-    ]
+    before = {name: [(k, "live" if k in rows[name] else "masked") for k in range(8)] for name in "ab"}
+    shifted = [(k, "live" if k in rows["a"] else "constant" if model.norm.bias[k] else "masked") for k in range(8)]
     total = [(k, "live" if k in summed else "constant") for k in range(8)]
     after = {name: [(k, "live") for k in live] for name, live in {**rows, "sum": summed}.items()}
     texts = [
@@ -73,9 +68,7 @@ def _text(x: float, y: float, words: str, size: int = 13, fill: str = INK, more:
 def _box(x: float, y: float, words: str, width: float = 150) -> str:
     """A call, centred on x."""
     frame = f"<rect x='{x - width / 2:g}' y='{y:g}' width='{width:g}' height='28' rx='5'"
-    return f"{frame} fill='{PAPER}' stroke='{INK}'/>" + _text(
-        x, y + 19, words, more="text-anchor='middle'"
-    )
+    return f"{frame} fill='{PAPER}' stroke='{INK}'/>" + _text(x, y + 19, words, more="text-anchor='middle'")
 
 
 def _strip(x: float, y: float, channels: Sequence[tuple[int, str]]) -> str:

@@ -16,9 +16,7 @@ from pathlib import Path
 
 from docs.generate import DOCS, ROOT
 
-BLOCK = re.compile(
-    r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<out>.*?)^```\n)?", re.M | re.S
-)
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<out>.*?)^```\n)?", re.M | re.S)
 PRINTS = re.compile(r"(?<=\nIt prints:\n\n```text\n).*?(?=```\n\"\"\"\n)", re.S)
 
 

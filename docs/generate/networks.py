@@ -49,8 +49,7 @@ SUITES = {
     "torchvision": (
         "torchvision's classifiers",
         {
-            "channels": "half of each convolution's output channels are zero, others in each; "
-            "norms keep their shifts",
+            "channels": "half of each convolution's output channels are zero, others in each; norms keep their shifts",
             "inside": "half of the channels inside of each block are zero, with their norms'",
         },
     ),
@@ -97,9 +96,7 @@ def forms(lines: dict[str, Line], masks: Sequence[str]) -> str:
             by.setdefault(lines[mask]["form"], []).append(mask.replace("_", " "))
     if len(by) < 2:
         return "".join(by)
-    return "; ".join(
-        f"{form}: {', '.join(by[form])}" for form in ("class", "parts", "graph") if form in by
-    )
+    return "; ".join(f"{form}: {', '.join(by[form])}" for form in ("class", "parts", "graph") if form in by)
 
 
 def cost(lines: Iterable[Line]) -> str:

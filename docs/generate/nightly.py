@@ -95,8 +95,7 @@ def page() -> str:
     head = ("shard", "commit", "day", "tests", "passed", "failed", "skipped", "minutes")
     text += markdown(head, [_shard(run) for run in shards]) + "\n\n## Failures\n\n"
     failed = [(run, t) for run in shards for t in run.tests if t.outcome == "failed"]
-    rows = [[f"`{t.file}`: {_short(t.name, 90)}", _short(t.reason, 110), _end(again, t)]
-            for _, t in failed]  # fmt: skip
+    rows = [[f"`{t.file}`: {_short(t.name, 90)}", _short(t.reason, 110), _end(again, t)] for _, t in failed]
     text += markdown(("test", "failed with", "run again"), rows) if rows else "None."
     text += "\n\n## Files\n\n"
     head = ("file", "tests", "failed", "skipped", "minutes, all tests")

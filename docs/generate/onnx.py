@@ -72,8 +72,11 @@ def table() -> list[str]:
 def totals() -> list[str]:
     """How many tests pass, of all and of those with float32."""
     lines = ["| node tests | pass | of | % |", "| --- | --: | --: | --: |"]
-    kinds = {"all": ("all", "some", "none"), "float32 inputs and outputs alone": ("all",),
-             "float32 among inputs and outputs": ("all", "some")}  # fmt: skip
+    kinds = {
+        "all": ("all", "some", "none"),
+        "float32 inputs and outputs alone": ("all",),
+        "float32 among inputs and outputs": ("all", "some"),
+    }
     for title, kind in kinds.items():
         chosen = [case for case in conformance.cases() if case.float32 in kind]
         good = sum(not case.expected for case in chosen)
@@ -86,8 +89,7 @@ def expected() -> list[str]:
     lines = []
     for why in dict.fromkeys(conformance.EXPECTED.values()):
         patterns = [names for names, reason in conformance.EXPECTED.items() if reason == why]
-        count = sum(any(fnmatchcase(case.name, names) for names in patterns)
-                    for case in conformance.cases())  # fmt: skip
+        count = sum(any(fnmatchcase(case.name, names) for names in patterns) for case in conformance.cases())
         lines.append(f"- {', '.join(f'`{names}`' for names in patterns)} ({count} tests). {why}")
     return lines
 

@@ -37,8 +37,7 @@ class Denoiser(nn.Module):
         super().__init__()
         layers: list[nn.Module] = [nn.Conv2d(3, CHANNELS, 3, padding=1)]
         for _ in range(3):
-            layers += [nn.InstanceNorm2d(CHANNELS, affine=True), nn.ReLU(),
-                       nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)]  # fmt: skip
+            layers += [nn.InstanceNorm2d(CHANNELS, affine=True), nn.ReLU(), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)]
         self.body = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(CHANNELS, 3, 3, padding=1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,8 +59,7 @@ def noisy(clean: Tensor, generator: torch.Generator) -> Tensor:
 def drawn_tiles(clean: Tensor, generator: torch.Generator) -> Tensor:
     """(BATCH, 3, TILE, TILE), at random places."""
     limits = clean.shape[2] - TILE, clean.shape[3] - TILE
-    places = [[int(torch.randint(n, (), generator=generator)) for n in limits]
-              for _ in range(BATCH)]  # fmt: skip
+    places = [[int(torch.randint(n, (), generator=generator)) for n in limits] for _ in range(BATCH)]
     return torch.cat([clean[:, :, i : i + TILE, j : j + TILE] for i, j in places])
 
 
@@ -88,9 +86,10 @@ def results(clean: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     tiles = torch.cat([noisy(drawn_tiles(clean, generator), generator) for _ in range(32)])
     source = noisy(clean, generator)
     choices: Mapping[str, Any] = {
-        'statistics="image"': "image", f'statistics="tile:{TILE}"': f"tile:{TILE}",
+        'statistics="image"': "image",
+        f'statistics="tile:{TILE}"': f"tile:{TILE}",
         "statistics=calibrate(model, tiles)": calibrate(model, tiles),
-    }  # fmt: skip
+    }
     outputs = {name: torch.empty_like(clean) for name in choices}
     for name, choice in choices.items():
         stream(model, source, outputs[name], memory=MEMORY, statistics=choice)

@@ -94,9 +94,7 @@ def pages() -> dict[Path, str]:
         ]
         for k, (kind, meaning) in enumerate(legend.items()):
             x, y = LEFT + k * 170, height - 26
-            parts.append(
-                f"<rect x='{x}' y='{y}' width='14' height='14' rx='3' fill='{FILLS[kind]}'/>"
-            )
+            parts.append(f"<rect x='{x}' y='{y}' width='14' height='14' rx='3' fill='{FILLS[kind]}'/>")
             parts.append(text(x + 20, y + 12, meaning, f"fill='{MUTED}'"))
         result[DOCS / "strips" / f"{name}.svg"] = "\n".join([*parts, "</svg>"]) + "\n"
     return result

@@ -60,8 +60,7 @@ def first_call(name: str, entry: Entry) -> fx.Node:
     draw = torch.Generator().manual_seed(0)
     case = entry.cases[0]
     args, kwargs = pytree.tree_map(
-        lambda leaf: draw_tensor(leaf, draw) if isinstance(leaf, Shape) else leaf,
-        (case.args, dict(case.kwargs)),
+        lambda leaf: draw_tensor(leaf, draw) if isinstance(leaf, Shape) else leaf, (case.args, dict(case.kwargs))
     )
     return call_node(target_of(name), *args, **kwargs)
 
@@ -81,10 +80,7 @@ def columns(entry: Entry) -> str:
     """The columns that an entry sets, other than line, fill and cases."""
     plain = {f.name: f.default for f in fields(Entry) if f.default is not MISSING}
     values = {name: getattr(entry, name) for name in SHOWN if getattr(entry, name) != plain[name]}
-    texts = [
-        name if callable(value) or value is True else f"{name}={value}"
-        for name, value in values.items()
-    ]
+    texts = [name if callable(value) or value is True else f"{name}={value}" for name, value in values.items()]
     return ", ".join(texts).replace("'", "")
 
 

@@ -81,8 +81,7 @@ def __getattr__(name: str) -> Any:
             raise
         package = error.name.partition(".")[0]
         raise ModuleNotFoundError(
-            f"demask.{name} needs {package}, which is not installed: pip install {package}",
-            name=error.name,
+            f"demask.{name} needs {package}, which is not installed: pip install {package}", name=error.name
         ) from error
     globals()[name] = getattr(module, name) if name in PUBLIC_NAMES else module
     return globals()[name]

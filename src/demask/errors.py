@@ -101,9 +101,7 @@ class NotExportable(DemaskError):
     """
 
     def __init__(self, op: str, where: str, advice: str):
-        super().__init__(
-            f"cannot capture this model: {op}\n  at: {where}\n  what to change: {advice}"
-        )
+        super().__init__(f"cannot capture this model: {op}\n  at: {where}\n  what to change: {advice}")
         self.op, self.where, self.advice = op, where, advice
 
 

@@ -109,9 +109,7 @@ class Log:
         for what, text in failures.items():
             self.failures.setdefault(what, text)
 
-    def attempt(
-        self, what: str, step: Callable[[], T], otherwise: U, *, essential: bool = False
-    ) -> T | U:
+    def attempt(self, what: str, step: Callable[[], T], otherwise: U, *, essential: bool = False) -> T | U:
         """The result of `step`, or `otherwise` and a note that `what` is left out if it fails."""
         try:
             return step()

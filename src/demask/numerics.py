@@ -107,9 +107,7 @@ def _parts(leaf: Any) -> Mapping[str, Any] | None:
     slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
     if not slots and not hasattr(leaf, "__dict__"):
         return None
-    return {name: getattr(leaf, name) for name in slots if hasattr(leaf, name)} | {
-        **getattr(leaf, "__dict__", {})
-    }
+    return {name: getattr(leaf, name) for name in slots if hasattr(leaf, name)} | {**getattr(leaf, "__dict__", {})}
 
 
 def max_size_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
@@ -218,9 +216,7 @@ def find_narrow_casts(module: nn.Module) -> list[tuple[str, torch.dtype]]:
     """The calls that cast to a float type narrower than that of the parameters: name and dtype."""
     if not isinstance(module, fx.GraphModule):
         return []
-    parameter_dtype = next(
-        (p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32
-    )
+    parameter_dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     casts = []
     for node in module.graph.nodes:
         name = str(node.target)

@@ -153,9 +153,13 @@ def optimize(
     methods = isinstance(model, nn.Module) and has_methods(model)
     if modules is not None or methods:
         options = {
-            "dynamic_shapes": part_dynamic_shapes(dynamic_shapes), "threads": threads,
-            "table": table, "precision": precision, "backends": backends, "cache": cache,
-        }  # fmt: skip
+            "dynamic_shapes": part_dynamic_shapes(dynamic_shapes),
+            "threads": threads,
+            "table": table,
+            "precision": precision,
+            "backends": backends,
+            "cache": cache,
+        }
         names = "auto" if modules is None else modules
         parts = _Parts(model, args, named, names, methods, options, inputs)
         return parts.fastest(count, progress)
@@ -168,9 +172,7 @@ def optimize(
         progress("capturing")
         program = captured(*here, dynamic_shapes)
         args, named = clone_inputs((args, named))
-        race = CandidateRace(
-            copy_in_eval(model), program, args, named, device, count, stated=stated
-        )
+        race = CandidateRace(copy_in_eval(model), program, args, named, device, count, stated=stated)
         costs = Costs.open(cache, threads=count, measure=device == CPU)
         wanted = _Wanted("sparse" in backends, precision, costs, table)
         file = OptimizedFile.of(race, costs, backends) if wanted.is_usual else None
@@ -197,9 +199,7 @@ def _check(precision: str | None, backends: Sequence[str]) -> None:
         )
     unknown = [name for name in backends if name not in BACKENDS]
     if unknown or "torch" not in backends:
-        raise BadInput(
-            f"expected backends of {BACKENDS} with 'torch' among them, got {tuple(backends)}"
-        )
+        raise BadInput(f"expected backends of {BACKENDS} with 'torch' among them, got {tuple(backends)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,18 +258,20 @@ class _Parts:
         """A copy of the model with demasked parts, in eval mode: demasked as one where methods call
         it and it can be captured. Raises what demask() does."""
         slim = partial(
-            demask, self.model, self.args, self.kwargs, table=self.options["table"],
+            demask,
+            self.model,
+            self.args,
+            self.kwargs,
+            table=self.options["table"],
             dynamic_shapes=self.options["dynamic_shapes"],
             result="class" if self.methods else "auto",
-        )  # fmt: skip
+        )
         if self.methods and self.names == "auto":
             with suppress(NotExportable, NeedsGraph):
                 return slim(inputs=self.inputs).eval()
         return slim(modules=self.names).eval()
 
-    def _with_fast_parts(
-        self, slim: nn.Module, threads: int, progress: ProgressCallback
-    ) -> nn.Module | None:
+    def _with_fast_parts(self, slim: nn.Module, threads: int, progress: ProgressCallback) -> nn.Module | None:
         """A copy of a demasked network in which graphs compute parts that they are faster for; None
         if there are none."""
         fast, graphs = structural_copy(slim, share=True), dict[str, Optimized]()
@@ -281,9 +283,7 @@ class _Parts:
                     return progress(f"{name}: {words}")
 
                 try:
-                    graph = optimize(
-                        slim.get_submodule(name), *inputs[0], progress=tell, **self.options
-                    )
+                    graph = optimize(slim.get_submodule(name), *inputs[0], progress=tell, **self.options)
                 except NotExportable:
                     if self.names != "auto":
                         raise
@@ -307,8 +307,7 @@ class _Parts:
         if self.methods and generates(model, (args, kwargs)):
             baselines.append(Generation(copy_in_eval(model, caches=True)))
         stated = state_domains(model, args, kwargs, self.inputs)
-        return [CandidateRace(baseline, None, args, kwargs, device, threads, stated=stated)
-                for baseline in baselines]  # fmt: skip
+        return [CandidateRace(baseline, None, args, kwargs, device, threads, stated=stated) for baseline in baselines]
 
     def _recorded(self, chosen: Any, best: str, speed: Speed | None, notes: list[str]) -> nn.Module:
         """The chosen network, with the measurements in its provenance."""
@@ -340,19 +339,18 @@ def _winner_of_races(
 
 
 def _choose(
-    race: CandidateRace, program: Program, smaller: Program, provenance: Provenance,
-    wanted: _Wanted, progress: ProgressCallback,
-) -> Demasked:  # fmt: skip
+    race: CandidateRace,
+    program: Program,
+    smaller: Program,
+    provenance: Provenance,
+    wanted: _Wanted,
+    progress: ProgressCallback,
+) -> Demasked:
     """The fastest candidate, or the original network."""
-    notes = [
-        *provenance.notes,
-        *_enter_candidates(race, program, smaller, provenance, wanted, progress),
-    ]
+    notes = [*provenance.notes, *_enter_candidates(race, program, smaller, provenance, wanted, progress)]
     if not race.modules:
         chosen = (TuneDecision(WHOLE, GIVEN, {}),)
-        return _original(
-            race, program, provenance, (*notes, "no candidate is as exact"), chosen, None
-        )
+        return _original(race, program, provenance, (*notes, "no candidate is as exact"), chosen, None)
     progress("measuring the candidates")
     seconds = race.times()
     best = min(race.modules, key=seconds.__getitem__)
@@ -372,9 +370,7 @@ def _choose(
     record = replace(measured, notes=tuple(notes), decisions=decisions, speed=speed)
     module_type = _module_type(candidate)
     race.modules.clear()
-    return _build_module(
-        race, copy_tensors(candidate.program, program.constants.values()), record, module_type
-    )
+    return _build_module(race, copy_tensors(candidate.program, program.constants.values()), record, module_type)
 
 
 def _winner(race: CandidateRace, best: str, notes: list[str]) -> tuple[str, Speed]:
@@ -382,8 +378,10 @@ def _winner(race: CandidateRace, best: str, notes: list[str]) -> tuple[str, Spee
     demasked network if `best` may be slower, the original one if that is slower, too."""
     speed, slower = race.speed(best)
     if speed.least < ALLOWED:
-        notes.append(f"the fastest candidate ({best}) may be slower than the original network "
-                     f"(ratio {speed.ratio:.2f}, at least {speed.least:.2f})")  # fmt: skip
+        notes.append(
+            f"the fastest candidate ({best}) may be slower than the original network "
+            f"(ratio {speed.ratio:.2f}, at least {speed.least:.2f})"
+        )
         if best != DEMASKED and DEMASKED in race.modules:
             best, (speed, slower) = DEMASKED, race.speed(DEMASKED)
         if best != DEMASKED or slower:
@@ -400,15 +398,16 @@ def _describe_loss(race: CandidateRace, name: str, precision: str) -> str:
         inputs, draw = (race.args, race.kwargs), torch.Generator().manual_seed(seed)
         if seed:
             inputs = pytree.tree_map_only(Tensor, partial(draw_like, draw=draw), inputs)
-        exact, lossy = (race.outputs(module, inputs)
-                       for module in (race.exact[name], race.modules[name]))  # fmt: skip
+        exact, lossy = (race.outputs(module, inputs) for module in (race.exact[name], race.modules[name]))
         for a, b in zip(exact, lossy, strict=True):
             if isinstance(a, Tensor) and a.is_floating_point() and a.numel():
                 gap, size = float((a - b).abs().max()), float(a.abs().max())
                 largest, relative = max(largest, gap), max(relative, gap / size if size else gap)
-    return (f"weights of sparse layers are stored as {precision}: outputs differ from exact ones "
-            f"by {largest:.2g} at most, {relative:.2g} of the largest, on the example and {DRAWS} "
-            "random inputs like it")  # fmt: skip
+    return (
+        f"weights of sparse layers are stored as {precision}: outputs differ from exact ones "
+        f"by {largest:.2g} at most, {relative:.2g} of the largest, on the example and {DRAWS} "
+        "random inputs like it"
+    )
 
 
 def optimized_provenance(program: Program, provenance: Provenance, table: Table) -> Provenance:
@@ -421,26 +420,27 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
     before = {path: (row.parameters[0], row.macs[0]) for path, row in provenance.modules.items()}
     _split_segments(modules, in_segments, before)
     sizes_by_module = ModuleSizes.paired(before, modules)
-    densities = {
-        layer.name: layer.stored / layer.weights
-        for layer in in_segments
-        if layer.stored < layer.weights
-    }
+    densities = {layer.name: layer.stored / layer.weights for layer in in_segments if layer.stored < layer.weights}
     cuts = {
         name: cut
         for name, cut in provenance.cuts.items()
         if name in program.constants and sliced_shape(cut) == program.constants[name].tensor.shape
     }
     marks = [node.meta["effect"] for node in program.graph.nodes if "effect" in node.meta]
-    return replace(provenance, after=sizes, cuts=cuts, effects=dict(Counter(marks)),
-                   densities=densities, modules=sizes_by_module,
-                   removed=removed_parameters(sizes_by_module))  # fmt: skip
+    return replace(
+        provenance,
+        after=sizes,
+        cuts=cuts,
+        effects=dict(Counter(marks)),
+        densities=densities,
+        modules=sizes_by_module,
+        removed=removed_parameters(sizes_by_module),
+    )
 
 
 def _split_segments(
-    modules: dict[str, tuple[int, int]], layers: Sequence[SegmentLayer],
-    before: Mapping[str, tuple[int, int]],
-) -> None:  # fmt: skip
+    modules: dict[str, tuple[int, int]], layers: Sequence[SegmentLayer], before: Mapping[str, tuple[int, int]]
+) -> None:
     """Move the stored weights of layers, in place, from their segments, which are modules that the
     network did not have before, to the modules that they were."""
     moved = sum(layer.stored for layer in layers)
@@ -457,14 +457,17 @@ def unchanged_provenance(provenance: Provenance) -> Provenance:
     """The provenance of a network from which nothing was removed."""
     before = {path: (row.parameters[0], row.macs[0]) for path, row in provenance.modules.items()}
     same = ModuleSizes.paired(before, before)
-    return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=(),
-                   modules=same)  # fmt: skip
+    return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=(), modules=same)
 
 
 def _original(
-    race: CandidateRace, program: Program, provenance: Provenance, notes: tuple[str, ...],
-    decisions: tuple[TuneDecision, ...], speed: Speed | None,
-) -> Demasked:  # fmt: skip
+    race: CandidateRace,
+    program: Program,
+    provenance: Provenance,
+    notes: tuple[str, ...],
+    decisions: tuple[TuneDecision, ...],
+    speed: Speed | None,
+) -> Demasked:
     """The original network: a copy if it is an optimized one, else its captured graph."""
     if isinstance(race.baseline, Optimized):
         copy = structural_copy(race.baseline, share=False)
@@ -476,9 +479,13 @@ def _original(
 
 
 def _enter_candidates(
-    race: CandidateRace, program: Program, smaller: Program, provenance: Provenance,
-    wanted: _Wanted, progress: ProgressCallback,
-) -> Iterator[str]:  # fmt: skip
+    race: CandidateRace,
+    program: Program,
+    smaller: Program,
+    provenance: Provenance,
+    wanted: _Wanted,
+    progress: ProgressCallback,
+) -> Iterator[str]:
     """Add candidates with segments to the race, then others; yield which fail, and why."""
     asker = LayerCosts(wanted.costs, smaller.example)
     segments = SegmentCandidates(asker, wanted.table, wanted.precision)
@@ -490,8 +497,9 @@ def _enter_candidates(
     wanted.costs.save()
 
 
-def _enter_all(race: CandidateRace, candidates: Iterator[Candidate], provenance: Provenance,
-               progress: ProgressCallback) -> Iterator[str]:  # fmt: skip
+def _enter_all(
+    race: CandidateRace, candidates: Iterator[Candidate], provenance: Provenance, progress: ProgressCallback
+) -> Iterator[str]:
     """Add all candidates to the race; yield which fail, and why."""
     while True:
         try:
@@ -510,9 +518,8 @@ def _enter_all(race: CandidateRace, candidates: Iterator[Candidate], provenance:
 
 
 def _dense_candidates(
-    race: CandidateRace, smaller: Program, asker: LayerCosts, segments: SegmentCandidates,
-    progress: ProgressCallback,
-) -> Iterator[Candidate]:  # fmt: skip
+    race: CandidateRace, smaller: Program, asker: LayerCosts, segments: SegmentCandidates, progress: ProgressCallback
+) -> Iterator[Candidate]:
     """The candidates without segments, unless one with segments is far faster."""
     if race.modules and segments.are_ahead(min(race.screened().values())):
         return  # the layers of a candidate without segments alone take longer
@@ -526,10 +533,7 @@ def _enter(race: CandidateRace, candidate: Candidate, provenance: Provenance) ->
     module_type = _module_type(candidate)
     try:
         exact = _build_module(
-            race,
-            candidate.program if candidate.exact is None else candidate.exact,
-            provenance,
-            module_type,
+            race, candidate.program if candidate.exact is None else candidate.exact, provenance, module_type
         )
         difference = race.difference(exact)
         module = exact

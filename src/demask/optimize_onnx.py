@@ -115,9 +115,12 @@ class Deployed(PageSource):
         yield Lines([*filter(None, lines)], "What was written")
         if edited is not None:
             rows = [(f"{edited.nodes:,}", f"{edited.unchanged:,}")]
-            yield OnPage([TextTable(("nodes", "of the file, byte for byte"), rows),
-                          TextTable(("node that is not cut", "why"), [*edited.barriers],
-                                    "What would free more", (0, 1))])  # fmt: skip
+            yield OnPage(
+                [
+                    TextTable(("nodes", "of the file, byte for byte"), rows),
+                    TextTable(("node that is not cut", "why"), [*edited.barriers], "What would free more", (0, 1)),
+                ]
+            )
         if self.speed is not None:
             yield from speed_sections(self.speed, self.decisions)
 
@@ -202,10 +205,20 @@ def optimize_onnx(
     file = model if isinstance(model, str | os.PathLike) else None
     network: Any = model
     return deploy(
-        (lambda: network) if file is None else partial(_network_in, file), args, path, kwargs,
-        file=file, dynamic_shapes=dynamic_shapes, minimal=minimal, opset=opset, threads=threads,
-        check=check, tolerance=tolerance, table=table, progress=progress,
-    )  # fmt: skip
+        (lambda: network) if file is None else partial(_network_in, file),
+        args,
+        path,
+        kwargs,
+        file=file,
+        dynamic_shapes=dynamic_shapes,
+        minimal=minimal,
+        opset=opset,
+        threads=threads,
+        check=check,
+        tolerance=tolerance,
+        table=table,
+        progress=progress,
+    )
 
 
 def _network_in(file: str | os.PathLike[str]) -> nn.Module | None:
@@ -267,9 +280,7 @@ def deploy(
     if file is not None:
         source: str | bytes = os.fspath(file)
         judge_for = partial(Judge.of_file, source, inputs, tolerance)
-        if opset is not None and opset != opset_of(
-            installed().load(source, load_external_data=False)
-        ):
+        if opset is not None and opset != opset_of(installed().load(source, load_external_data=False)):
             original = file_with(file, opset=opset)
             source = original.model.SerializeToString()
     else:
@@ -291,9 +302,14 @@ def deploy(
     release_free_memory()
     provenance = reductions[True][1] if reductions else None
     candidates = _OnnxCandidates(
-        reductions, race, judge_for if check else None, table, step, opset,
+        reductions,
+        race,
+        judge_for if check else None,
+        table,
+        step,
+        opset,
         None if file is None else partial(edit, insert=False),
-    )  # fmt: skip
+    )
     if failure is not None:
         candidates.notes.append(f"the file could not be edited: {failure}")
     if edited is not None:
@@ -325,11 +341,12 @@ def deploy(
             assert file is not None
             edited = replace(chosen.edited, model=installed().ModelProto.FromString(chosen.data))
             barriers = [f"{name} is not cut: {reason}" for name, reason in edited.barriers]
-            candidates.notes += [f"the file was edited: {edited.unchanged} of {edited.nodes} nodes "
-                                 "are the original's, byte for byte", *barriers]  # fmt: skip
+            candidates.notes += [
+                f"the file was edited: {edited.unchanged} of {edited.nodes} nodes are the original's, byte for byte",
+                *barriers,
+            ]
             if provenance is not None:
-                slim = _as_network(edited, Path(file), (args, named), dynamic_shapes, provenance,
-                                   table)  # fmt: skip
+                slim = _as_network(edited, Path(file), (args, named), dynamic_shapes, provenance, table)
             save_edited(edited, path)
         else:
             copy_file(chosen.data if file is None else _described(chosen.data, file), path)
@@ -340,8 +357,7 @@ def deploy(
         notes = (*slim.demasked.notes, *candidates.notes)
         slim.demasked = replace(slim.demasked, notes=notes, **candidates.measured)
     checked = "it is the original file" if verdict is ORIGINAL else str(verdict)
-    return Deployed(slim, verdict.error, edited, checked, tuple(candidates.notes),
-                    **candidates.measured)  # fmt: skip
+    return Deployed(slim, verdict.error, edited, checked, tuple(candidates.notes), **candidates.measured)
 
 
 def _described(data: bytes, file: str | os.PathLike[str]) -> bytes:
@@ -363,9 +379,8 @@ def _described(data: bytes, file: str | os.PathLike[str]) -> bytes:
 
 
 def _as_network(
-    edited: EditedFile, file: Path, call: Any, dynamic_shapes: Any, provenance: Provenance,
-    table: Table,
-) -> Demasked | None:  # fmt: skip
+    edited: EditedFile, file: Path, call: Any, dynamic_shapes: Any, provenance: Provenance, table: Table
+) -> Demasked | None:
     """An edited file as a graph module with its record; None where it cannot be captured."""
     args, named = call
     try:
@@ -387,8 +402,7 @@ def _edited(
         if edited is not None and stored_bytes(edited.model.graph) > LARGEST:
             return None, BadInput("it has more than 2 GiB, which no runtime takes as one message")
         if edited is not None and opset is not None:
-            edited = replace(file_with(file, edited.model, opset), barriers=edited.barriers,
-                             foreign=edited.foreign)  # fmt: skip
+            edited = replace(file_with(file, edited.model, opset), barriers=edited.barriers, foreign=edited.foreign)
         return edited, None
     except DemaskError as error:
         return None, error
@@ -422,10 +436,11 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
         if reductions:
             candidates.enter(*((True, 1) if minimal else (False, WIDTH)))
         # Of tensors: what an export lacks of the file's names and documentation is no gain.
-        sizes = {name: stored_bytes(installed().ModelProto.FromString(one.data).graph)
-                 * (1 if one.edited else NOISE) for name, one in candidates.valid.items()
-                 if one.edited or candidates.edit_again is None
-                 or NOISE * len(one.data) < race.size}  # fmt: skip
+        sizes = {
+            name: stored_bytes(installed().ModelProto.FromString(one.data).graph) * (1 if one.edited else NOISE)
+            for name, one in candidates.valid.items()
+            if one.edited or candidates.edit_again is None or NOISE * len(one.data) < race.size
+        }
         return candidates.best(sizes)
     for borders in sorted(reductions):
         candidates.enter(borders, WIDTH)
@@ -445,8 +460,10 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
     candidates.progress("measuring in ONNX Runtime")
     rounds = race.rounds(list(candidates.valid), ROUNDS, SECONDS)
     medians = {name: median(seconds) for name, seconds in rounds.items()}
-    seconds = {name: medians[name] * (1 if one.edited or EDITED not in candidates.valid else EXPORT)
-               for name, one in candidates.valid.items()}  # fmt: skip
+    seconds = {
+        name: medians[name] * (1 if one.edited or EDITED not in candidates.valid else EXPORT)
+        for name, one in candidates.valid.items()
+    }
     fastest, note = min(seconds, key=seconds.__getitem__), ""
     if EDITED in seconds and fastest != EDITED:  # of several exports, one may have been lucky
         race.close()
@@ -461,8 +478,12 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
         final = rounds_until_clear(partial(race.rounds, (GIVEN, best)), best, PAIRS)
         speed = replace(speed_of(final[GIVEN], final[best]), threads=race.threads)
         one = candidates.valid[best]
-        has_gain = (one.edited is not None or candidates.edit_again is None or speed.ratio > NOISE
-                    or NOISE * len(one.data) < race.size)  # fmt: skip
+        has_gain = (
+            one.edited is not None
+            or candidates.edit_again is None
+            or speed.ratio > NOISE
+            or NOISE * len(one.data) < race.size
+        )
         chosen = best if speed.least >= ALLOWED and has_gain else GIVEN
         # The rows of both are from the same rounds, as is the ratio.
         medians |= {GIVEN: speed.given[0], best: speed.result[0]}
@@ -471,9 +492,11 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
         if chosen == best:
             return best
         words = "may be slower in ONNX Runtime" if has_gain else "is hardly smaller or faster"
-        note = (f"the fastest candidate ({best}) {words} than the original network (ratio "
-                f"{speed.ratio:.2f}, at least {speed.least:.2f}): that was written, unchanged; "
-                "--minimal writes the smallest")  # fmt: skip
+        note = (
+            f"the fastest candidate ({best}) {words} than the original network (ratio "
+            f"{speed.ratio:.2f}, at least {speed.least:.2f}): that was written, unchanged; "
+            "--minimal writes the smallest"
+        )
         if best != EDITED or not candidates.edit_plainly():
             break
         seconds = {PLAIN: 0.0}
@@ -649,9 +672,7 @@ class _SessionRace:
             raise BadInput(f"ONNX Runtime fails on the example: {first_line(error)}") from error
         return lambda: runner.run(None, feed)
 
-    def rounds(
-        self, names: Sequence[str], pairs: int, seconds: float = float("inf")
-    ) -> dict[str, list[float]]:
+    def rounds(self, names: Sequence[str], pairs: int, seconds: float = float("inf")) -> dict[str, list[float]]:
         """Seconds of each round, of the named networks."""
         for name in names:
             if name not in self.calls:
@@ -663,6 +684,5 @@ class _SessionRace:
 def _is_same(a: Program, b: Program) -> bool:
     """Whether two programs have the same calls and tensors."""
     return str(a.graph) == str(b.graph) and all(
-        torch.equal(constant.tensor, b.constants[name].tensor)
-        for name, constant in a.constants.items()
+        torch.equal(constant.tensor, b.constants[name].tensor) for name, constant in a.constants.items()
     )

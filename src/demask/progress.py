@@ -27,11 +27,7 @@ def no_progress(title: str, done: int = 1) -> None:
 
 @contextmanager
 def progress(
-    title: str,
-    total: int | None = None,
-    *,
-    patience: float = PATIENCE,
-    terminal: Console | None = None,
+    title: str, total: int | None = None, *, patience: float = PATIENCE, terminal: Console | None = None
 ) -> Iterator[ProgressStep]:
     """A bar, or lines, shown while the block runs; yields a function that moves it.
 
@@ -49,14 +45,11 @@ def progress(
 
 
 @contextmanager
-def _show_bar(
-    title: str, total: int | None, patience: float, console: Console
-) -> Iterator[ProgressStep]:
+def _show_bar(title: str, total: int | None, patience: float, console: Console) -> Iterator[ProgressStep]:
     """A bar that is gone at the end."""
     from rich import progress as bars
 
-    columns = [bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.BarColumn(),
-               bars.TimeElapsedColumn()]  # fmt: skip
+    columns = [bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TimeElapsedColumn()]
     if total is not None:
         columns += [bars.TextColumn("left:"), bars.TimeRemainingColumn()]
     bar = bars.Progress(
@@ -84,9 +77,7 @@ def _show_bar(
 
 
 @contextmanager
-def _write_lines(
-    title: str, total: int | None, patience: float, console: Console
-) -> Iterator[ProgressStep]:
+def _write_lines(title: str, total: int | None, patience: float, console: Console) -> Iterator[ProgressStep]:
     """Lines such as `training, 120 of 480 (14 s)`, by a thread: a step may take minutes."""
     start, current, count, ended = monotonic(), title, 0, Event()
 

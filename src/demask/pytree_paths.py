@@ -8,9 +8,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 
-def leaves_with_paths(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> list[tuple[tuple[Any, ...], Any]]:
+def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
     """The leaves of a pytree, each with its path, as torch's `tree_leaves_with_path`.
 
     >>> [(pytree.keystr(path), leaf) for path, leaf in leaves_with_paths({"a": (1, 2)})]

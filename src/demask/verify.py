@@ -99,18 +99,19 @@ class Verification(PageSource):
 
     def page(self) -> Page:
         """What `print`, `to_html` and notebooks show, as sections."""
-        rows = [("largest difference in float64", f"{self.max_abs:.1e}"),
-                ("relative to the largest value", f"{self.max_rel:.1e}"),
-                (f"units in the last place, in {self.dtype}", f"{self.ulps:.3g}"),
-                ("calls compared", f"{self.runs:,}")]  # fmt: skip
+        rows = [
+            ("largest difference in float64", f"{self.max_abs:.1e}"),
+            ("relative to the largest value", f"{self.max_rel:.1e}"),
+            (f"units in the last place, in {self.dtype}", f"{self.ulps:.3g}"),
+            ("calls compared", f"{self.runs:,}"),
+        ]
         table = OnPage([TextTable(("measure", "value"), rows)])
         return Page("demask verify", (Lines([self._line], "Verification"), table))
 
     @property
     def _line(self) -> str:
         word = "equal" if self.ok else f"DIFFERENT ({self.failure})"
-        text = (f"{word}: {self.max_rel:.1e} relative in float64, {self.ulps:.3g} ulps in "
-                f"{self.dtype}, {self.runs} runs")  # fmt: skip
+        text = f"{word}: {self.max_rel:.1e} relative in float64, {self.ulps:.3g} ulps in {self.dtype}, {self.runs} runs"
         still = f"; do not depend on the input: {', '.join(self.vacuous)}" if self.vacuous else ""
         return text + still + (f"; {self.coverage}" if self.coverage else "")
 
@@ -176,9 +177,7 @@ def verify(
             cast, where = pytree.tree_map(to_double, call) if wide else call, f"batch {batch}"
             where, drawn = f"draw {seed}, {where}", bool(seed) or batch != AS_PASSED
             differences.compare(a, b, cast, wide, narrow, where, drawn=drawn)
-    compared = (
-        _compare_layers(differences, model, slim, layers, (args, kwargs), table) if layers else ()
-    )
+    compared = _compare_layers(differences, model, slim, layers, (args, kwargs), table) if layers else ()
     differences.compare_tokens(networks, kwargs.get("input_ids", args[0] if args else None))
     dtype = str(_dtype(model, slim)).removeprefix("torch.")
     result = differences.result(dtype, tuple(name for name, _ in narrow))
@@ -246,9 +245,8 @@ def _sample(names: Sequence[str]) -> list[str]:
 
 
 def _compare_layers(
-    differences: _Differences, model: Any, slim: nn.Module, names: list[str], inputs: Any,
-    table: Table,
-) -> tuple[str, ...]:  # fmt: skip
+    differences: _Differences, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Table
+) -> tuple[str, ...]:
     """Names of sampled layers that were compared in float64, on inputs of their first call."""
     calls = record_first_calls(model, inputs[0], inputs[1], _sample(names))
     own = _dtype(model, slim)
@@ -342,9 +340,7 @@ class _Differences:
             if x.shape == y.shape:
                 self._leaf(f"{name} after the call", x, y, wide, narrow, where, "buffer")
 
-    def _leaf(
-        self, name: str, x: Any, y: Any, wide: bool, narrow, where: str, kind: str = "output"
-    ) -> None:
+    def _leaf(self, name: str, x: Any, y: Any, wide: bool, narrow, where: str, kind: str = "output") -> None:
         difference = compare(x, y)
         if difference.text:
             self._fail(f"{kind} {name} {difference.text} ({where})")
@@ -363,9 +359,7 @@ class _Differences:
             self.max_abs = max(self.max_abs, difference.gap)
             self.max_rel = max(self.max_rel, difference.relative)
             if difference.relative > self.allowed:
-                self._fail(
-                    f"{kind} {name} by {difference.relative:.1e} relative in float64 ({where})"
-                )
+                self._fail(f"{kind} {name} by {difference.relative:.1e} relative in float64 ({where})")
         elif x.is_floating_point():
             eps = max((torch.finfo(kind).eps for _, kind in narrow), default=0.0)
             ulps = difference.ulps(eps)
@@ -408,9 +402,10 @@ class _Differences:
     def result(self, dtype: str, narrowed: tuple[str, ...]) -> Verification:
         """The verification of all runs so far."""
         vacuous = tuple(
-            name for name, values in self.seen.items()
+            name
+            for name, values in self.seen.items()
             if len(values) > 1 and all(torch.equal(values[0], v) for v in values[1:])
-        )  # fmt: skip
+        )
         rejected = (
             f"{len(self.rejected)} runs on random inputs were not compared, since the first "
             f"network rejects these ({self.rejected[0]}): inputs= says which values it takes"
@@ -418,15 +413,24 @@ class _Differences:
             else ""
         )
         return Verification(
-            self.max_abs, self.max_rel, dtype, not self.failure, self.ulps, self.runs,
-            vacuous, narrowed, self.failure, coverage=rejected,
-        )  # fmt: skip
+            self.max_abs,
+            self.max_rel,
+            dtype,
+            not self.failure,
+            self.ulps,
+            self.runs,
+            vacuous,
+            narrowed,
+            self.failure,
+            coverage=rejected,
+        )
 
 
 def _versions(network: nn.Module) -> dict[str, tuple[int, int]]:
     """By name of a buffer, which tensor it is and how often that was written to."""
-    return {name: (id(buffer), buffer._version) for name, buffer in network.named_buffers()
-            if not buffer.is_inference()}  # fmt: skip
+    return {
+        name: (id(buffer), buffer._version) for name, buffer in network.named_buffers() if not buffer.is_inference()
+    }
 
 
 def _outputs(name: str, network: nn.Module, inputs: Any, where: str) -> Any:
@@ -434,9 +438,10 @@ def _outputs(name: str, network: nn.Module, inputs: Any, where: str) -> Any:
         return network(*inputs[0], **inputs[1])
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
         shapes = [tuple(t.shape) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
-        raise BadInput(f"{name} fails on inputs of shapes {shapes} ({where}): {described(error)}. "
-                       "Both must take the same inputs: pass args, kwargs that both accept"
-                       ) from error  # fmt: skip
+        raise BadInput(
+            f"{name} fails on inputs of shapes {shapes} ({where}): {described(error)}. "
+            "Both must take the same inputs: pass args, kwargs that both accept"
+        ) from error
 
 
 def _own(model, slim) -> tuple[nn.Module, nn.Module]:
@@ -464,9 +469,7 @@ def _doubles(model, slim, args, kwargs, table: Table) -> tuple[nn.Module, nn.Mod
     """
     own = _dtype(model, slim)
     left, right = (_double(network, args, kwargs) for network in (model, slim))
-    if own is torch.float64 or (
-        not find_narrow_casts(right) and _refined(left, right, own, args, kwargs, table)
-    ):
+    if own is torch.float64 or (not find_narrow_casts(right) and _refined(left, right, own, args, kwargs, table)):
         return left, right, RELATIVE
     return left, right, ULPS * torch.finfo(own).eps
 
@@ -486,9 +489,7 @@ def _double(network: Any, args: Any, kwargs: Any) -> nn.Module:
     return to_wide(build_plain(fold_constants(program)))
 
 
-def _refined(
-    left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, table: Table
-) -> bool:
+def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, table: Table) -> bool:
     """Whether the constants of `right` were replaced by those of `left` demasked in float64."""
     try:
         inputs = pytree.tree_map(to_double, (args, kwargs))
@@ -539,9 +540,7 @@ def _literals(rounded: fx.Graph, exact: fx.Graph, eps: float) -> bool:
     return True
 
 
-def _draws(
-    model: Any, slim: nn.Module, args: Any, kwargs: Any, stated: Domains
-) -> Iterator[tuple[int, Any, Any]]:
+def _draws(model: Any, slim: nn.Module, args: Any, kwargs: Any, stated: Domains) -> Iterator[tuple[int, Any, Any]]:
     """(seed, batch, inputs): the example (AS_PASSED); random inputs, also at batches 1 and 3."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     domains = domains_of(leaves, stated)
@@ -558,9 +557,7 @@ def _draws(
         yield seed, AS_PASSED, pytree.tree_unflatten(drawn, spec)
         if seed == 1 and any(axes):
             for batch in (1, 3):
-                sized = [
-                    resize_batch(x, where, batch) for x, where in zip(drawn, axes, strict=True)
-                ]
+                sized = [resize_batch(x, where, batch) for x, where in zip(drawn, axes, strict=True)]
                 if rows := _rows(drawn, axes):  # positions along the batch fit the smaller one
                     sized = [
                         domain.within(x, batch)
@@ -573,9 +570,7 @@ def _draws(
 
 def _rows(leaves: Sequence[Any], axes: Sequence[set[int]]) -> int:
     """The largest size of a batch axis."""
-    return max(
-        (x.shape[k] for x, where in zip(leaves, axes, strict=True) for k in where), default=0
-    )
+    return max((x.shape[k] for x, where in zip(leaves, axes, strict=True) for k in where), default=0)
 
 
 def _dtype(model, slim) -> torch.dtype:

@@ -55,12 +55,16 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Files with tables op -> function that rewrites, lowers or runs its calls: the keys say what there
 # is a function for, so they stand with the functions and are stated nowhere else.
 RULE_TABLES = {
-    "files.onnx.write.functions", "graph.normalize.canonical_calls",
-    "graph.normalize.separate_heads", "sparse.segment.match_calls",
-    "stride.accelerator.emit_compute", "stride.accelerator.emit_layout",
-    "stride.accelerator.emit_windows", "traverse.local.carried",
+    "files.onnx.write.functions",
+    "graph.normalize.canonical_calls",
+    "graph.normalize.separate_heads",
+    "sparse.segment.match_calls",
+    "stride.accelerator.emit_compute",
+    "stride.accelerator.emit_layout",
+    "stride.accelerator.emit_windows",
+    "traverse.local.carried",
     "traverse.analysis.split_global_ops",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -191,8 +195,7 @@ def part_cycles(files: list[Source]) -> int:
     part = {source.name: source.part for source in files}
     for name, to in _edges(files).items():
         edges.setdefault(part[name], set()).update(part[other] for other in to)
-    return len(_cycles({name: to - {name, "__init__"} for name, to in edges.items()
-                        if name != "__init__"}))  # fmt: skip
+    return len(_cycles({name: to - {name, "__init__"} for name, to in edges.items() if name != "__init__"}))
 
 
 def upward_imports(files: list[Source]) -> int:
@@ -225,16 +228,19 @@ def literal_op_sets(files: list[Source]) -> int:
 
     def is_op(node: ast.expr | None) -> bool:
         text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        text = (
-            node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else text
-        )
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else text
         return bool(re.match(r"(torch\.ops\.)?aten\.\w+\.\w+$", text))
 
     def ops(node: ast.AST) -> int:
         return sum(map(is_op, node.keys if isinstance(node, ast.Dict) else node.elts))  # type: ignore[attr-defined]
 
-    return sum(ops(node) > 1 and not _is_rule_table(s, node) for s in files if s.part != "ops"
-               for node in s.nodes if isinstance(node, kinds))  # fmt: skip
+    return sum(
+        ops(node) > 1 and not _is_rule_table(s, node)
+        for s in files
+        if s.part != "ops"
+        for node in s.nodes
+        if isinstance(node, kinds)
+    )
 
 
 def _is_rule_table(source: Source, node: ast.AST) -> bool:
@@ -242,11 +248,13 @@ def _is_rule_table(source: Source, node: ast.AST) -> bool:
     function, or a call of one that returns the rule."""
     if not isinstance(node, ast.Dict) or source.inner not in RULE_TABLES:
         return False
-    names = {"self"}.union(*(
-        {item.name} if isinstance(item, FUNCTIONS)
-        else {alias.asname or alias.name for alias in item.names}
-        for item in source.nodes if isinstance(item, (*FUNCTIONS, ast.ImportFrom))
-    ))  # fmt: skip
+    names = {"self"}.union(
+        *(
+            {item.name} if isinstance(item, FUNCTIONS) else {alias.asname or alias.name for alias in item.names}
+            for item in source.nodes
+            if isinstance(item, (*FUNCTIONS, ast.ImportFrom))
+        )
+    )
 
     def is_function(value: ast.expr) -> bool:
         if isinstance(value, (ast.Call, ast.Attribute)):
@@ -259,14 +267,12 @@ def _is_rule_table(source: Source, node: ast.AST) -> bool:
 
 def table_imports(files: list[Source]) -> int:
     """Files that import the table of ops itself instead of being given one."""
-    return sum(any(name.endswith(".TABLE") for name in s.imports) for s in files
-               if s.part != "ops")  # fmt: skip
+    return sum(any(name.endswith(".TABLE") for name in s.imports) for s in files if s.part != "ops")
 
 
 def repeated_classes(files: list[Source]) -> int:
     """Names that more than one class has."""
-    names = Counter(node.name.lstrip("_") for s in files for node in s.nodes
-                    if isinstance(node, ast.ClassDef))  # fmt: skip
+    names = Counter(node.name.lstrip("_") for s in files for node in s.nodes if isinstance(node, ast.ClassDef))
     return sum(count > 1 for count in names.values())
 
 
@@ -300,8 +306,9 @@ def sizes(files: list[Source]) -> Iterator[str]:
     yield f"modules with one importer: {len(single)}"
     ops = [s.inner for s in files if s.part not in ("ops", "compat") and "aten." in s.text]
     yield f"files outside of ops that name an ATen op: {len(ops)}"
-    lengths = {f"{s.inner}: {node.name}": _length(node) for s in files for node in s.nodes
-               if isinstance(node, FUNCTIONS)}  # fmt: skip
+    lengths = {
+        f"{s.inner}: {node.name}": _length(node) for s in files for node in s.nodes if isinstance(node, FUNCTIONS)
+    }
     long = {name: count for name, count in lengths.items() if count > LONG_FUNCTION}
     yield f"functions of more than {LONG_FUNCTION} lines: {len(long)}"
     yield from (f"  {count:4} {name}" for name, count in Counter(long).most_common(10))
@@ -327,15 +334,26 @@ def banned_words(source: Source) -> set[str]:
     return names | {text for text in (*source.strings(), *comments) if WORDS.search(text)}
 
 
-_EMPTY = {"{}", "[]", "dict()", "list()", "set()", "Counter()", "WeakKeyDictionary()",
-          "WeakValueDictionary()", "OrderedDict()", "local()"}  # fmt: skip
+_EMPTY = {
+    "{}",
+    "[]",
+    "dict()",
+    "list()",
+    "set()",
+    "Counter()",
+    "WeakKeyDictionary()",
+    "WeakValueDictionary()",
+    "OrderedDict()",
+    "local()",
+}
 
 
 def module_state(files: list[Source]) -> int:
     """Names of modules that are bound to what is filled or changed later: an empty container, or an
     object of one of the package's classes that holds state."""
-    classes = {f"{s.name}.{node.name}": (s, node) for s in files for node in s.tree.body
-               if isinstance(node, ast.ClassDef)}  # fmt: skip
+    classes = {
+        f"{s.name}.{node.name}": (s, node) for s in files for node in s.tree.body if isinstance(node, ast.ClassDef)
+    }
 
     def class_of(source: Source, value: ast.expr) -> tuple[Source, ast.ClassDef] | None:
         """The class that a name, such as `TensorCache` or `cache.TensorCache`, has in a file."""
@@ -378,12 +396,12 @@ def _changes_itself(node: ast.ClassDef) -> bool:
         if isinstance(part, (ast.Assign, ast.AnnAssign)) and part.value is not None:
             targets = part.targets if isinstance(part, ast.Assign) else [part.target]
             texts = {ast.unparse(v).rpartition(".")[2] for v in _each(part.value)}
-            if texts & _EMPTY and any(re.match(r"self\.[^_]", ast.unparse(to))
-                                      for target in targets for to in _each(target)):  # fmt: skip
+            if texts & _EMPTY and any(
+                re.match(r"self\.[^_]", ast.unparse(to)) for target in targets for to in _each(target)
+            ):
                 return True
     constructors = ("__init__", "__new__", "__post_init__")
-    later = [item for item in node.body if isinstance(item, FUNCTIONS)
-             and item.name not in constructors]  # fmt: skip
+    later = [item for item in node.body if isinstance(item, FUNCTIONS) and item.name not in constructors]
     return any(_is_change(part) for item in later for part in ast.walk(item))
 
 
@@ -402,11 +420,20 @@ def _each(node: ast.expr) -> list[ast.expr]:
 MEASURES: dict[str, Callable[[list[Source]], int]] = {
     measure.__name__: measure
     for measure in (
-        file_cycles, part_cycles, upward_imports, modules_in_strings, private_names,
-        literal_op_sets, table_imports, repeated_classes, ignored_types, banned_names,
-        banned_sentences, module_state,
+        file_cycles,
+        part_cycles,
+        upward_imports,
+        modules_in_strings,
+        private_names,
+        literal_op_sets,
+        table_imports,
+        repeated_classes,
+        ignored_types,
+        banned_names,
+        banned_sentences,
+        module_state,
     )
-}  # fmt: skip
+}
 
 
 def measured(root: Path) -> dict[str, int]:

@@ -11,35 +11,35 @@ from pathlib import Path
 import pytest
 
 import demask
-from architecture.measures import (
-    MEASURES,
-    PRIVATE,
-    WORDS,
-    Source,
-    banned_words,
-    measured,
-    sizes,
-    sources,
-)
+from architecture.measures import MEASURES, PRIVATE, WORDS, Source, banned_words, measured, sizes, sources
 
 COUNTS = Path(__file__).with_name("counts.json")
 ROOT = Path(__file__).parents[2]
 QUOTING = ("nightly.md", "mutants.md")  # quote names and messages of tests
 FOLDERS = (".", "docs", "benchmarks", "examples")
-PAGES = [page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md")
-         if page.name not in QUOTING]  # fmt: skip
+PAGES = [page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md") if page.name not in QUOTING]
 # Choices on command lines and keys of JSON files: others use them, so they stay.
 STABLE_WORDS = {"benchmarks.shrink.peers": {"kept"}}
-PUBLIC = ("demask", "demask.ops", "demask.sparse", "demask.traverse", "demask.stride",
-          "demask.pilot", "demask.prune", "demask.report")  # fmt: skip
+PUBLIC = (
+    "demask",
+    "demask.ops",
+    "demask.sparse",
+    "demask.traverse",
+    "demask.stride",
+    "demask.pilot",
+    "demask.prune",
+    "demask.report",
+)
 # Per measure: files that do what it counts, by name in a package of their own.
 PLANTED: dict[str, dict[str, str]] = {
     "file_cycles": {"ops/a.py": "from demask.ops import b", "ops/b.py": "import demask.ops.a"},
-    "part_cycles": {"ops/a.py": "import demask.graph.b", "graph/b.py": "import demask.ops.c",
-                    "ops/c.py": ""},
+    "part_cycles": {"ops/a.py": "import demask.graph.b", "graph/b.py": "import demask.ops.c", "ops/c.py": ""},
     "upward_imports": {"ops/a.py": "def f():\n    import demask.graph.b", "graph/b.py": ""},
-    "modules_in_strings": {"graph/a.py": "import_module('demask.sparse.b')", "sparse/b.py": "",
-                           "plugins.py": "OPS.declare('segment', 'demask.sparse.b')"},
+    "modules_in_strings": {
+        "graph/a.py": "import_module('demask.sparse.b')",
+        "sparse/b.py": "",
+        "plugins.py": "OPS.declare('segment', 'demask.sparse.b')",
+    },
     "private_names": {"graph/a.py": "import torch\ntorch._C._nn"},
     "literal_op_sets": {"graph/a.py": "X = {aten.relu.default, aten.gelu.default}"},
     "table_imports": {"graph/a.py": "from demask.ops import TABLE"},
@@ -48,7 +48,7 @@ PLANTED: dict[str, dict[str, str]] = {
     "banned_names": {"graph/a.py": "found_ops = 1"},
     "banned_sentences": {"graph/a.py": "# the network as given"},
     "module_state": {"graph/a.py": "CACHE: dict[str, int] = {}"},
-}  # fmt: skip
+}
 
 
 def package(folder: Path, files: dict[str, str]) -> Path:
@@ -83,23 +83,28 @@ def test_a_planted_violation_is_counted(measure: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "count"),
     [
-        ({"ops/__init__.py": "from demask.ops.a import A", "ops/a.py": "from demask.ops import B"},
-         1),
-        ({"ops/__init__.py": "from demask.ops.a import A", "ops/a.py": "from demask.ops import b",
-          "ops/b.py": ""}, 0),
-        ({"ops/__init__.py": "from demask.ops.a import A", "graph/b.py": "from demask.ops import A",
-          "ops/a.py": "def f():\n    import demask.graph.b"}, 1),
+        ({"ops/__init__.py": "from demask.ops.a import A", "ops/a.py": "from demask.ops import B"}, 1),
+        ({"ops/__init__.py": "from demask.ops.a import A", "ops/a.py": "from demask.ops import b", "ops/b.py": ""}, 0),
+        (
+            {
+                "ops/__init__.py": "from demask.ops.a import A",
+                "graph/b.py": "from demask.ops import A",
+                "ops/a.py": "def f():\n    import demask.graph.b",
+            },
+            1,
+        ),
     ],
-)  # fmt: skip
-def test_cycles_through_the_file_of_a_package(
-    files: dict[str, str], count: int, tmp_path: Path
-) -> None:
+)
+def test_cycles_through_the_file_of_a_package(files: dict[str, str], count: int, tmp_path: Path) -> None:
     assert measured(package(tmp_path, files))["file_cycles"] == count
 
 
 def test_sizes_are_printed(tmp_path: Path) -> None:
-    files = {"graph/a.py": "x = 1\n" * 501, "ops/b.py": "import demask.graph.a\naten.relu",
-             "graph/c.py": "def f():\n" + "    aten.relu()\n" * 41}  # fmt: skip
+    files = {
+        "graph/a.py": "x = 1\n" * 501,
+        "ops/b.py": "import demask.graph.a\naten.relu",
+        "graph/c.py": "def f():\n" + "    aten.relu()\n" * 41,
+    }
     lines = [*sizes(sources(package(tmp_path, files)))]
     assert lines == [
         "544 lines in 4 files; 1 import statements",
@@ -126,11 +131,7 @@ CHANGING = "def add(self, x):\n        self.x = x"
         (CHANGING, "class Below(Cache): ...\nCACHE = Below()", 1),
         ("def add(self, x):\n        self.x[0] = x", "CACHE = Cache()", 1),
         ("def add(self, x):\n        self._x.append(x)", "CACHE = Cache()", 1),
-        (
-            "def __init__(self, x):\n        self._x = {}\n        self._x[0] = x",
-            "CACHE = Cache(2)",
-            0,
-        ),
+        ("def __init__(self, x):\n        self._x = {}\n        self._x[0] = x", "CACHE = Cache(2)", 0),
         ("def __init__(self):\n        self.lock, self.x = Lock(), {}", "CACHE = Cache()", 1),
         ("x: list[int] = field(default_factory=list)", "CACHE = Cache()", 1),
         ("def __init__(self, x):\n        self.x = x", "CACHE = Cache(2)", 0),
@@ -140,9 +141,7 @@ CHANGING = "def add(self, x):\n        self.x = x"
         (CHANGING, "CACHE = threading.local()", 1),
     ],
 )
-def test_objects_that_hold_state_are_module_state(
-    body: str, line: str, count: int, tmp_path: Path
-) -> None:
+def test_objects_that_hold_state_are_module_state(body: str, line: str, count: int, tmp_path: Path) -> None:
     text = f"class Cache:\n    {body}\n"
     imports = "from demask.ops import a\nfrom demask.ops.a import Cache\n"
     files = {"ops/a.py": text, "graph/b.py": imports + line}
@@ -203,8 +202,7 @@ def test_pages_are_in_plain_words(page: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["benchmarks", "tests/networks"])
 def test_scripts_are_in_plain_words(folder: str) -> None:
-    banned = {s.name: banned_words(s) - STABLE_WORDS.get(s.name, set())
-              for s in sources(ROOT / folder)}  # fmt: skip
+    banned = {s.name: banned_words(s) - STABLE_WORDS.get(s.name, set()) for s in sources(ROOT / folder)}
     assert not {name: words for name, words in banned.items() if words}
 
 
@@ -222,8 +220,7 @@ def public_objects(module: str) -> dict[str, object]:
     """The classes and functions that a module of the package offers."""
     home = importlib.import_module(module)
     values = {name: getattr(home, name) for name in home.__all__}
-    return {name: value for name, value in values.items() if callable(value)
-            and not inspect.ismodule(value)}  # fmt: skip
+    return {name: value for name, value in values.items() if callable(value) and not inspect.ismodule(value)}
 
 
 @pytest.mark.parametrize("module", PUBLIC)

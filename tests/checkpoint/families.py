@@ -4,33 +4,87 @@ from __future__ import annotations
 
 from typing import Any
 
-TEXT = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}  # fmt: skip
+TEXT = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 64,
+}
 LLAMA = {**TEXT, "intermediate_size": 96, "num_hidden_layers": 4, "num_key_value_heads": 2}
 WIDE = {**LLAMA, "head_dim": 16}
-ENCODER = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100,
-           "num_hidden_layers": 3, "max_position_embeddings": 64}  # fmt: skip
+ENCODER = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 64,
+}
 BART = {"d_model": 64, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_layers": 2,
         "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
         "vocab_size": 100, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
         "eos_token_id": 2, "decoder_start_token_id": 1}  # fmt: skip
-T5 = {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_decoder_layers": 2,
-      "num_heads": 4, "vocab_size": 100, "decoder_start_token_id": 0}  # fmt: skip
-IMAGE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-         "num_attention_heads": 4, "image_size": 32, "patch_size": 8}  # fmt: skip
-GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 64, "n_inner": 96,
-        "vocab_size": 100, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+T5 = {
+    "d_model": 64,
+    "d_ff": 96,
+    "d_kv": 16,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 100,
+    "decoder_start_token_id": 0,
+}
+IMAGE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+GPT2 = {
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 3,
+    "n_positions": 64,
+    "n_inner": 96,
+    "vocab_size": 100,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-SOUND = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 32,
-         "num_attention_heads": 4, "conv_dim": [16, 16], "conv_kernel": [10, 3],
-         "conv_stride": [5, 2], "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16,
-         "num_conv_pos_embedding_groups": 4}  # fmt: skip
+SOUND = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "vocab_size": 32,
+    "num_attention_heads": 4,
+    "conv_dim": [16, 16],
+    "conv_kernel": [10, 3],
+    "conv_stride": [5, 2],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+}
 TWO = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 VISION = {**TWO, "image_size": 32, "patch_size": 8}
-LATENT = {**LLAMA, "num_key_value_heads": 4, "moe_intermediate_size": 48, "n_routed_experts": 4,
-          "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16, "n_group": 1,
-          "topk_group": 1, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-          "v_head_dim": 16}  # fmt: skip
+LATENT = {
+    **LLAMA,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
 Table = dict[str, tuple[str, dict[str, Any]]]  # by model type: the class, and numbers of the config
 FAMILIES: Table = {
@@ -49,21 +103,27 @@ FAMILIES: Table = {
     "olmo2": ("Olmo2ForCausalLM", LLAMA),
     "stablelm": ("StableLmForCausalLM", LLAMA),
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4}),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", {
-        **LLAMA, **EXPERTS, "shared_expert_intermediate_size": 48}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, "shared_expert_intermediate_size": 48}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**WIDE, **EXPERTS, "mlp_only_layers": [1]}),
-    "deepseek_v2": ("DeepseekV2ForCausalLM", {
-        **LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
     "bert": ("BertForMaskedLM", ENCODER),
     "roberta": ("RobertaForMaskedLM", {**ENCODER, "pad_token_id": 1}),
     "t5": ("T5ForConditionalGeneration", T5),
     "bart": ("BartForConditionalGeneration", BART),
-    "whisper": ("WhisperForConditionalGeneration", {
-        **BART, "max_source_positions": 30, "max_target_positions": 40, "num_mel_bins": 20,
-        "suppress_tokens": None, "begin_suppress_tokens": None}),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {
+            **BART,
+            "max_source_positions": 30,
+            "max_target_positions": 40,
+            "num_mel_bins": 20,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
+    ),
     "vit": ("ViTForImageClassification", IMAGE),
     "clip": ("CLIPModel", {"text_config": {**TWO, "vocab_size": 100}, "vision_config": VISION}),
-}  # fmt: skip
+}
 OTHERS: Table = {
     "gemma": ("GemmaForCausalLM", WIDE),
     "cohere": ("CohereForCausalLM", LLAMA),
@@ -125,10 +185,13 @@ OTHERS: Table = {
 # Their configs say no widths of feed-forward layers but a multiple of the residual's, as those of
 # BLOOM do, or their gates are functions whose zeros are not zero.
 KEPT: Table = {
-    "mpt": ("MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 64,
-                               "vocab_size": 100}),
-    "convnext": ("ConvNextForImageClassification", {
-        "hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2, "image_size": 32}),
-    "mamba": ("MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 3, "state_size": 8,
-                                   "vocab_size": 100, "time_step_rank": 4}),
-}  # fmt: skip
+    "mpt": ("MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 64, "vocab_size": 100}),
+    "convnext": (
+        "ConvNextForImageClassification",
+        {"hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2, "image_size": 32},
+    ),
+    "mamba": (
+        "MambaForCausalLM",
+        {"hidden_size": 64, "num_hidden_layers": 3, "state_size": 8, "vocab_size": 100, "time_step_rank": 4},
+    ),
+}

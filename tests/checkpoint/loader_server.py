@@ -20,19 +20,26 @@ Answers = list[dict[str, Any]]
 
 
 def with_vllm() -> Callable[[dict[str, Any]], Answers]:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-                   "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     from vllm import LLM, SamplingParams
 
     def answer(request: dict[str, Any]) -> Answers:
         model = LLM(
-            model=request["path"], dtype="float32", enforce_eager=True, max_model_len=64,
-            skip_tokenizer_init=True, trust_remote_code=request.get("trust", False), seed=0,
+            model=request["path"],
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=64,
+            skip_tokenizer_init=True,
+            trust_remote_code=request.get("trust", False),
+            seed=0,
             max_num_seqs=2,
-        )  # fmt: skip
-        settings = SamplingParams(
-            temperature=0.0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False
         )
+        settings = SamplingParams(temperature=0.0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False)
         prompts: Any = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
         outputs = model.generate(prompts, settings, use_tqdm=False)
         return [{"tokens": list(output.outputs[0].token_ids)} for output in outputs]
@@ -68,16 +75,24 @@ def with_llama() -> Callable[[dict[str, Any]], Answers]:
         params.flash_attn_type = x.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         server, answers = x.Server(params), []
         for prompt in request["prompts"]:
-            result = server.handle_completions({
-                "prompt": prompt, "n_predict": request["tokens"], "temperature": 0.0,
-                "n_probs": 500, "cache_prompt": False, "ignore_eos": True,
-            })  # fmt: skip
+            result = server.handle_completions(
+                {
+                    "prompt": prompt,
+                    "n_predict": request["tokens"],
+                    "temperature": 0.0,
+                    "n_probs": 500,
+                    "cache_prompt": False,
+                    "ignore_eos": True,
+                }
+            )
             content = result["choices"][0]["logprobs"]["content"]
-            answers.append({
-                "tokens": [entry["id"] for entry in content],
-                "first": {entry["id"]: entry["logprob"] for entry in content[0]["top_logprobs"]},
-                "prompt": result["usage"]["prompt_tokens"],
-            })  # fmt: skip
+            answers.append(
+                {
+                    "tokens": [entry["id"] for entry in content],
+                    "first": {entry["id"]: entry["logprob"] for entry in content[0]["top_logprobs"]},
+                    "prompt": result["usage"]["prompt_tokens"],
+                }
+            )
         return answers
 
     return answer

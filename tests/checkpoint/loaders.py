@@ -28,9 +28,7 @@ class Loader:
                 return line
         raise AssertionError(f"{self.name} ended:\n{self._log.read_text()[-3000:]}")
 
-    def answers(
-        self, path: Path, prompts: Sequence[Any], tokens: int = 16, **more: Any
-    ) -> list[dict[str, Any]]:
+    def answers(self, path: Path, prompts: Sequence[Any], tokens: int = 16, **more: Any) -> list[dict[str, Any]]:
         """What it generates for prompts, as `loader_server` answers."""
         assert self._process.stdin is not None
         request = {"path": str(path), "prompts": prompts, "tokens": tokens, **more}
@@ -57,12 +55,7 @@ def running(name: str, folder: Path) -> Iterator[Loader]:
     with (
         log.open("w") as errors,
         subprocess.Popen(
-            call,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            cwd=folder,
+            call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=folder
         ) as process,
     ):
         loader = Loader(name, process, log)

@@ -14,8 +14,15 @@ from architectures import transformers
 from demask.checkpoint.family import Family, find_stacks
 from demask.checkpoint.slices import ReducedModel, SliceGroup
 
-TEXT = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 40, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}  # fmt: skip
+TEXT = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 64,
+}
 LLAMA = {**TEXT, "intermediate_size": 24, "num_hidden_layers": 3, "num_key_value_heads": 2}
 HEAD = 8  # positions
 
@@ -61,10 +68,7 @@ def mask_slices(model: Any, group: SliceGroup, layer: int, dead: torch.Tensor, h
 
 
 def mask_model(
-    model: Any,
-    how: str,
-    units: Sequence[float] = (0.5, 0.3, 0.6, 1.0),
-    heads: Sequence[float] = (0.5, 0.5, 0.25, 1.0),
+    model: Any, how: str, units: Sequence[float] = (0.5, 0.3, 0.6, 1.0), heads: Sequence[float] = (0.5, 0.5, 0.25, 1.0)
 ) -> None:
     """Mask slices of all layers. units, heads: the shares that are dead, by layer, in turn."""
     data = {**model.config.to_dict(), "architectures": [type(model).__name__]}
@@ -97,8 +101,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a folder, read by safetensors."""
     from safetensors.torch import load_file
 
-    return {name: tensor for file in sorted(path.glob("*.safetensors"))
-            for name, tensor in load_file(file).items()}  # fmt: skip
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def config_of(path: Path) -> dict[str, Any]:

@@ -26,8 +26,7 @@ def generate(kind: str, *folders: str) -> None:
             mask = torch.ones(2, 7, dtype=torch.int64)
             mask[1, :3] = 0
             inputs = {"input_ids": torch.randint(3, 100, (2, 7)), "attention_mask": mask}
-        tokens = model.generate(**inputs, max_new_tokens=16, min_new_tokens=16, do_sample=False,
-                                num_beams=1)  # fmt: skip
+        tokens = model.generate(**inputs, max_new_tokens=16, min_new_tokens=16, do_sample=False, num_beams=1)
         print("TOKENS", json.dumps(tokens.tolist()))
 
 

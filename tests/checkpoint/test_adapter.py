@@ -74,11 +74,15 @@ def with_adapter(model, base, path):
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
     "all": {"target_modules": ALL},
-    "ranks": {"target_modules": ALL, "use_rslora": True, "alpha_pattern": {"q_proj": 2},
-              "rank_pattern": {"up_proj": 5}},
+    "ranks": {
+        "target_modules": ALL,
+        "use_rslora": True,
+        "alpha_pattern": {"q_proj": 2},
+        "rank_pattern": {"up_proj": 5},
+    },
     "dora": {"target_modules": ["q_proj", "v_proj", "down_proj"], "use_dora": True},
     "saved": {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(4)
@@ -117,8 +121,9 @@ def test_units_that_an_adapter_computes_stay(tmp_path):
 
 def test_weights_in_the_other_order_and_constants(tmp_path):
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "n_inner": 24}
-    model, again = (build("GPT2LMHeadModel", "gpt2", vocab_size=40, bos_token_id=1, eos_token_id=2,
-                          **sizes) for _ in range(2))  # fmt: skip
+    model, again = (
+        build("GPT2LMHeadModel", "gpt2", vocab_size=40, bos_token_id=1, eos_token_id=2, **sizes) for _ in range(2)
+    )
     for own in (model, again):
         for layer in own.transformer.h:
             layer.mlp.c_fc.weight[:, :8] = 0
@@ -176,15 +181,15 @@ def test_an_adapter_and_the_vocabulary(tmp_path):
 
     source, out = write(make(), tmp_path / "in"), tmp_path / "out"
     (source / "tokenizer.json").unlink()
-    adapted = peft.get_peft_model(make(), peft.LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=["embed_tokens", "lm_head"]))  # fmt: skip
+    adapted = peft.get_peft_model(
+        make(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["embed_tokens", "lm_head"])
+    )
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             parameter += 0.2 * torch.randn(parameter.shape)
     adapted.save_pretrained(tmp_path / "lora")
     expected = logits(adapted.eval())[..., :36]
-    checkpoint.slim(source, out, multiple=4, adapter=tmp_path / "lora",
-                    vocabulary=range(36, 40))  # fmt: skip
+    checkpoint.slim(source, out, multiple=4, adapter=tmp_path / "lora", vocabulary=range(36, 40))
     assert config_of(out)["vocab_size"] == 36
     tokens = torch.randint(3, 36, (2, 9), generator=torch.Generator().manual_seed(0))
     expected = adapted(input_ids=tokens).logits[..., :36]
@@ -200,10 +205,14 @@ def settings(**values):
     return change
 
 
-@pytest.mark.parametrize(("damage", "words"), [
-    (settings(peft_type="IA3"), "got 'IA3'"), (settings(layer_replication=[[0, 1]]), "with layer_"),
-    (lambda p: (p / "adapter_model.safetensors").unlink(), "as peft writes it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (settings(peft_type="IA3"), "got 'IA3'"),
+        (settings(layer_replication=[[0, 1]]), "with layer_"),
+        (lambda p: (p / "adapter_model.safetensors").unlink(), "as peft writes it"),
+    ],
+)
 def test_other_adapters(tmp_path, damage, words):
     source, lora = write(masked(), tmp_path / "in"), tmp_path / "lora"
     write_adapter(masked(), lora, target_modules=["q_proj"])

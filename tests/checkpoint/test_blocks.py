@@ -17,14 +17,20 @@ from demask.errors import BadInput, Mismatch
 from masked_folders import build, config_of, generated, outputs, tensors, write
 
 HEAD = 8
-SIZES = {"hidden_size": 64, "intermediate_size": 640, "num_hidden_layers": 5, "vocab_size": 40,
-         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64,
-         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}  # fmt: skip
-UNITS, GROUPS = (
-    (600, 100, 0, 0, 70),
-    (0, 2, 3, 0, 1),
-)  # live, by layer: the fourth returns its input
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 640,
+    "num_hidden_layers": 5,
+    "vocab_size": 40,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 777.0},
+}
+UNITS, GROUPS = ((600, 100, 0, 0, 70), (0, 2, 3, 0, 1))  # live, by layer: the fourth returns its input
 
 
 @pytest.fixture(autouse=True)
@@ -64,16 +70,16 @@ def logits_of_blocks(path: Any, tokens: torch.Tensor) -> torch.Tensor:
     def rotated(x: torch.Tensor) -> torch.Tensor:  # [heads, tokens, HEAD]
         angles = torch.arange(len(tokens))[:, None] / 777.0 ** (torch.arange(0, HEAD, 2) / HEAD)
         a, b = x.chunk(2, -1)
-        return torch.cat([a * angles.cos() - b * angles.sin(),
-                          b * angles.cos() + a * angles.sin()], -1)  # fmt: skip
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
     x = weights["model.embed_tokens.weight"][tokens]
     for k, block in enumerate(config["block_configs"]):
         own = f"model.layers.{k}."
         if not block["attention"]["no_op"]:
             y = norm(x, own + "input_layernorm")
-            q, key, value = (linear(y, f"{own}self_attn.{n}_proj").view(len(tokens), -1, HEAD)
-                             .transpose(0, 1) for n in "qkv")  # fmt: skip
+            q, key, value = (
+                linear(y, f"{own}self_attn.{n}_proj").view(len(tokens), -1, HEAD).transpose(0, 1) for n in "qkv"
+            )
             group = block["attention"]["n_heads_in_group"]
             assert len(q) == heads == group * len(key)
             key, value = (t.repeat_interleave(group, 0) for t in (rotated(key), value))
@@ -100,9 +106,7 @@ def test_folder_has_sizes_by_layer_and_computes_the_same(tmp_path, target, shard
     dead = [[half["no_op"] for half in block.values()] for block in halves]
     groups = [block["attention"].get("n_heads_in_group") for block in halves]
     up = [after[f"model.layers.{k}.mlp.up_proj.weight"].shape[0] for k in (0, 1, 3)]
-    if (
-        target == "vllm"
-    ):  # the first layer has heads, and all have six queries: 1, 2, 3 and 1 groups
+    if target == "vllm":  # the first layer has heads, and all have six queries: 1, 2, 3 and 1 groups
         assert dead == [[False, False], [False, False], [False, True], [False, False]]
         assert (config["num_attention_heads"], groups, up) == (6, [6, 3, 2, 6], [640, 128, 128])
         assert [block["ffn"].get("intermediate_size") for block in halves] == [640, 128, None, 128]
@@ -121,8 +125,7 @@ def test_folder_has_sizes_by_layer_and_computes_the_same(tmp_path, target, shard
     assert one.by_layer[target] == pytest.approx(report.removed, abs=1e-9)
     assert report.proof is not None and report.proof.tokens == 32
     tokens = torch.tensor([5, 9, 21, 7, 33, 12, 30, 6])
-    torch.testing.assert_close(logits_of_blocks(out, tokens), model(tokens[None]).logits[0],
-                               rtol=1e-5, atol=1e-5)  # fmt: skip
+    torch.testing.assert_close(logits_of_blocks(out, tokens), model(tokens[None]).logits[0], rtol=1e-5, atol=1e-5)
 
 
 def test_code_of_the_config(tmp_path):
@@ -137,9 +140,7 @@ def test_code_of_the_config(tmp_path):
     config = module.DeciLMConfig.from_pretrained(tmp_path / "out")
     assert config.block_configs[1].attention.n_heads_in_group == 3
     assert not hasattr(config.block_configs[1].ffn, "ffn_mult")
-    assert (
-        json.loads(config.to_json_string())["block_configs"][1]["ffn"]["intermediate_size"] == 128
-    )
+    assert json.loads(config.to_json_string())["block_configs"][1]["ffn"]["intermediate_size"] == 128
 
 
 def fault_in_queries(monkeypatch):
@@ -188,7 +189,7 @@ def test_the_proof_sees(tmp_path, monkeypatch, fault):
         ("mlx", "llama", "LlamaForCausalLM", {"hidden_act": "gelu"}, "applies silu, not gelu"),
         ("vllm", "mistral", "MistralForCausalLM", {"sliding_window": 8}, "sliding window"),
     ],
-)  # fmt: skip
+)
 def test_what_blocks_cannot_say_is_refused(tmp_path, target, kind, name, changes, words):
     write(build(name, kind, **{**SIZES, **changes}), tmp_path / "in")
     with pytest.raises(BadInput, match=words):
@@ -222,8 +223,7 @@ def test_qwen2_with_fewer_heads_is_a_llama(tmp_path, target):
 
 
 def test_qwen2_stays_where_no_heads_go_or_a_window_slides(tmp_path):
-    model = masked("qwen2", "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=4,
-                   max_window_layers=2)  # fmt: skip
+    model = masked("qwen2", "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=4, max_window_layers=2)
     report = slim(write(model, tmp_path / "in"), tmp_path / "out", target="vllm")
     assert config_of(tmp_path / "out")["model_type"] == "qwen2"
     assert any("loads no qwen2 with fewer heads: those of" in note for note in report.notes)

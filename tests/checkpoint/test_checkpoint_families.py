@@ -17,8 +17,7 @@ from night import at_night
 
 LIMIT = 1e-5
 MASKS = ("computed", "computed-but-biases", "read")
-CASES = [(name, mask, dtype) for name in FAMILIES for mask in MASKS
-         for dtype in ("float32", "bfloat16")]  # fmt: skip
+CASES = [(name, mask, dtype) for name in FAMILIES for mask in MASKS for dtype in ("float32", "bfloat16")]
 CASES += [(name, "read", "float32") for name in {**OTHERS, **KEPT}]
 
 
@@ -61,6 +60,4 @@ def test_saved_as_slim_writes(tmp_path: Path, name: str) -> None:
         demask.demask(model, (), dict(example_of(model))).save_pretrained(tmp_path / "saved")
         expected, saved = load(model, tmp_path / "out"), load(model, tmp_path / "saved")
         assert [p.shape for p in saved.parameters()] == [p.shape for p in expected.parameters()]
-        assert (result_of(saved) - result_of(model)).abs().max() <= LIMIT * result_of(
-            model
-        ).abs().max()
+        assert (result_of(saved) - result_of(model)).abs().max() <= LIMIT * result_of(model).abs().max()

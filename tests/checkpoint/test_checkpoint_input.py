@@ -165,7 +165,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[DemaskError], str]] = {
     "heads": (config(num_attention_heads=10**9), BadInput, "num_attention_heads is"),
     "lacks-a-tensor": (lacks_a_tensor, BadInput, "no tensor is model.norm.weight"),
     "other-shape": (other_shape, BadInput, "by the config"),
-}  # fmt: skip
+}
 
 
 def first_of(files_of: dict[str, str]) -> str:
@@ -191,8 +191,16 @@ def test_bad_outputs(masked: Path, tmp_path: Path) -> None:
     mine.mkdir()
     (mine / "thesis.txt").write_text("mine")
     (tmp_path / "file.partial").write_text("mine")
-    for out in (masked, masked / "below", tmp_path / "there", tmp_path / "link",
-                tmp_path / "no" / "out", tmp_path / "mine", tmp_path / "file", "a\0b"):  # fmt: skip
+    for out in (
+        masked,
+        masked / "below",
+        tmp_path / "there",
+        tmp_path / "link",
+        tmp_path / "no" / "out",
+        tmp_path / "mine",
+        tmp_path / "file",
+        "a\0b",
+    ):
         with strict(False), pytest.raises(BadInput) as caught:
             checkpoint.slim(masked, out, multiple=4, check=False)
         assert "\n" not in str(caught.value)
@@ -224,10 +232,13 @@ def test_more_than_the_class_has(single: Path, tmp_path: Path) -> None:
 def test_folders_inside(single: Path, tmp_path: Path) -> None:
     source, out = Path(shutil.copytree(single, tmp_path / "in")), tmp_path / "out"
     dense = {"linear.weight": torch.ones(2, 3)}
-    copied = {"1_Pooling/config.json": b"{}", "2_Dense/config.json": b"{}", "a/b/c/notes.md": b"c",
-              "onnx/config.json": b"[]"}  # fmt: skip
-    left = {"onnx/model.onnx": b"o", "original/consolidated.00.pth": b"p", ".cache/x": b"x",
-            "pytorch_model.bin": b"b"}  # fmt: skip
+    copied = {
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/config.json": b"{}",
+        "a/b/c/notes.md": b"c",
+        "onnx/config.json": b"[]",
+    }
+    left = {"onnx/model.onnx": b"o", "original/consolidated.00.pth": b"p", ".cache/x": b"x", "pytorch_model.bin": b"b"}
     for name, data in {**copied, **left}.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(data)
@@ -243,8 +254,7 @@ def test_folders_inside(single: Path, tmp_path: Path) -> None:
     assert tensors(out / "2_Dense").keys() == dense.keys()
     assert not any((out / name).exists() for name in (*left, "more"))
     (note,) = (note for note in report.notes if note.startswith("not copied"))
-    assert note.endswith(": .cache, more, onnx/model.onnx, original/consolidated.00.pth, "
-                         "pytorch_model.bin")  # fmt: skip
+    assert note.endswith(": .cache, more, onnx/model.onnx, original/consolidated.00.pth, pytorch_model.bin")
     checkpoint.slim(out, tmp_path / "again", multiple=4, check=False)
 
 
@@ -305,11 +315,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    at_night(
-        ("out", {}),
-        ("out", {"target": "mlx", "per_layer": True}),
-        ("out.gguf", {"target": "llama.cpp"}),
-    ),
+    at_night(("out", {}), ("out", {"target": "mlx", "per_layer": True}), ("out.gguf", {"target": "llama.cpp"})),
 )
 def test_disks_that_are_full_at_any_step(
     single: Path, tmp_path: Path, disk: Callable[[int], Path], name: str, options: dict[str, Any]
@@ -352,8 +358,9 @@ def run_until(source: Path, out: Path, step: int, multiple: int, **options: Any)
 def test_killed_at_any_time(masked: Path, tmp_path: Path) -> None:
     out, context = tmp_path / "out", multiprocessing.get_context("fork")
     titles: list[str] = []
-    checkpoint.slim(masked, tmp_path / "whole", multiple=4, check=False,
-                    progress=lambda title, done=1: titles.append(title))  # fmt: skip
+    checkpoint.slim(
+        masked, tmp_path / "whole", multiple=4, check=False, progress=lambda title, done=1: titles.append(title)
+    )
     first = next(k for k, title in enumerate(titles) if title.startswith("writing file"))
     # Of another multiple first: nothing of it may stay.
     below = out.with_name("out.partial") / "1_Pooling"
@@ -373,17 +380,15 @@ def test_killed_at_any_time(masked: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    at_night(("out", {"target": "mlx", "per_layer": True}), ("out.gguf", {"target": "llama.cpp"})),
+    ("name", "options"), at_night(("out", {"target": "mlx", "per_layer": True}), ("out.gguf", {"target": "llama.cpp"}))
 )
-def test_other_formats_killed_at_any_step(
-    masked: Path, tmp_path: Path, name: str, options: dict[str, Any]
-) -> None:
+def test_other_formats_killed_at_any_step(masked: Path, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     titles: list[str] = []
     expected, out = tmp_path / "expected" / name, tmp_path / "folder" / name
     expected.parent.mkdir(), out.parent.mkdir()
-    checkpoint.slim(masked, expected, multiple=4, check=False, **options,
-                    progress=lambda title, done=1: titles.append(title))  # fmt: skip
+    checkpoint.slim(
+        masked, expected, multiple=4, check=False, **options, progress=lambda title, done=1: titles.append(title)
+    )
     for step in range(len(titles)):
         process = multiprocessing.get_context("fork").Process(
             target=run_until, args=(masked, out, step, 4), kwargs=options
@@ -393,8 +398,7 @@ def test_other_formats_killed_at_any_step(
         assert process.exitcode == -signal.SIGKILL and not out.exists()
     checkpoint.slim(masked, out, multiple=4, check=False, **options)
     assert [p.name for p in out.parent.iterdir()] == [name]
-    pairs = [(out, expected)] if out.is_file() else zip(
-        sorted(out.iterdir()), sorted(expected.iterdir()), strict=True)  # fmt: skip
+    pairs = [(out, expected)] if out.is_file() else zip(sorted(out.iterdir()), sorted(expected.iterdir()), strict=True)
     assert all(a.name == b.name and a.read_bytes() == b.read_bytes() for a, b in pairs)
 
 

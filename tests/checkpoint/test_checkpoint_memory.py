@@ -16,10 +16,14 @@ from masked_folders import llama, write
 
 WIDTH, UNITS, LAYERS, SHARDS = 1024, 2560, 45, 15
 SIZES = {
-    "hidden_size": WIDTH, "intermediate_size": UNITS, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 4096,
+    "hidden_size": WIDTH,
+    "intermediate_size": UNITS,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
     "max_position_embeddings": 512,
-}  # fmt: skip
+}
 CODE = """
 import sys
 sys.path[:0] = sys.argv[1:]
@@ -39,16 +43,25 @@ print(kib("VmHWM") - before, report.memory // 1024, kib("VmHWM"))
 def write_large(path: Path) -> int:
     """Write a bfloat16 folder of several shards, other units masked in each layer; its bytes."""
     path.mkdir()
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
-              "tie_word_embeddings": True, **SIZES}  # fmt: skip
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        **SIZES,
+    }
     (path / "config.json").write_text(json.dumps(config))
     noise = (torch.randn(UNITS, WIDTH) / WIDTH**0.5).bfloat16()
-    tensors = {"model.embed_tokens.weight": noise.repeat(2, 1)[:4096].clone(),
-               "model.norm.weight": torch.ones(WIDTH).bfloat16()}  # fmt: skip
+    tensors = {
+        "model.embed_tokens.weight": noise.repeat(2, 1)[:4096].clone(),
+        "model.norm.weight": torch.ones(WIDTH).bfloat16(),
+    }
     weight_map, total = {}, 0
     for layer in range(LAYERS):
-        own = {f"self_attn.{name}_proj": noise[:rows]
-               for name, rows in (("q", WIDTH), ("k", 256), ("v", 256), ("o", WIDTH))}  # fmt: skip
+        own = {
+            f"self_attn.{name}_proj": noise[:rows]
+            for name, rows in (("q", WIDTH), ("k", 256), ("v", 256), ("o", WIDTH))
+        }
         own |= {"mlp.gate_proj": noise, "mlp.up_proj": noise, "mlp.down_proj": noise.T}
         own = {f"model.layers.{layer}.{name}.weight": t.contiguous() for name, t in own.items()}
         own[f"model.layers.{layer}.mlp.up_proj.weight"] = masked = noise.clone()
@@ -58,8 +71,7 @@ def write_large(path: Path) -> int:
         tensors |= own
         if (layer + 1) % (LAYERS // SHARDS) == 0:
             file = f"model-{layer:05}.safetensors"
-            save_file({name: t.clone() for name, t in tensors.items()}, path / file,
-                      {"format": "pt"})  # fmt: skip
+            save_file({name: t.clone() for name, t in tensors.items()}, path / file, {"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)
             total += sum(t.nbytes for t in tensors.values())
             tensors = {}

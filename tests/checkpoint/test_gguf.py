@@ -15,11 +15,25 @@ from loaders import running
 gguf = pytest.importorskip("gguf")
 
 VOCABULARY, HEAD, UNITS, GROUPS = 40, 8, (100, 40, 0, 0, 20), (0, 0, 2, 0, 1)
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "head_dim": HEAD,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
-         "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16}  # fmt: skip
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "head_dim": HEAD,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 CASES = {
     "llama": ("Llama", {}),
     "tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -42,9 +56,7 @@ def build(kind, dtype=torch.float32, **more):
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(
-            noise * 0.2 + 1 if parameter.ndim == 1 else noise / parameter.shape[1] ** 0.5
-        )
+        parameter.copy_(noise * 0.2 + 1 if parameter.ndim == 1 else noise / parameter.shape[1] ** 0.5)
     for k, layer in enumerate(model.model.layers):
         attention, mlp = layer.self_attn, layer.mlp
         dead = torch.randperm(128, generator=generator)[UNITS[k] :]
@@ -66,8 +78,11 @@ def build(kind, dtype=torch.float32, **more):
 def words():
     """A tokenizer of words that no text has, each of which is shown as it is."""
     vocabulary = {"t": 0, "1": 1, "t1": 2} | {f"w{k}": k for k in range(3, VOCABULARY)}
-    return {"model": {"type": "BPE", "vocab": vocabulary, "merges": ["t 1"]}, "added_tokens": [],
-            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}}  # fmt: skip
+    return {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": ["t 1"]},
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+    }
 
 
 def write(model, path, tokenizer=None):
@@ -244,8 +259,7 @@ def test_llama_cpp_computes_the_same(kind, llama_cpp, tmp_path):
     slim(write(model, tmp_path / "in"), tmp_path / "out.gguf", target="llama.cpp")
     prompt = [5, 9, 21, 7, 33, 12, 30, 6]
     (found,) = llama_cpp.answers(tmp_path / "out.gguf", [prompt])
-    tokens = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False,
-                            pad_token_id=0)  # fmt: skip
+    tokens = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, pad_token_id=0)
     assert found["tokens"] == tokens[0, len(prompt) :].tolist()
     expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
     actual = torch.tensor([found["first"][str(k)] for k in range(VOCABULARY)])
@@ -270,22 +284,27 @@ def tokenizers():
         if pattern is not None:
             steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if pattern else steps[0]
-        tokenizer.train_from_iterator(text, trainers.BpeTrainer(
-            vocab_size=380, show_progress=False, initial_alphabet=level.alphabet()))  # fmt: skip
+        tokenizer.train_from_iterator(
+            text, trainers.BpeTrainer(vocab_size=380, show_progress=False, initial_alphabet=level.alphabet())
+        )
         tokenizer.add_special_tokens(["<|end|>"])
         tokenizer.add_tokens(["<think>"])
         yield name, tokenizer
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.train_from_iterator(text, trainers.BpeTrainer(vocab_size=130, show_progress=False))
     learned = json.loads(tokenizer.to_str())["model"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{k:02X}>" for k in range(256))]
     names += sorted(learned["vocab"], key=learned["vocab"].get)
-    whole = Tokenizer(models.BPE(
-        {name: k for k, name in enumerate(names)}, [tuple(pair) for pair in learned["merges"]],
-        byte_fallback=True, fuse_unk=True, unk_token="<unk>"))  # fmt: skip
+    whole = Tokenizer(
+        models.BPE(
+            {name: k for k, name in enumerate(names)},
+            [tuple(pair) for pair in learned["merges"]],
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token="<unk>",
+        )
+    )
     whole.normalizer = tokenizer.normalizer
     whole.add_special_tokens(["<unk>", "<s>", "</s>"])
     yield "default", whole

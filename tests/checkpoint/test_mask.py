@@ -27,16 +27,14 @@ def _no_gradients():
 
 @pytest.mark.parametrize(
     ("structure", "score"),
-    [("unit", prune.L1()), ("head", prune.Activation()),
-     ("unit", prune.Fluctuation(compensation=False))],
+    [("unit", prune.L1()), ("head", prune.Activation()), ("unit", prune.Fluctuation(compensation=False))],
     ids=["magnitude", "activation", "fluctuation"],
-)  # fmt: skip
+)
 def test_scores_and_masks_are_those_of_a_pruner(tmp_path, structure, score):
     source = write(llama(), tmp_path / "in")
     masked = prune.checkpoint(source, tmp_path / "out", IDS, score=score, structure=structure)
     model = load(llama(), source)
-    pruner = prune.Pruner(model, {"input_ids": IDS, "use_cache": False}, score=score,
-                          structure=structure)  # fmt: skip
+    pruner = prune.Pruner(model, {"input_ids": IDS, "use_cache": False}, score=score, structure=structure)
     model(input_ids=IDS)
     expected = pruner.scores()
     assert expected.keys() == masked.scores.keys()
@@ -82,10 +80,9 @@ def test_layers_that_change_least_return_their_inputs(tmp_path):
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _, args, out: inputs.append((args[0], out)))
     model(input_ids=IDS)
-    changes = torch.stack([
-        1 - torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1).mean()
-        for a, b in inputs
-    ])  # fmt: skip
+    changes = torch.stack(
+        [1 - torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1).mean() for a, b in inputs]
+    )
     masked = prune.checkpoint(source, tmp_path / "out", IDS, structure="layer", amount=0.25)
     torch.testing.assert_close(masked.scores["model.layers"], changes, rtol=1e-6, atol=1e-9)
     assert masked.removed["model.layers"].tolist() == [int(changes.argmin())]

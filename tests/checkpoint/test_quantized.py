@@ -25,7 +25,7 @@ KINDS = {  # dtype, axes of blocks (0: one scale for all), suffix of scales, set
     "tensor": (torch.float8_e4m3fn, (0, 0), "_scale", {**PACKED, "format": "float-quantized"}),
     "rows": (torch.int8, (1, 0), "_scale", {**PACKED, "format": "int-quantized"}),
     "groups": (torch.int8, (1, BLOCK), "_scale", {**PACKED, "format": "int-quantized"}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +65,11 @@ def values(path: Path) -> dict[str, Tensor]:
     """The weights of a folder, as numbers."""
     own = tensors(path)
     scales = {n: own.pop(n) for n in list(own) if n.endswith(("_scale", "_scale_inv"))}
-    return {name: weight.float() * spread(scale, weight.shape) for name, weight in own.items()
-            if (scale := scales.get(name + "_scale", scales.get(name + "_scale_inv"))) is not None
-            }  # fmt: skip
+    return {
+        name: weight.float() * spread(scale, weight.shape)
+        for name, weight in own.items()
+        if (scale := scales.get(name + "_scale", scales.get(name + "_scale_inv"))) is not None
+    }
 
 
 def masked() -> object:
@@ -97,13 +99,9 @@ def test_weights_and_scales_are_cut_alike(tmp_path, kind):
         for leaf in ("gate", "up"):
             weight = name + f"mlp.{leaf}_proj.weight"
             assert torch.equal(after[weight], before[weight][units])
-        for weight, rest in (
-            ("mlp.down_proj.weight", units),
-            ("self_attn.o_proj.weight", slice(16)),
-        ):
+        for weight, rest in (("mlp.down_proj.weight", units), ("self_attn.o_proj.weight", slice(16))):
             assert torch.equal(after[name + weight], before[name + weight][:, rest])
-        assert torch.equal(after[name + "self_attn.k_proj.weight"],
-                           before[name + "self_attn.k_proj.weight"][:8])  # fmt: skip
+        assert torch.equal(after[name + "self_attn.k_proj.weight"], before[name + "self_attn.k_proj.weight"][:8])
     assert config_of(out)["intermediate_size"] == 16
     assert config_of(out)["quantization_config"] == KINDS[kind][3]
     assert report.proof.difference < 1e-5 and report.proof.tokens == 32
@@ -127,8 +125,10 @@ def test_names_of_layers_in_the_settings(tmp_path):
     assert report.layers == {"model.layers": (3, 2)}
     settings = config_of(out)["quantization_config"]
     assert settings["modules_to_not_convert"] == names[:3]
-    assert torch.equal(values(out)["model.layers.1.self_attn.v_proj.weight"],
-                       values(source)["model.layers.2.self_attn.v_proj.weight"][8:])  # fmt: skip
+    assert torch.equal(
+        values(out)["model.layers.1.self_attn.v_proj.weight"],
+        values(source)["model.layers.2.self_attn.v_proj.weight"][8:],
+    )
     config["quantization_config"]["modules_to_not_convert"] = [r"re:.*layers\.2\..*"]
     (source / "config.json").write_text(json.dumps(config))
     with strict(False), pytest.raises(BadInput, match="by number"):
@@ -167,10 +167,16 @@ def test_other_weights_of_8_bits(tmp_path, damage):
         checkpoint.slim(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("settings", "name"), [
-    ({"quant_method": "awq"}, "awq"), ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
-    ({**PACKED, "format": "pack-quantized"}, "compressed-tensors: pack"), ("text", "?"), ({}, "?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({**PACKED, "format": "pack-quantized"}, "compressed-tensors: pack"),
+        ("text", "?"),
+        ({}, "?"),
+    ],
+)
 def test_other_settings_are_refused_by_name(tmp_path, settings, name):
     source = write(masked(), tmp_path / "in")
     config = {**config_of(source), "quantization_config": settings}

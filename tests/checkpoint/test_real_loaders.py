@@ -20,10 +20,20 @@ from masked_folders import build, config_of, mask_model
 UNITS, HEADS = (0.6, 0.74, 1.0, 1.0, 0.9), (0.5, 1.0, 0.5, 1.0, 0.75)
 LAYERS = ("num_hidden_layers", "n_layer")
 # Sizes that kernels take: heads of 32, units in multiples of 64.
-SCALES = {"hidden_size": 4, "n_embd": 4, "word_embed_proj_dim": 4, "num_attention_heads": 2,
-          "n_head": 2, "num_key_value_heads": 2, "head_dim": 2, "intermediate_size": 8,
-          "ffn_dim": 8, "n_inner": 8, "moe_intermediate_size": 8,
-          "shared_expert_intermediate_size": 8}  # fmt: skip
+SCALES = {
+    "hidden_size": 4,
+    "n_embd": 4,
+    "word_embed_proj_dim": 4,
+    "num_attention_heads": 2,
+    "n_head": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "intermediate_size": 8,
+    "ffn_dim": 8,
+    "n_inner": 8,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
 KNOWN = {
     "vllm": ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3_text", "phi3",
              "gpt2", "opt", "olmo2", "stablelm", "qwen2_moe", "qwen3_moe"),
@@ -51,16 +61,16 @@ def masked(name: str, path: Path, **more: Any) -> tuple[Any, Path]:
     mask_model(model, "read", UNITS, HEADS)
     model.save_pretrained(path)
     words = {"a": 0} | {f"w{k}": k for k in range(1, 100)}
-    tokenizer = {"version": "1.0", "added_tokens": [], "model": {
-        "type": "BPE", "vocab": words, "merges": []}}  # fmt: skip
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": words, "merges": []}}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return model, path
 
 
 def expected(model: Any) -> list[int]:
-    tokens = model.generate(torch.tensor([PROMPT]), max_new_tokens=16, min_new_tokens=16,
-                            do_sample=False, eos_token_id=None, pad_token_id=0)  # fmt: skip
+    tokens = model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     return tokens[0, len(PROMPT) :].tolist()
 
 
@@ -79,12 +89,9 @@ def test_loader_generates_the_same(name: str, loader: Loader, tmp_path: Path) ->
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_loader_of_sizes_by_layer_generates_the_same(
-    name: str, loader: Loader, tmp_path: Path
-) -> None:
+def test_loader_of_sizes_by_layer_generates_the_same(name: str, loader: Loader, tmp_path: Path) -> None:
     with torch.no_grad():
-        model, source = masked(name, tmp_path / "in", **(
-            {"sliding_window": None} if name == "mistral" else {}))  # fmt: skip
+        model, source = masked(name, tmp_path / "in", **({"sliding_window": None} if name == "mistral" else {}))
         one = slim(source, tmp_path / "one", target=loader.name)
         report = slim(source, tmp_path / "out", target=loader.name, per_layer=True)
         own = TARGETS[loader.name].blocks[name]

@@ -24,8 +24,11 @@ def _no_gradients():
 
 def write_tokenizer(path, words=WORDS):
     """A tokenizer of words, in place of the folder's."""
-    tokenizer = {"version": "1.0", "added_tokens": [], "model": {
-        "type": "WordLevel", "vocab": words, "unk_token": "w0"}}  # fmt: skip
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return path
@@ -58,15 +61,19 @@ def test_rows_that_are_named(tmp_path):
     source = write_tokenizer(write(llama(), tmp_path / "in"))
     checkpoint.slim(source, tmp_path / "out", multiple=1, vocabulary=range(31, 40))
     assert config_of(tmp_path / "out")["vocab_size"] == 31
-    assert torch.equal(tensors(tmp_path / "out")["lm_head.weight"],
-                       tensors(source)["lm_head.weight"][:31])  # fmt: skip
+    assert torch.equal(tensors(tmp_path / "out")["lm_head.weight"], tensors(source)["lm_head.weight"][:31])
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [([29, *range(30, 40)], "a token of the tokenizer has number 29"), ([35], "row 39 stay"),
-     ([40], "from 0 to 39"), ([], "from 0 to 39"), ("zero", "drop-zero")],
-)  # fmt: skip
+    [
+        ([29, *range(30, 40)], "a token of the tokenizer has number 29"),
+        ([35], "row 39 stay"),
+        ([40], "from 0 to 39"),
+        ([], "from 0 to 39"),
+        ("zero", "drop-zero"),
+    ],
+)
 def test_rows_that_cannot_go(tmp_path, rows, words):
     source = write_tokenizer(write(llama(), tmp_path / "in"))
     with strict(False), pytest.raises(BadInput, match=words):
@@ -92,8 +99,7 @@ def test_no_row_goes(tmp_path):
 
 
 def mixture(**config):
-    return build("MixtralForCausalLM", "mixtral", **{**LLAMA, "num_hidden_layers": 2},
-                 num_local_experts=4, **config)  # fmt: skip
+    return build("MixtralForCausalLM", "mixtral", **{**LLAMA, "num_hidden_layers": 2}, num_local_experts=4, **config)
 
 
 def test_experts_that_add_nothing_are_dropped(tmp_path):

@@ -9,19 +9,7 @@ import torch
 from safetensors import safe_open
 
 from demask import checkpoint
-from masked_folders import (
-    HEAD,
-    LLAMA,
-    TEXT,
-    build,
-    config_of,
-    generated,
-    llama,
-    load,
-    outputs,
-    tensors,
-    write,
-)
+from masked_folders import HEAD, LLAMA, TEXT, build, config_of, generated, llama, load, outputs, tensors, write
 
 LIMIT = 1e-5  # of the largest logit: sums of fewer numbers, in another order
 
@@ -37,10 +25,7 @@ def test_units_groups_and_a_layer_of_llama(tmp_path):
     source, out = write(model, tmp_path / "in"), tmp_path / "out"
     report = checkpoint.slim(source, out, multiple=4)
     before, after = tensors(source), tensors(out)
-    mlp, attention = (
-        "model.layers.{}.mlp.{}_proj.weight",
-        "model.layers.{}.self_attn.{}_proj.weight",
-    )
+    mlp, attention = ("model.layers.{}.mlp.{}_proj.weight", "model.layers.{}.self_attn.{}_proj.weight")
     # 14 and 18 units live: 20 of each stay, the first ones of the dead.
     kept = {0: [*range(10), *range(14, 24)], 2: [*range(6), *range(8, 22), *range(22, 24)][:20]}
     kept[2] = sorted({*range(24)} - {*range(2, 8)} | {2, 3})
@@ -63,13 +48,18 @@ def test_units_groups_and_a_layer_of_llama(tmp_path):
     assert {n[: len("model.layers.0.")] for n in after if ".layers." in n} == layers
     config, old_config = config_of(out), config_of(source)
     changed = {key: value for key, value in config.items() if value != old_config.get(key)}
-    assert changed == {"intermediate_size": 20, "num_attention_heads": 2, "num_hidden_layers": 2,
-                       "num_key_value_heads": 1}  # fmt: skip
+    assert changed == {
+        "intermediate_size": 20,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+    }
     assert old_config.keys() == config.keys()
     assert report.layers == {"model.layers": (3, 2)}
     assert [(row.kind, row.before, row.live, row.written) for row in report.slices] == [
-        ("head", 2, (1, 1), 1), ("unit", 24, (14, 18), 20),
-    ]  # fmt: skip
+        ("head", 2, (1, 1), 1),
+        ("unit", 24, (14, 18), 20),
+    ]
     assert report.parameters == tuple(sum(t.numel() for t in f.values()) for f in (before, after))
     assert report.removed == pytest.approx(1 - report.parameters[1] / report.parameters[0])
     assert report.removed < report.removable < 1
@@ -84,9 +74,7 @@ def test_units_groups_and_a_layer_of_llama(tmp_path):
     assert {p.name for p in out.iterdir()} == {p.name for p in source.iterdir()}
     assert {p.name for p in tmp_path.iterdir()} == {"in", "out"}
     original, smaller = load(model, source), load(model, out)
-    assert (outputs(original) - outputs(smaller)).abs().max() < LIMIT * outputs(
-        original
-    ).abs().max()
+    assert (outputs(original) - outputs(smaller)).abs().max() < LIMIT * outputs(original).abs().max()
     assert torch.equal(generated(original), generated(smaller))
 
 
@@ -114,8 +102,18 @@ def test_shards_in_bfloat16_with_tied_weights(tmp_path):
 
 
 def test_biases_that_masks_leave_are_folded(tmp_path):
-    model = build("GPT2LMHeadModel", "gpt2", n_embd=32, n_head=4, n_layer=2, vocab_size=40,
-                  n_positions=64, n_inner=24, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    model = build(
+        "GPT2LMHeadModel",
+        "gpt2",
+        n_embd=32,
+        n_head=4,
+        n_layer=2,
+        vocab_size=40,
+        n_positions=64,
+        n_inner=24,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     for layer, units in zip(model.transformer.h, (8, 12), strict=True):
         layer.mlp.c_fc.weight[:, :units] = 0  # their biases stay: units are constants
         layer.attn.c_attn.weight[:, 2 * 32 : 2 * 32 + HEAD] = 0  # values of a head
@@ -137,18 +135,13 @@ def test_biases_that_masks_leave_are_folded(tmp_path):
         assert after[name.format(layer, "c_fc.weight").removeprefix(prefix)].shape == (32, 16)
         assert fc.shape == (32, 24)
     assert config_of(out)["n_inner"] == 16
-    assert [(row.kind, row.written) for row in report.slices if row.kind == "unit"] == [
-        ("unit", 16)
-    ]
+    assert [(row.kind, row.written) for row in report.slices if row.kind == "unit"] == [("unit", 16)]
     original, smaller = load(model, source), load(model, out)
-    assert (outputs(original) - outputs(smaller)).abs().max() < LIMIT * outputs(
-        original
-    ).abs().max()
+    assert (outputs(original) - outputs(smaller)).abs().max() < LIMIT * outputs(original).abs().max()
 
 
 def test_experts_that_are_stored_one_by_one(tmp_path):
-    model = build("MixtralForCausalLM", "mixtral", **{**LLAMA, "num_hidden_layers": 2},
-                  num_local_experts=4)  # fmt: skip
+    model = build("MixtralForCausalLM", "mixtral", **{**LLAMA, "num_hidden_layers": 2}, num_local_experts=4)
     for layer in model.model.layers:
         for expert in range(4):
             layer.mlp.experts.down_proj[expert][:, expert : expert + 8] = 0
@@ -184,15 +177,19 @@ def test_heads_that_all_layers_share(tmp_path):
     key = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert torch.equal(tensors(out)[key], tensors(source)[key][:, [0, 2, 3]])
     original, smaller = load(model, source), load(model, out)
-    assert (outputs(original) - outputs(smaller)).abs().max() < LIMIT * outputs(
-        original
-    ).abs().max()
+    assert (outputs(original) - outputs(smaller)).abs().max() < LIMIT * outputs(original).abs().max()
 
 
 def test_lists_with_an_entry_per_layer(tmp_path):
     kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
-    model = build("Qwen2ForCausalLM", "qwen2", **{**LLAMA, "num_hidden_layers": 4},
-                  layer_types=kinds, use_sliding_window=True, sliding_window=4)  # fmt: skip
+    model = build(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        **{**LLAMA, "num_hidden_layers": 4},
+        layer_types=kinds,
+        use_sliding_window=True,
+        sliding_window=4,
+    )
     dead = model.model.layers[2]
     dead.mlp.down_proj.weight[:] = 0
     dead.self_attn.o_proj.weight[:] = 0
@@ -204,17 +201,21 @@ def test_lists_with_an_entry_per_layer(tmp_path):
     last = "model.layers.{}.mlp.up_proj.weight"
     assert torch.equal(after[last.format(2)], before[last.format(3)])
     original, smaller = load(model, source), load(model, out)
-    assert (outputs(original) - outputs(smaller)).abs().max() < LIMIT * outputs(
-        original
-    ).abs().max()
+    assert (outputs(original) - outputs(smaller)).abs().max() < LIMIT * outputs(original).abs().max()
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPTNeoXForCausalLM"])
 def test_silent_channels_stay(tmp_path, name):
     kind = {"LlamaForCausalLM": "llama", "GPTNeoXForCausalLM": "gpt_neox"}[name]
     model = build(name, kind, **{**LLAMA, "num_hidden_layers": 2, "num_key_value_heads": 4})
-    ends = ("o_proj.weight", "down_proj.weight", "attention.dense.weight", "4h_to_h.weight",
-            "attention.dense.bias", "4h_to_h.bias")  # fmt: skip
+    ends = (
+        "o_proj.weight",
+        "down_proj.weight",
+        "attention.dense.weight",
+        "4h_to_h.weight",
+        "attention.dense.bias",
+        "4h_to_h.bias",
+    )
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(ends):
             parameter[[3, 7]] = 0
@@ -230,8 +231,14 @@ def test_silent_channels_stay(tmp_path, name):
 @pytest.mark.nightly
 def test_layers_of_a_kind_that_a_config_names_together(tmp_path):
     sizes = {"hidden_size": 32, "num_heads": 4, "intermediate_size": 24, "vocab_size": 40}
-    model = build("GPTNeoForCausalLM", "gpt_neo", num_layers=4, max_position_embeddings=64,
-                  attention_types=[[["global", "local"], 2]], **sizes)  # fmt: skip
+    model = build(
+        "GPTNeoForCausalLM",
+        "gpt_neo",
+        num_layers=4,
+        max_position_embeddings=64,
+        attention_types=[[["global", "local"], 2]],
+        **sizes,
+    )
     for layer in model.transformer.h:
         layer.mlp.c_proj.weight[:, :8] = 0
         layer.attn.attention.out_proj.weight[:, :HEAD] = 0
@@ -260,6 +267,4 @@ def test_dead_half_of_a_layer(tmp_path, half):
     assert config["num_hidden_layers"] == 2 and config["vocab_size"] == TEXT["vocab_size"]
     assert report.proof is None and "not compared" in str(report)
     original, smaller = load(model, source), load(model, out)
-    assert (outputs(original) - outputs(smaller)).abs().max() < LIMIT * outputs(
-        original
-    ).abs().max()
+    assert (outputs(original) - outputs(smaller)).abs().max() < LIMIT * outputs(original).abs().max()

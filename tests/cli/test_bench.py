@@ -56,9 +56,7 @@ def export(model, path, *args, **kwargs):
 
 def row(contender, median, ratio, **more):
     timing = Timing(median, 0.9 * median, 1.2 * median, 30)
-    return bench.BenchRow(
-        1, 8, contender, 1234, timing=timing, ratio=ratio, difference=1e-7, **more
-    )
+    return bench.BenchRow(1, 8, contender, 1234, timing=timing, ratio=ratio, difference=1e-7, **more)
 
 
 MADE_UP = bench.Bench(
@@ -88,8 +86,7 @@ def test_each_setting_has_a_row_per_contender(run, saved, optimized, compiler):
     assert [(r["threads"], r["batch"], r["contender"]) for r in data["rows"]] == expected
     assert optimized == [(batch, threads) for threads, batch in settings]
     for found in data["rows"]:
-        given = next(r for r in data["rows"] if r["batch"] == found["batch"]
-                     and r["threads"] == found["threads"])  # fmt: skip
+        given = next(r for r in data["rows"] if r["batch"] == found["batch"] and r["threads"] == found["threads"])
         timing = found["timing"]
         assert timing["low"] <= timing["median"] <= timing["high"]
         assert timing["count"] == 3
@@ -301,9 +298,7 @@ def test_an_infinite_difference_is_valid_json():
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("suffix", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")]
-)
+@pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_the_plot_has_the_format_of_its_name(run, saved, optimized, tmp_path, suffix, start):
     words = ("--no-compile", "--plot", f"bench.{suffix}", *QUICK)
     outcome = run("bench", saved / "masked.pt2", *words)
@@ -320,18 +315,21 @@ def test_the_plot_tells_times_ratios_losses_and_reasons(tmp_path):
         plot.draw(found, tmp_path / "bench.svg")
     text = (tmp_path / "bench.svg").read_text()
     for words in (
-        "odd $name [x].pt2", "1 thread, batch 8", "20.0 ms", "0.500 ms, 40.00 ×",
-        "25.0 ms, 0.80 × (slower)", "fails: No compiler [here]", "10.0 ms, 2.00 ×; 90 %: 3000.0",
-    ):  # fmt: skip
+        "odd $name [x].pt2",
+        "1 thread, batch 8",
+        "20.0 ms",
+        "0.500 ms, 40.00 ×",
+        "25.0 ms, 0.80 × (slower)",
+        "fails: No compiler [here]",
+        "10.0 ms, 2.00 ×; 90 %: 3000.0",
+    ):
         assert f">{words}<" in text
     assert text.count("(slower)") == 1
 
 
 def test_axes_start_at_zero(tmp_path, monkeypatch):
     limits = []
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *a, **k: limits.extend(x.get_xlim() for x in figure.axes)
-    )
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: limits.extend(x.get_xlim() for x in figure.axes))
     plot.draw(MADE_UP, tmp_path / "bench.svg")
     ((low, high),) = limits
     assert low == 0
@@ -339,12 +337,9 @@ def test_axes_start_at_zero(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("file", "complaint"),
-    [("bench.jpg", "ends in .svg or .png or .pdf"), ("missing/bench.svg", "does not exist")],
+    ("file", "complaint"), [("bench.jpg", "ends in .svg or .png or .pdf"), ("missing/bench.svg", "does not exist")]
 )
-def test_a_plot_that_cannot_be_written_is_refused_first(
-    run, tmp_path, monkeypatch, file, complaint
-):
+def test_a_plot_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypatch, file, complaint):
     (tmp_path / "model.pt2").touch()
     monkeypatch.setattr("demask.files.pt2.io.read_model", lambda path: pytest.fail("read first"))
     outcome = run("bench", "model.pt2", "--plot", file)
@@ -384,8 +379,6 @@ def test_the_example_in_the_help_runs(run, saved, optimized, compiler, tmp_path)
     assert (tmp_path / "bench.svg").exists()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(12.84, "12840.0"), (0.001, "1.0"), (0.0004, "0.400")]
-)
+@pytest.mark.parametrize(("seconds", "words"), [(12.84, "12840.0"), (0.001, "1.0"), (0.0004, "0.400")])
 def test_milliseconds(seconds, words):
     assert format_milliseconds(seconds) == words

@@ -89,10 +89,7 @@ def few_digits(monkeypatch):
     """The demo's digits, cut down to one training batch."""
     every = digits.load_digits()
     few = digits.Digits(
-        every.train_images[:64],
-        every.train_labels[:64],
-        every.test_images[:16],
-        every.test_labels[:16],
+        every.train_images[:64], every.train_labels[:64], every.test_images[:16], every.test_labels[:16]
     )
     monkeypatch.setattr(digits, "load_digits", lambda **options: few)
     return few
@@ -266,9 +263,7 @@ def test_inspect_tells_what_an_entry_would_free(run, tmp_path, model, frees):
         "places": ["special_bessel_j1"],
         "frees": frees,
     }
-    row = next(
-        line.split() for line in text.splitlines() if line.startswith(" aten.special_bessel_j1")
-    )
+    row = next(line.split() for line in text.splitlines() if line.startswith(" aten.special_bessel_j1"))
     assert " ".join(row) == f"aten.special_bessel_j1 1 {gap['slices']} at most {frees} parameters"
     assert max(map(len, text.splitlines())) <= 100
 
@@ -397,14 +392,20 @@ def test_what_is_removed_from_a_folder_on_request(run, saved, tmp_path, monkeypa
     (tmp_path / "model").mkdir()
     (tmp_path / "rows.txt").write_text("12 13\n14\n")
     (tmp_path / "words.txt").write_text("twelve")
-    for words in (["--vocabulary", "drop-zero"], ["--vocabulary", "rows.txt"],
-                  ["--experts", "drop", "--adapter", "lora"], []):  # fmt: skip
+    for words in (
+        ["--vocabulary", "drop-zero"],
+        ["--vocabulary", "rows.txt"],
+        ["--experts", "drop", "--adapter", "lora"],
+        [],
+    ):
         run("slim", "model", "-o", "out", *words)
     names = ("vocabulary", "experts", "adapter")
     assert [tuple(options[name] for name in names) for options in calls] == [
-        ("drop-zero", "keep", None), ([12, 13, 14], "keep", None), (None, "drop", Path("lora")),
+        ("drop-zero", "keep", None),
+        ([12, 13, 14], "keep", None),
+        (None, "drop", Path("lora")),
         (None, "keep", None),
-    ]  # fmt: skip
+    ]
     outcome = run("slim", "model", "-o", "out", "--vocabulary", "words.txt")
     assert outcome.code == 2 and "words.txt: expected numbers" in outcome.err
     outcome = run("slim", saved / "masked.pt2", "-o", "out.pt2", "--experts", "drop")
@@ -428,13 +429,19 @@ def test_the_python_of_the_readme_prints_what_it_says(tmp_path, monkeypatch, cap
 @pytest.mark.nightly
 def test_the_commands_of_the_readme_run_in_order(run, few_digits, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module, **options: module)  # it takes minutes
-    lines = [
-        line.partition("#")[0].split() for block in blocks("sh") for line in block.splitlines()
-    ]
+    lines = [line.partition("#")[0].split() for block in blocks("sh") for line in block.splitlines()]
     commands = [words[1:] for words in lines if words and words[0] == "demask"]
     assert [words[0] for words in commands] == [
-        "demo", "inspect", "slim", "optimize", "bench", "verify", "slim", "slim", "prune"
-    ]  # fmt: skip
+        "demo",
+        "inspect",
+        "slim",
+        "optimize",
+        "bench",
+        "verify",
+        "slim",
+        "slim",
+        "prune",
+    ]
     for words in commands:
         outcome = run(*words)
         assert outcome.code == 0, outcome.err
@@ -505,10 +512,7 @@ def test_without_a_terminal_progress_is_lines(monkeypatch):
 
 def test_the_bar_goes_when_the_work_fails():
     console = terminal(True)
-    with (
-        pytest.raises(ZeroDivisionError),
-        progress("failing", patience=0, terminal=console),
-    ):
+    with pytest.raises(ZeroDivisionError), progress("failing", patience=0, terminal=console):
         wait_for(lambda: "failing" in console.file.getvalue())
         raise ZeroDivisionError
     assert console.file.getvalue().endswith("\x1b[2K")

@@ -22,8 +22,7 @@ def write(path, inputs, nodes, constants=()):
     made = [h.make_node(op, list(reads), [to], **more) for op, reads, to, more in nodes]
     ports = [h.make_tensor_value_info(name, kind, sizes) for name, kind, sizes in inputs]
     outs = [h.make_tensor_value_info(node.output[0], 1, None) for node in made[-1:]]
-    graph = h.make_graph(made, "g", ports, outs, [onnx.numpy_helper.from_array(a, n)
-                                                  for n, a in constants])  # fmt: skip
+    graph = h.make_graph(made, "g", ports, outs, [onnx.numpy_helper.from_array(a, n) for n, a in constants])
     onnx.save(h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8), path)
     return path
 
@@ -33,16 +32,20 @@ def images(tmp_path):
     """A convolution of stride 2 on images of open sizes, two of them without a name."""
     weight = np.random.default_rng(0).normal(size=(4, 3, 3, 3)).astype(np.float32)
     node = ("Conv", "xw", "c", {"strides": [2, 2], "pads": [1, 1, 1, 1]})
-    return write(tmp_path / "images.onnx", [("x", 1, ["n", 3, "?", "?"])],
-                 [node, ("Relu", "c", "y", {})], [("w", weight)])  # fmt: skip
+    return write(
+        tmp_path / "images.onnx", [("x", 1, ["n", 3, "?", "?"])], [node, ("Relu", "c", "y", {})], [("w", weight)]
+    )
 
 
 @pytest.fixture
 def state(tmp_path):
     """A batch on two axes, and a length that has to be large."""
     weight = np.ones((1, 1, 300), np.float32)
-    nodes = [("Conv", "aw", "c", {}), ("ReduceMean", "c", "m", {"axes": [0, 1, 2], "keepdims": 1}),
-             ("Add", "ms", "y", {})]  # fmt: skip
+    nodes = [
+        ("Conv", "aw", "c", {}),
+        ("ReduceMean", "c", "m", {"axes": [0, 1, 2], "keepdims": 1}),
+        ("Add", "ms", "y", {}),
+    ]
     ports = [("a", 1, ["batch", 1, "length"]), ("s", 1, [2, "batch", 4])]
     return write(tmp_path / "state.onnx", ports, nodes, [("w", weight)])
 
@@ -60,13 +63,19 @@ def test_a_name_is_one_size_everywhere_and_lengths_are_tried_until_one_runs(stat
 
 
 def test_a_size_may_be_computed_from_others(tmp_path):
-    ports = [("x", 1, ["batch", "length"]), ("past", 1, ["batch", "past_length"]),
-             ("mask", 1, ["batch", "past_length + length"])]  # fmt: skip
+    ports = [
+        ("x", 1, ["batch", "length"]),
+        ("past", 1, ["batch", "past_length"]),
+        ("mask", 1, ["batch", "past_length + length"]),
+    ]
     nodes = [("Concat", ["past", "x"], "c", {"axis": 1}), ("Mul", ["c", "mask"], "y", {})]
     decoder = write(tmp_path / "decoder.onnx", ports, nodes)
     assert shapes(read_network(decoder, ["length=3"])) == [(1, 3), (1, 1), (1, 4)]
-    cache = write(tmp_path / "cache.onnx", [ports[0], ("keys", 1, ["batch", 2, "past", 4])],
-                  [("ReduceSum", ["keys"], "s", {}), ("Add", "xs", "y", {})])  # fmt: skip
+    cache = write(
+        tmp_path / "cache.onnx",
+        [ports[0], ("keys", 1, ["batch", 2, "past", 4])],
+        [("ReduceSum", ["keys"], "s", {}), ("Add", "xs", "y", {})],
+    )
     assert shapes(read_network(cache)) == [(1, 16), (1, 2, 1, 4)]
     assert computed_size("(a + 1) * b / 2 - 3", {"a": 5, "b": 4}) == 9
     assert computed_size("a - b", {"a": 5, "b": 9}) == 1
@@ -77,9 +86,12 @@ def test_a_size_may_be_computed_from_others(tmp_path):
 def test_lines_of_text_are_tried_too(tmp_path):
     weight = np.ones((4, 3, 48, 3), np.float32)
     axes = np.array([2])
-    lines = write(tmp_path / "lines.onnx", [("x", 1, ["n", 3, "h", "w"])],
-                  [("Conv", "xw", "c", {}), ("Squeeze", "ca", "y", {})],
-                  [("w", weight), ("a", axes)])  # fmt: skip
+    lines = write(
+        tmp_path / "lines.onnx",
+        [("x", 1, ["n", 3, "h", "w"])],
+        [("Conv", "xw", "c", {}), ("Squeeze", "ca", "y", {})],
+        [("w", weight), ("a", axes)],
+    )
     assert shapes(read_network(lines)) == [(1, 3, 48, 320)]
 
 
@@ -194,13 +206,15 @@ class Reads(nn.Module):
 
 
 INPUTS = (
-    torch.ones(3, dtype=torch.int32), torch.ones(3, dtype=torch.int64), torch.ones(2, 3, 4),
-    torch.ones(2, 3, dtype=torch.uint8), torch.tensor(1), torch.ones(3, dtype=torch.bool),
+    torch.ones(3, dtype=torch.int32),
+    torch.ones(3, dtype=torch.int64),
+    torch.ones(2, 3, 4),
+    torch.ones(2, 3, dtype=torch.uint8),
+    torch.tensor(1),
+    torch.ones(3, dtype=torch.bool),
     torch.ones(2, dtype=torch.int64),
-)  # fmt: skip
-EXPECTED = {
-    "words": Domain(0, 6), "places": Domain(0, 4), "image": PIXELS, "rate": Domain(16000, 16000),
-}  # fmt: skip
+)
+EXPECTED = {"words": Domain(0, 6), "places": Domain(0, 4), "image": PIXELS, "rate": Domain(16000, 16000)}
 
 
 @pytest.mark.parametrize("kind", ["pt2", "demask", "onnx"])

@@ -101,10 +101,14 @@ def test_a_command_refuses_them_in_one_line(run, files):
 
 def test_arrays_are_read_as_numpy_reads_them(tmp_path):
     arrays = {
-        "c": np.arange(12.0).reshape(3, 4), "f": np.asfortranarray(np.arange(12).reshape(3, 4)),
-        "big": np.arange(5, dtype=">i4"), "empty": np.zeros((0, 3)), "number": np.array(True),
-        "complex": np.ones((2, 1), np.complex64), "half": np.ones(3, np.float16),
-    }  # fmt: skip
+        "c": np.arange(12.0).reshape(3, 4),
+        "f": np.asfortranarray(np.arange(12).reshape(3, 4)),
+        "big": np.arange(5, dtype=">i4"),
+        "empty": np.zeros((0, 3)),
+        "number": np.array(True),
+        "complex": np.ones((2, 1), np.complex64),
+        "half": np.ones(3, np.float16),
+    }
     np.savez(tmp_path / "all.npz", **arrays)
     np.savez_compressed(tmp_path / "packed.npz", **arrays)
     for file in ("all.npz", "packed.npz"):
@@ -144,10 +148,7 @@ OTHERS = {
     "script.pt": (script, "TorchScript"),
     "state.pth": (lambda p: torch.save(nn.Linear(2, 2).state_dict(), p), "a pickle of torch.save"),
     "whole.pt2": (lambda p: torch.save(nn.Linear(2, 2), p), "a pickle of torch.save"),
-    "old.pt": (
-        lambda p: torch.save({}, p, _use_new_zipfile_serialization=False),
-        "a pickle of torch.save",
-    ),
+    "old.pt": (lambda p: torch.save({}, p, _use_new_zipfile_serialization=False), "a pickle of torch.save"),
     "w.safetensors": (lambda p: safetensors.torch.save_file({"w": torch.ones(2)}, p), "no graph"),
 }
 
@@ -213,11 +214,7 @@ def test_absurd_numbers_are_bad_input(run, files, words):
         (MemoryError(), 2, "not enough memory"),
         (RuntimeError("[x] DefaultCPUAllocator: can't allocate memory: you"), 2, "not enough"),
         (FileNotFoundError(2, "No such file", "gone.txt"), 2, "gone.txt: No such file"),
-        (
-            demask.NotExportable("aten.foo", "m.py:3", "change it"),
-            2,
-            "; at: m.py:3; what to change",
-        ),
+        (demask.NotExportable("aten.foo", "m.py:3", "change it"), 2, "; at: m.py:3; what to change"),
         (demask.Mismatch("they differ"), 1, "they differ"),
     ],
 )
@@ -256,10 +253,6 @@ def test_a_small_file_does_not_ask_for_a_large_constant():
         def forward(self, x):
             return x + torch.ones(2**34).sum() + torch.zeros(3).expand(2**33, 3)[0, :1]
 
-    program = demask.graph.capture.capture.capture(
-        torch.export.export(Large(), (torch.randn(2, 3),))
-    )
-    assert any(
-        node.target is torch.ops.aten.ones.default for node in fold_constants(program).graph.nodes
-    )
+    program = demask.graph.capture.capture.capture(torch.export.export(Large(), (torch.randn(2, 3),)))
+    assert any(node.target is torch.ops.aten.ones.default for node in fold_constants(program).graph.nodes)
     shrink_program(program, TABLE)  # not demask(), which runs the network to check its result

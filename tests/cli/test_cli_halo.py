@@ -13,17 +13,11 @@ ANY = ({2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO},)
 
 
 def write(model, path):
-    torch.export.save(
-        torch.export.export(model.eval(), (torch.zeros(1, 1, 64, 64),), dynamic_shapes=ANY), path
-    )
+    torch.export.save(torch.export.export(model.eval(), (torch.zeros(1, 1, 64, 64),), dynamic_shapes=ANY), path)
 
 
 def test_padding_halo_and_overlap(run, tmp_path):
-    layers = (
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.Upsample(scale_factor=2),
-        nn.Conv2d(4, 1, 5, padding=2),
-    )
+    layers = (nn.Conv2d(1, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.Conv2d(4, 1, 5, padding=2))
     write(nn.Sequential(*layers), tmp_path / "model.pt2")
     outcome = run("halo", "model.pt2", "--tile", "64")
     assert outcome.code == 0, outcome.err
@@ -35,9 +29,7 @@ def test_padding_halo_and_overlap(run, tmp_path):
 
 
 def test_a_tile_begins_where_strides_do(run, tmp_path):
-    write(
-        nn.Sequential(nn.Conv2d(1, 4, 3, 4, 1), nn.Conv2d(4, 1, 3, padding=1)), tmp_path / "m.pt2"
-    )
+    write(nn.Sequential(nn.Conv2d(1, 4, 3, 4, 1), nn.Conv2d(4, 1, 3, padding=1)), tmp_path / "m.pt2")
     entry = json.loads(run("halo", "m.pt2", "--json", "--tile", "8").out)["entries"][1]
     assert entry["align"] == 4 and entry["tile_pad"] % 4 == 0
     assert entry["overlap"] is None

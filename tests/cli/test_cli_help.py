@@ -126,18 +126,21 @@ def test_every_command_has_a_next_one_that_parses():
     [
         ("slim model.pt2 -o 'a b.pt2'", "verify model.pt2 'a b.pt2'"),
         ("slim model.onnx --in-place --threads 2", "bench model.onnx --threads 2"),
-        ("slim m.pt2 -o s.pt2 --import a --import b --size x=2 --static",
-         "verify m.pt2 s.pt2 --import a --import b --size x=2"),
-        ("inspect model.onnx --fix 'r=[1, 2]' --static",
-         "slim model.onnx -o slim.onnx --static --fix 'r=[1, 2]'"),
+        (
+            "slim m.pt2 -o s.pt2 --import a --import b --size x=2 --static",
+            "verify m.pt2 s.pt2 --import a --import b --size x=2",
+        ),
+        ("inspect model.onnx --fix 'r=[1, 2]' --static", "slim model.onnx -o slim.onnx --static --fix 'r=[1, 2]'"),
         ("optimize model.pt2 -o fast.pt2 --threads 1", "bench model.pt2 --threads 1"),
         ("demo", "demo --keep model.pt2"),
         ("demo --keep m.pt2", "inspect m.pt2"),
-        ("stream m.pt2 i.npy o.npy --memory 1GB --no-resume --plan",
-         "stream m.pt2 i.npy o.npy --memory 1GB --no-resume"),
+        (
+            "stream m.pt2 i.npy o.npy --memory 1GB --no-resume --plan",
+            "stream m.pt2 i.npy o.npy --memory 1GB --no-resume",
+        ),
         ("pilot condition m.pt2 --data i.npy", "bench m.pt2"),
     ],
-)  # fmt: skip
+)
 def test_the_next_command(line, following):
     assert next_command(context_of(f"demask {line}")) == f"demask {following}"
     context_of(f"demask {following}")

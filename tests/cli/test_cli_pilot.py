@@ -111,12 +111,16 @@ def test_a_folder_of_images(run, model, tmp_path):
         (("compare", "model.pt2", "images.npy", "--plot", "a.txt"), "ends in .svg"),
         (("collect", "model.pt2", "images.npy", "-o", "data.txt"), "ends in .safetensors"),
         (("collect", "model.pt2", "images.npy", "-o", "d.safetensors", "--per", "x"), "parts per"),
-        (("collect", "model.pt2", "images.npy", "-o", "d.safetensors", "--memory", "1MB"),
-         "demask slim model.pt2 -o model.demask"),
-        (("collect", "model.demask", "images.npy", "-o", "d.safetensors", "--memory", "9"),
-         "weights of the largest layer"),
+        (
+            ("collect", "model.pt2", "images.npy", "-o", "d.safetensors", "--memory", "1MB"),
+            "demask slim model.pt2 -o model.demask",
+        ),
+        (
+            ("collect", "model.demask", "images.npy", "-o", "d.safetensors", "--memory", "9"),
+            "weights of the largest layer",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_exits_with_2_and_leaves_nothing(run, model, tmp_path, words, complaint):
     np.save(tmp_path / "small.npy", np.zeros((2, 3, 8, 8), np.float32))
     (tmp_path / "data.txt").write_text("1 2 3")
@@ -131,8 +135,11 @@ def test_explain(run, model, monkeypatch):
     from demask.pilot import explain
     from demask.pilot.chains import chain_cost as cost
 
-    monkeypatch.setattr(explain if hasattr(explain, "measured") else sys.modules[
-        "demask.pilot.explain"], "measured", lambda costs: cost.NOMINAL)  # fmt: skip
+    monkeypatch.setattr(
+        explain if hasattr(explain, "measured") else sys.modules["demask.pilot.explain"],
+        "measured",
+        lambda costs: cost.NOMINAL,
+    )
     monkeypatch.setattr(cost.Costs, "save", lambda self: None)
     outcome = run("pilot", "explain", "model.pt2", "images.npy", "--threads", 1, "--json")
     assert outcome.code == 0, outcome.err

@@ -27,8 +27,7 @@ SHORT = ("--epochs", "1", "--tune", "1", "--rounds", "2")
 def few(monkeypatch):
     """The digits, cut down to a few batches."""
     every = read_images("digits", None, None, 0)
-    data = replace(every, train=every.train.rows(torch.arange(320)),
-                   test=every.test.rows(torch.arange(64)))  # fmt: skip
+    data = replace(every, train=every.train.rows(torch.arange(320)), test=every.test.rows(torch.arange(64)))
     monkeypatch.setattr(images, "_read_digits", lambda seed: data)
     monkeypatch.setattr(networks, "DIGITS_WIDTH", 8)
     return data
@@ -55,8 +54,7 @@ def count(network):
 
 
 def test_json_and_an_archive(run, few, tmp_path):
-    outcome = run("prune", "digits", "-o", "small.demask", "--json", "--macs", "0.4",
-                  "--score", "taylor", *SHORT)  # fmt: skip
+    outcome = run("prune", "digits", "-o", "small.demask", "--json", "--macs", "0.4", "--score", "taylor", *SHORT)
     assert outcome.code == 0, outcome.err
     data = json.loads(outcome.out)
     assert data["after"]["macs"] <= 0.4 * data["before"]["macs"]
@@ -87,8 +85,7 @@ def test_training_goes_on_where_it_was(few):
     class Watched(training.Training):
         def run(self, steps, title):
             if title == "training the small network":
-                seen.append({p: self.optimizer.state[p]["exp_avg"].shape
-                             for p in self.network.parameters()})  # fmt: skip
+                seen.append({p: self.optimizer.state[p]["exp_avg"].shape for p in self.network.parameters()})
             super().run(steps, title)
 
     from demask.cli.pruning.prune import PruneOptions, prune_classifier
@@ -136,8 +133,7 @@ def test_folders_and_zips_have_a_folder_for_each_class(tmp_path):
 
 def test_test_images_may_come_from_elsewhere(tmp_path):
     train, test = colors(tmp_path / "all" / "train"), colors(tmp_path / "all" / "val", 2)
-    for data in (read_images(str(tmp_path / "all"), None, None, 0),
-                 read_images(str(train), test, None, 0)):  # fmt: skip
+    for data in (read_images(str(tmp_path / "all"), None, None, 0), read_images(str(train), test, None, 0)):
         assert (len(data.train), len(data.test)) == (12, 4)
         assert data.test.labels.tolist() == [0, 0, 1, 1]
 
@@ -215,15 +211,21 @@ def test_a_network_of_ones_own_on_images_of_ones_own(run, tmp_path, monkeypatch)
     torch.save({"0.weight": torch.ones(8, 3, 3, 3)}, tmp_path / "few.pt")
     torch.save({**state, "more": torch.ones(1)}, tmp_path / "more.pt")
     (tmp_path / "text.pt").write_text("hello")
-    for name, complaint in (("few.pt", "lacks 0.bias"), ("more.pt", "has unknown more"),
-                            ("text.pt", "does not fit"),
-                            ("none.pt", "cannot read none.pt")):  # fmt: skip
+    for name, complaint in (
+        ("few.pt", "lacks 0.bias"),
+        ("more.pt", "has unknown more"),
+        ("text.pt", "does not fit"),
+        ("none.pt", "cannot read none.pt"),
+    ):
         outcome = run(*words, "--weights", name)
         assert outcome.code == 2 and complaint in outcome.err, outcome.err
-    for name, complaint in (("tiny", "MODULE:FUNCTION"), ("no_such:f", "No module"),
-                            ("colors_network:none", "has no attribute"),
-                            ("colors_network:nothing", "to return an nn.Module, got int"),
-                            ("colors_network:fails", "ValueError: no luck")):  # fmt: skip
+    for name, complaint in (
+        ("tiny", "MODULE:FUNCTION"),
+        ("no_such:f", "No module"),
+        ("colors_network:none", "has no attribute"),
+        ("colors_network:nothing", "to return an nn.Module, got int"),
+        ("colors_network:fails", "ValueError: no luck"),
+    ):
         outcome = run(*words[:4], "--network", name)
         assert outcome.code == 2 and complaint in outcome.err, outcome.err
     assert run(*words[:4]).err.startswith("demask: expected --network MODULE:FUNCTION")
@@ -239,10 +241,13 @@ def test_augmented_images_are_the_images_moved():
             inside = after[:, (after[0] != 0).any(1)][:, :, (after[0] != 0).any(0)]
             either = [before, before.flip(2)]
             assert any(
-                bool((e.unfold(1, inside.shape[1], 1).unfold(2, inside.shape[2], 1)
-                      == inside[:, None, None]).all((0, 3, 4)).any())
+                bool(
+                    (e.unfold(1, inside.shape[1], 1).unfold(2, inside.shape[2], 1) == inside[:, None, None])
+                    .all((0, 3, 4))
+                    .any()
+                )
                 for e in either
-            )  # fmt: skip
+            )
 
 
 # -- options and curves ----------------------------------------------------------------------------

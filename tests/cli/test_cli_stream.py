@@ -144,7 +144,6 @@ def test_time_left_is_that_of_the_work_to_come(files, monkeypatch):
     clock = iter(range(0, 10**6, 100))
     monkeypatch.setattr(stream_job.time, "perf_counter", lambda: float(next(clock)))
     texts = []
-    prepare(net(), "image.npy", "result.npy", memory=BUDGET).run(
-        lambda text, done=1: texts.append(text))  # fmt: skip
+    prepare(net(), "image.npy", "result.npy", memory=BUDGET).run(lambda text, done=1: texts.append(text))
     left = [text.partition("rows, ")[2] for text in texts]
     assert all(text.endswith(" left") for text in left[:-1]) and left[-1] == ""

@@ -28,9 +28,7 @@ def stored(tmp_path_factory) -> tuple[nn.Module, Path]:
     """A network, and a folder with its files."""
     folder = tmp_path_factory.mktemp("stored")
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 2, 1, 2), nn.AdaptiveAvgPool2d(1)
-    ).eval()
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 2, 1, 2), nn.AdaptiveAvgPool2d(1)).eval()
     x = torch.randn(1, 3, 12, 12)
     torch.export.save(torch.export.export(net, (x,)), folder / "model.pt2")
     demask.to_onnx(net, folder / "model.onnx", (x,))
@@ -40,8 +38,7 @@ def stored(tmp_path_factory) -> tuple[nn.Module, Path]:
 def strides(path) -> list[list[int]]:
     program = read_network(path).model
     graph = graph_of_calls(program) if isinstance(program, fx.GraphModule) else program.graph
-    return [list(n.args[3]) if len(n.args) > 3 else [1, 1] for n in graph.nodes
-            if "conv2d" in str(n.target)]  # fmt: skip
+    return [list(n.args[3]) if len(n.args) > 3 else [1, 1] for n in graph.nodes if "conv2d" in str(n.target)]
 
 
 @pytest.mark.parametrize("suffix", [".pt2", ".onnx", ".demask"])

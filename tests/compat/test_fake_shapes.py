@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from demask.compat import fake_shapes
 from demask.compat.fake_shapes import shapes_only
@@ -39,9 +35,11 @@ class Net(nn.Module):
 def values(dtype: torch.dtype) -> list[tuple[Any, ...]]:
     net, x = Net().to(dtype).eval(), torch.randn(4, 3, 9, 7, dtype=dtype)
     exported = torch.export.export(net, (x,), dynamic_shapes=({0: Dim.DYNAMIC},), strict=False)
-    return [(str(n.target), str(n.meta["val"].shape), str(n.meta["val"].stride()),
-             n.meta["val"].dtype) for n in exported.graph.nodes
-            if isinstance(n.meta.get("val"), torch.Tensor)]  # fmt: skip
+    return [
+        (str(n.target), str(n.meta["val"].shape), str(n.meta["val"].stride()), n.meta["val"].dtype)
+        for n in exported.graph.nodes
+        if isinstance(n.meta.get("val"), torch.Tensor)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -57,9 +55,7 @@ def test_the_same_shapes_strides_and_types(dtype: torch.dtype) -> None:
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "rows": lambda: torch.randn(2, 3, 4, 5),
     "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "volumes, channels last": lambda: torch.randn(2, 3, 4, 5, 6).to(
-        memory_format=torch.channels_last_3d
-    ),
+    "volumes, channels last": lambda: torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
     "permuted": lambda: torch.randn(4, 5, 2, 3).permute(2, 3, 0, 1),
     "expanded": lambda: torch.randn(1, 3, 4, 5).expand(2, 3, 4, 5),
     "every second column": lambda: torch.randn(2, 3, 4, 10)[..., ::2],
@@ -90,9 +86,7 @@ def listed(outputs: Any) -> list[Tensor]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", fake_shapes._FITS, ids=str)
-def test_values_are_laid_out_as_torch_does(
-    op: Any, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_are_laid_out_as_torch_does(op: Any, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, fits, ours = LAYOUTS[layout](), fake_shapes._FITS[op], list[bool]()
     expected = strides(op, x)
 

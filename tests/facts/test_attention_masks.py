@@ -129,45 +129,21 @@ def hidden(self, numbers, n, m):
     return torch.zeros(n, m).masked_fill(~seen, -math.inf)
 
 
-SHOWN = [
-    causal,
-    window,
-    chunks,
-    every,
-    stored,
-    some_more,
-    infinite,
-    least,
-    trained_distance,
-    distance,
-]
-HIDDEN = [
-    before,
-    much_before,
-    two_before,
-    given,
-    given_and_causal,
-    other_rows,
-    last_first,
-    unequal,
-    hidden,
-]
+SHOWN = [causal, window, chunks, every, stored, some_more, infinite, least, trained_distance, distance]
+HIDDEN = [before, much_before, two_before, given, given_and_causal, other_rows, last_first, unequal, hidden]
 
 
 def example(net: Attention, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(2, 2, length, 4, generator=draw)
-    return x, torch.randint(-1, 2, (2, length if net.keys is None else net.keys),
-                            generator=draw).float()  # fmt: skip
+    return x, torch.randint(-1, 2, (2, length if net.keys is None else net.keys), generator=draw).float()
 
 
 def is_proved(net: Attention) -> bool:
     args = example(net, LENGTHS[0])
     length = torch.export.Dim("length", max=15)
     shapes = None if net.keys else ({2: length}, {1: length})
-    program = canonicalize_calls(
-        fold_constants(functionalize(capture(net, args, dynamic_shapes=shapes)))
-    )
+    program = canonicalize_calls(fold_constants(functionalize(capture(net, args, dynamic_shapes=shapes))))
     analysis = Analysis(program, TABLE)
     (call,) = (r for n, r in analysis.relations.items() if "attention" in n.name)
     return shows_each_query(call, analysis.relations, analysis.known)

@@ -247,8 +247,7 @@ def test_a_constant_channel_that_is_not_finite_stays_where_it_was(value: float, 
     with torch.no_grad():
         first.weight[::2] = 0
         first.bias[0] = value
-    nets = {"convolution": nn.Conv2d(8, 4, 3, padding=1),
-            "resize": nn.Upsample(scale_factor=2, mode="bilinear")}  # fmt: skip
+    nets = {"convolution": nn.Conv2d(8, 4, 3, padding=1), "resize": nn.Upsample(scale_factor=2, mode="bilinear")}
     net, x = nn.Sequential(first, nets[behind]).eval(), torch.randn(2, 3, 9, 9)
     expected, found = net(x), to_graph(net, (x,), check=False)(x)
     torch.testing.assert_close(found, expected, equal_nan=True)

@@ -51,9 +51,7 @@ def test_exact_at_any_size(name: str, bias: float) -> None:
     torch.manual_seed(0)
     net = Net(FORMULAS[name], bias).double().eval()
     shapes = (dict.fromkeys((0, 2, 3), Dim.AUTO),)
-    slim = demask.demask(
-        net, (torch.randn(2, 3, 8, 10).double(),), dynamic_shapes=shapes, result="graph"
-    )
+    slim = demask.demask(net, (torch.randn(2, 3, 8, 10).double(),), dynamic_shapes=shapes, result="graph")
     assert slim.get_parameter("a.weight").shape[0] == 5
     for batch, height, width in ((1, 9, 7), (3, 5, 11)):
         x = torch.randn(batch, 3, height, width).double()
@@ -83,10 +81,19 @@ def test_sizes_that_values_decide():
         assert torch.equal(slim(draw)[1], model(draw)[1])
 
 
-@pytest.mark.parametrize("reduce", [
-    lambda y: y.sum(0), lambda y: y.mean(0), lambda y: y.var(0), lambda y: y.prod(0).exp(),
-    lambda y: y.norm(dim=0), lambda y: y.logsumexp(0), lambda y: y.cumsum(0)[-1],
-], ids=["sum", "mean", "variance", "product", "norm", "logsumexp", "cumsum"])  # fmt: skip
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda y: y.sum(0),
+        lambda y: y.mean(0),
+        lambda y: y.var(0),
+        lambda y: y.prod(0).exp(),
+        lambda y: y.norm(dim=0),
+        lambda y: y.logsumexp(0),
+        lambda y: y.cumsum(0)[-1],
+    ],
+    ids=["sum", "mean", "variance", "product", "norm", "logsumexp", "cumsum"],
+)
 def test_reductions_of_constants_over_a_batch_of_any_size(reduce: Callable[[Tensor], Tensor]):
     class Reduced(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -17,9 +17,14 @@ import demask
 
 def convolutions() -> nn.Sequential:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
-                        nn.Sequential(nn.Conv2d(8, 4, 3), nn.GELU()), nn.Flatten(),
-                        nn.Linear(4 * 16, 3)).eval()  # fmt: skip
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Sequential(nn.Conv2d(8, 4, 3), nn.GELU()),
+        nn.Flatten(),
+        nn.Linear(4 * 16, 3),
+    ).eval()
     net[0].weight.data[:5], net[0].bias.data[:5] = 0, 0
     return net
 
@@ -36,8 +41,7 @@ def test_layers_of_torch_come_back_and_are_saved_again(tmp_path: Path) -> None:
     assert type(again) is nn.Sequential and type(again[3]) is nn.Sequential
     assert str(again) == str(slim) and again[0].out_channels == slim[0].out_channels < 8
     assert torch.equal(again(X), slim(X)) and not again.training
-    assert [p.requires_grad for p in again.parameters()] == [
-        p.requires_grad for p in slim.parameters()]  # fmt: skip
+    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in slim.parameters()]
     demask.save(again, tmp_path / "b")
     assert torch.equal(demask.load(tmp_path / "b")(X), slim(X))
     assert demask.verify(net, again, (X,)).ok
@@ -69,8 +73,14 @@ def test_a_model_of_transformers_comes_back_from_its_config(tmp_path: Path) -> N
     pytest.importorskip("transformers")
     hub = architectures.transformers()
     torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-             "num_attention_heads": 2, "max_position_embeddings": 20}  # fmt: skip
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 20,
+    }
     net: Any = hub.BertForSequenceClassification(hub.BertConfig(**sizes)).eval()
     dense = net.bert.encoder.layer[0].intermediate.dense
     dense.weight.data[:10], dense.bias.data[:10] = 0, 0
@@ -92,27 +102,38 @@ def test_a_model_of_transformers_comes_back_from_its_config(tmp_path: Path) -> N
 BERT = "transformers.models.bert.modeling_bert"
 
 
-@pytest.mark.parametrize("own", [
-    {"class": "os.system", "config": {}},
-    {"class": f"{BERT}.nn", "config": {}},
-    {"class": f"{BERT}.BertModel", "config": {"num_hidden_layers": 10**9}},
-    {"class": f"{BERT}.BertModel", "config": {"vocab_size": 10**13}},
-    {"class": "transformers.models.no.modeling_no.No", "config": {}},
-    {"class": "torch.nn.Sequential"},
-    [], 3, {"class": 3},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"class": "os.system", "config": {}},
+        {"class": f"{BERT}.nn", "config": {}},
+        {"class": f"{BERT}.BertModel", "config": {"num_hidden_layers": 10**9}},
+        {"class": f"{BERT}.BertModel", "config": {"vocab_size": 10**13}},
+        {"class": "transformers.models.no.modeling_no.No", "config": {}},
+        {"class": "torch.nn.Sequential"},
+        [],
+        3,
+        {"class": 3},
+    ],
+)
 def test_of_a_class_that_cannot_be_built_a_graph_is_left(own: Any, tmp_path: Path) -> None:
     path = written(own, tmp_path)
     with pytest.warns(UserWarning, match="returns a graph"):
         assert isinstance(demask.load(path), fx.GraphModule)
 
 
-@pytest.mark.parametrize("layers", [
-    {"type": "Module"}, {"type": "Linear", "in_features": 10**15, "out_features": "x"}, [], None,
-    {"type": "Sequential", "layers": 3},
-    {"type": "Sequential", "layers": [["a.b", {"type": "ReLU"}]]},
-    {"type": "Sequential", "layers": [[1, {"type": "ReLU"}]]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"type": "Module"},
+        {"type": "Linear", "in_features": 10**15, "out_features": "x"},
+        [],
+        None,
+        {"type": "Sequential", "layers": 3},
+        {"type": "Sequential", "layers": [["a.b", {"type": "ReLU"}]]},
+        {"type": "Sequential", "layers": [[1, {"type": "ReLU"}]]},
+    ],
+)
 def test_layers_that_are_none_are_refused(layers: Any, tmp_path: Path) -> None:
     path = written({"class": "torch.nn.Sequential", "layers": layers}, tmp_path)
     with pytest.raises(demask.RefusedFile, match="none of torch"):

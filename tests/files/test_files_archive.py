@@ -78,11 +78,7 @@ def network():
     y = call(aten.mul.Tensor, (graph.call_module("body.drop", (y,)), scale))
     y = call(aten.index_select.default, (y, 2, index))
     rows = call(operator.add, (call(operator.mul, (call(aten.sym_size.int, (x, 0)), 2)), -1))
-    ones = call(
-        aten.full.default,
-        ([rows, 6], math.inf),
-        {"dtype": torch.float64, "device": torch.device("cpu")},
-    )
+    ones = call(aten.full.default, ([rows, 6], math.inf), {"dtype": torch.float64, "device": torch.device("cpu")})
     z = call(aten.matmul.default, (call(aten.mul.Tensor, (left, right)), offset))
     z = call(aten.pad.default, (z, [0, 1], "constant", math.nan))
     first = call(operator.getitem, (call(aten.split.Tensor, (y, 4, 1)), 0))
@@ -91,8 +87,7 @@ def network():
     out = collections.OrderedDict(y=0, rest=(0, 0))
     specs = pytree.tree_structure(shape), pytree.tree_structure(out)
     history = provenance(
-        InputSpec("x", ("batch", 3, 5, 5), "float32", (1, 3, 5, 5)),
-        InputSpec("offset", (6,), "float64", (6,)),
+        InputSpec("x", ("batch", 3, 5, 5), "float32", (1, 3, 5, 5)), InputSpec("offset", (6,), "float64", (6,))
     )
     graph.set_codegen(Codegen(_PyTreeInfo(["x", "options"], *specs), history))
     slim = fx.GraphModule(root, graph)
@@ -107,9 +102,7 @@ def inputs(batch=2):
 
 def same(left, right):
     pairs = list(zip(pytree.tree_leaves(left), pytree.tree_leaves(right), strict=True))
-    return bool(pairs) and all(
-        a.dtype == b.dtype and torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs
-    )
+    return bool(pairs) and all(a.dtype == b.dtype and torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)
 
 
 DTYPES = (
@@ -154,8 +147,7 @@ def test_every_dtype_comes_back(tmp_path, name):
 @pytest.mark.parametrize("dtype", ["complex128", "float8_e8m0fnu", "float32", "load", 1])
 def test_another_dtype_than_is_stored_is_refused(file, tmp_path, dtype):
     with pytest.raises(RefusedFile, match="a tensor of"):
-        archive.load(repack(file, tmp_path / "m.demask",
-                            lambda d: d["tensors"][0].update(dtype=dtype)))  # fmt: skip
+        archive.load(repack(file, tmp_path / "m.demask", lambda d: d["tensors"][0].update(dtype=dtype)))
 
 
 @pytest.fixture(scope="module")
@@ -322,12 +314,10 @@ HOSTILE = {
     "tensor order": lambda d: d["tensors"][0].update(order=[0, 0, 0, 0]),
     "tensor order type": lambda d: d["tensors"][0].update(order=["a", None]),
     "tensor missing": lambda d: d["tensors"][0].update(stored="t99"),
-    "gradient of ints": lambda d: next(t for t in d["tensors"] if t["name"] == "index").update(
-        requires_grad=True
-    ),
+    "gradient of ints": lambda d: next(t for t in d["tensors"] if t["name"] == "index").update(requires_grad=True),
     "inputs": lambda d: d.update(in_spec=d["out_spec"]),
     "spec": lambda d: d.update(out_spec=json.dumps([1, PLANTED])),
-}  # fmt: skip
+}
 BROKEN = {
     "format": lambda d: d.update(format="other"),
     "version": lambda d: d.update(version=99),
@@ -335,9 +325,7 @@ BROKEN = {
     "no nodes": lambda d: d.update(nodes=None),
     "history": lambda d: d.update(demasked={}),
     "history type": lambda d: d["demasked"].update(cuts=[]),
-    "lost statistics": lambda d: d.update(
-        tensors=[t for t in d["tensors"] if "running_mean" not in t["name"]]
-    ),
+    "lost statistics": lambda d: d.update(tensors=[t for t in d["tensors"] if "running_mean" not in t["name"]]),
     "training": lambda d: d.update(training=[[]]),
     "not an object": lambda d: [],
 }
@@ -421,9 +409,7 @@ def test_flipped_bits_load_or_are_refused(file, tmp_path):
     draw, data, path = random.Random(1), file.read_bytes(), tmp_path / "m.demask"
     for _ in range(200):
         damaged = bytearray(data)
-        damaged[draw.randrange(draw.choice([0, len(data) - 200]), len(data))] ^= (
-            1 << draw.randrange(8)
-        )
+        damaged[draw.randrange(draw.choice([0, len(data) - 200]), len(data))] ^= 1 << draw.randrange(8)
         path.write_bytes(damaged)
         try:
             archive.load(path)

@@ -94,8 +94,10 @@ def placeholder_name(entries, marker):
     """Names become source: a default value of a parameter runs when the function is defined."""
     text = entries[MODEL].decode()
     name = json.dumps(f"spare={mkdir(marker)}")
-    return {**entries, MODEL: text.replace('{"name": "spare"}', f'{{"name": {name}}}')
-            .replace('"spare": {', f"{name}: {{").encode()}  # fmt: skip
+    return {
+        **entries,
+        MODEL: text.replace('{"name": "spare"}', f'{{"name": {name}}}').replace('"spare": {', f"{name}: {{").encode(),
+    }
 
 
 def argument_name(entries, marker):
@@ -133,11 +135,7 @@ def file_op(entries, marker):
     def edit(program):
         node = next(n for n in program["graph_module"]["graph"]["nodes"] if "relu" in n["target"])
         node["target"] = "torch.ops.aten.from_file.default"
-        values = {
-            "filename": {"as_string": marker},
-            "shared": {"as_bool": True},
-            "size": {"as_int": 3},
-        }
+        values = {"filename": {"as_string": marker}, "shared": {"as_bool": True}, "size": {"as_int": 3}}
         node["inputs"] = [{"name": n, "arg": a, "kind": 1} for n, a in values.items()]
 
     return edited(entries, MODEL, edit)
@@ -155,11 +153,7 @@ def default_factory(entries, marker):
 
     def edit(program):
         signature = program["graph_module"]["module_call_graph"][0]["signature"]
-        context = {
-            "default_factory_module": "planted",
-            "default_factory_name": "x",
-            "dict_context": ["y"],
-        }
+        context = {"default_factory_module": "planted", "default_factory_name": "x", "dict_context": ["y"]}
         leaf = {"type": None, "context": None, "children_spec": []}
         spec = {"type": "collections.defaultdict", "context": context, "children_spec": [leaf]}
         signature["out_spec"] = json.dumps([1, spec])
@@ -183,8 +177,10 @@ DOORS = [
     legacy_constants, expression, placeholder_name, argument_name, keyword_name, parameter_path,
     file_op, guard, default_factory, enumeration,
 ]  # fmt: skip
-EXECUTED = [pytest.param(door, marks=since(2, 12, "opaque objects are not read"))
-            if door is opaque_object else door for door in DOORS]  # fmt: skip
+EXECUTED = [
+    pytest.param(door, marks=since(2, 12, "opaque objects are not read")) if door is opaque_object else door
+    for door in DOORS
+]
 HARMLESS_BEHIND = (pickled_samples,)  # left out of the copy that torch gets
 
 

@@ -18,26 +18,13 @@ from demask.errors import BadInput, DemaskError, RefusedFile
 from demask.files.pt2.expressions import check_expression
 from demask.files.pt2.gate import check, open_pt2
 from demask.files.pytree_specs import check_spec
-from pt2_files import (
-    AUTO,
-    CALL,
-    CONSTANTS,
-    MODEL,
-    WEIGHTS,
-    Small,
-    edited,
-    export,
-    pack,
-    quietly,
-)
+from pt2_files import AUTO, CALL, CONSTANTS, MODEL, WEIGHTS, Small, edited, export, pack, quietly
 
 # ------------------------------------------------------------------------ what exhausts or misleads
 
 
 def test_archives_that_are_not_plain_are_refused(honest, tmp_path):
-    path = pack(
-        tmp_path / "bomb.pt2", {**honest, "extra/zeros": bytes(2**24)}, zipfile.ZIP_DEFLATED
-    )
+    path = pack(tmp_path / "bomb.pt2", {**honest, "extra/zeros": bytes(2**24)}, zipfile.ZIP_DEFLATED)
     with pytest.raises(RefusedFile, match="compressed"):
         open_pt2(path)
     for name in ("../../escape", "/etc/escape", "a\\b", "a//b", "..", "a/../b", "nul\u202e"):
@@ -104,14 +91,13 @@ METAS = {
     "negative offset": {"storage_offset": {"as_int": -1}},
     "negative stride": {"strides": [{"as_int": -5}, {"as_int": 1}]},
     "negative size": {"sizes": [{"as_int": -3}, {"as_int": 5}]},
-    "repeats without end": {"sizes": [{"as_int": 2**40}, {"as_int": 5}],
-                            "strides": [{"as_int": 0}, {"as_int": 1}]},
+    "repeats without end": {"sizes": [{"as_int": 2**40}, {"as_int": 5}], "strides": [{"as_int": 0}, {"as_int": 1}]},
     "symbolic size": {"sizes": [{"as_expr": {"expr_str": "s0", "hint": None}}, {"as_int": 5}]},
     "ranks differ": {"sizes": [{"as_int": 15}]},
     "odd bytes": {"dtype": 11},
     "sparse": {"layout": 1},
     "unknown dtype": {"dtype": 0},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", METAS)
@@ -144,14 +130,10 @@ def test_odd_programs_are_refused(honest, tmp_path):
     def node(program):
         return program["graph_module"]["graph"]["nodes"][0]
 
-    refuse(
-        lambda p: p["range_constraints"].update(u99999999999={"min_val": 0, "max_val": 1}), "u999"
-    )
+    refuse(lambda p: p["range_constraints"].update(u99999999999={"min_val": 0, "max_val": 1}), "u999")
     refuse(lambda p: node(p).update(target="torch.ops.aten.save.default"), "save")
     refuse(lambda p: node(p).update(target="torch.ops.aten.__class__.__init__"), "__class__")
-    refuse(
-        lambda p: node(p).update(target="torch.ops.aten.fbgemm_linear_fp16_weight.default"), "fbg"
-    )
+    refuse(lambda p: node(p).update(target="torch.ops.aten.fbgemm_linear_fp16_weight.default"), "fbg")
     refuse(lambda p: node(p).update(target="torch.ops.higher_order.cond"), "cond")
     refuse(lambda p: node(p).update(target="torch.ops.mine.op.default"), "aten")
     refuse(lambda p: node(p).update(target="torch.load"), "torch.load")
@@ -163,13 +145,7 @@ def test_odd_programs_are_refused(honest, tmp_path):
     refuse(lambda p: [], "ExportedProgram", BadInput)
     refuse(lambda p: p.pop("graph_module") and None, "graph_module", BadInput)
     deep = b"[" * 100_000 + b"]" * 100_000
-    for text in (
-        deep,
-        b"[" * 300 + b"]" * 300,
-        b'{"a": 1, "a": 2}',
-        b"[NaN]",
-        b"[" + b"9" * 99 + b"]",
-    ):
+    for text in (deep, b"[" * 300 + b"]" * 300, b'{"a": 1, "a": 2}', b"[NaN]", b"[" + b"9" * 99 + b"]"):
         with pytest.raises(RefusedFile):
             open_pt2(pack(tmp_path / "m.pt2", {**honest, MODEL: text}))
     for text in (b"\xff\xfe", b"", b"{"):
@@ -178,12 +154,20 @@ def test_odd_programs_are_refused(honest, tmp_path):
 
 
 GOOD = [
-    "Symbol('s77', positive=True, integer=True)", "s0", "-3", "s0 + 2*s1 - 1", "(s0 // 2) % 3",
-    "Add(FloorDiv(Symbol('s0', integer=True), Integer(2)), Integer(-1))", "Max(1, s0)", "s0 >= 2",
-    "Pow(Symbol('s0', integer=True), Integer(2))", "PowByNatural(s0, 2)",
+    "Symbol('s77', positive=True, integer=True)",
+    "s0",
+    "-3",
+    "s0 + 2*s1 - 1",
+    "(s0 // 2) % 3",
+    "Add(FloorDiv(Symbol('s0', integer=True), Integer(2)), Integer(-1))",
+    "Max(1, s0)",
+    "s0 >= 2",
+    "Pow(Symbol('s0', integer=True), Integer(2))",
+    "PowByNatural(s0, 2)",
     "Float('0.5', precision=53)",
-    "Equality(Mod(Symbol('s0', integer=True), Integer(8)), Integer(0))", "Where(s0 < 3, s0, 4)",
-]  # fmt: skip
+    "Equality(Mod(Symbol('s0', integer=True), Integer(8)), Integer(0))",
+    "Where(s0 < 3, s0, 4)",
+]
 BAD = [
     "", "x", "__import__('os')", "().__class__", "Symbol.__init__", "Symbol('__x__')", "s0.args",
     "Symbol(s0)", "Symbol('s0', cls=1)", "Integer('1')", "lambda: 0", "[s0]", "s0 if s0 else 1",
@@ -210,9 +194,7 @@ def test_specs_of_unknown_types_name_the_library():
     leaf = {"type": None, "context": None, "children_spec": []}
 
     def spec(kind, context, children=1):
-        return json.dumps(
-            [1, {"type": kind, "context": context, "children_spec": [leaf] * children}]
-        )
+        return json.dumps([1, {"type": kind, "context": context, "children_spec": [leaf] * children}])
 
     with pytest.raises(BadInput, match="import lexicon") as caught:
         check_spec(spec("lexicon.outputs.Output", '["logits"]'))
@@ -230,7 +212,7 @@ def test_specs_of_unknown_types_name_the_library():
         spec("builtins.dict", '{"a": 1}'),
         spec("builtins.tuple", "[" * 5000 + "]" * 5000),
     ):
-        with pytest.raises(RefusedFile):  # fmt: skip
+        with pytest.raises(RefusedFile):
             check_spec(bad)
 
 
@@ -240,8 +222,9 @@ def test_specs_of_unknown_types_name_the_library():
 class Conv(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.BatchNorm2d(6), nn.ReLU6(inplace=True),
-                                  nn.Conv2d(6, 6, 3, groups=6, padding=1))  # fmt: skip
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 6, 3, 2), nn.BatchNorm2d(6), nn.ReLU6(inplace=True), nn.Conv2d(6, 6, 3, groups=6, padding=1)
+        )
         self.head = nn.ModuleDict({"a-b": nn.Linear(6, 4)})
 
     def forward(self, x):
@@ -277,9 +260,7 @@ class Recurrent(nn.Module):
 
     def forward(self, *xs, **options):
         y, (h, c) = self.lstm(xs[0] + xs[1])
-        return collections.OrderedDict(
-            y=self.gru(y)[0], state=(h, c), none=None, o=options["o"] + 1
-        )
+        return collections.OrderedDict(y=self.gru(y)[0], state=(h, c), none=None, o=options["o"] + 1)
 
 
 class Kinds(nn.Module):
@@ -303,16 +284,17 @@ class Kinds(nn.Module):
 
 LEGIT = {
     "conv": (Conv, (torch.randn(2, 3, 16, 20),), {}, {"x": {0: AUTO, 2: AUTO, 3: AUTO}}),
-    "attention": (Attention, (torch.randint(11, (2, 5)),), {"mask": None},
-                  {"input": {0: AUTO, 1: AUTO}, "mask": None}),
-    "recurrent": (Recurrent, (torch.randn(4, 2, 5), torch.randn(4, 2, 5)),
-                  {"o": torch.ones(2)}, None),
-    "even sizes": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.Upsample(scale_factor=2)),
-                   (torch.randn(1, 3, 16, 20),), {},
-                   ({2: 2 * torch.export.Dim("h", max=64), 3: 2 * torch.export.Dim("w", max=64)},)),
+    "attention": (Attention, (torch.randint(11, (2, 5)),), {"mask": None}, {"input": {0: AUTO, 1: AUTO}, "mask": None}),
+    "recurrent": (Recurrent, (torch.randn(4, 2, 5), torch.randn(4, 2, 5)), {"o": torch.ones(2)}, None),
+    "even sizes": (
+        lambda: nn.Sequential(nn.MaxPool2d(2), nn.Upsample(scale_factor=2)),
+        (torch.randn(1, 3, 16, 20),),
+        {},
+        ({2: 2 * torch.export.Dim("h", max=64), 3: 2 * torch.export.Dim("w", max=64)},),
+    ),
     "kinds": (Kinds, (torch.randn(4, 3),), {}, {"x": {0: AUTO}}),
     "small": (Small, *CALL, None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LEGIT)

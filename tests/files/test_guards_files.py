@@ -39,8 +39,7 @@ def test_files_refuse_what_the_network_refuses(condition, example, same, other, 
     good, bad = torch.randn(2, 3, *same), torch.randn(2, 3, *other)
     demask.to_onnx(slim, tmp_path / "slim.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "slim.onnx")
-    same_and_refused(lambda x: session.run(None, {"x": x.numpy()})[0], model, good, bad,
-                     Exception)  # fmt: skip
+    same_and_refused(lambda x: session.run(None, {"x": x.numpy()})[0], model, good, bad, Exception)
     demask.to_pt2(slim, tmp_path / "slim.pt2")
     program = torch.export.load(tmp_path / "slim.pt2").module()
     same_and_refused(program, model, good, bad, (AssertionError, RuntimeError))
@@ -71,8 +70,7 @@ def test_an_export_of_a_result_has_its_conditions() -> None:
 
 
 def test_a_file_that_refuses_sizes_is_read_again(tmp_path) -> None:
-    slim = demask.demask(ByShape(CONDITIONS[0][0]), (torch.randn(2, 3, 25, 8),),
-                         dynamic_shapes="all")  # fmt: skip
+    slim = demask.demask(ByShape(CONDITIONS[0][0]), (torch.randn(2, 3, 25, 8),), dynamic_shapes="all")
     demask.to_onnx(slim, tmp_path / "slim.onnx")
     again = demask.from_onnx(tmp_path / "slim.onnx")
     x = torch.randn(2, 3, 27, 9)
@@ -134,14 +132,19 @@ def test_a_condition_of_a_file_compares_sizes(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "((L['x'].size()[3] // 2) % 4) == 0", "L['xs'][1]['k'].size()[0] > 3",
-        "math.trunc(L['x'].size()[0] / 3) == 8", "math.floor(L['x'].size()[0] / 3) == 8",
-        "math.ceil(L['x'].size()[0] / 3) == 8", "abs(L['x'].size()[0] - 3) >= 1",
-        "torch.sym_float(L['x'].size()[0]) * 1.5 > 3.0", "torch._sym_sqrt(L['x'].size()[0]) > 2",
-        "max(L['x'].size()[0], 3) == min(L['x'].size()[1], 7)", "not (L['x'].size()[0] == 3)",
+        "((L['x'].size()[3] // 2) % 4) == 0",
+        "L['xs'][1]['k'].size()[0] > 3",
+        "math.trunc(L['x'].size()[0] / 3) == 8",
+        "math.floor(L['x'].size()[0] / 3) == 8",
+        "math.ceil(L['x'].size()[0] / 3) == 8",
+        "abs(L['x'].size()[0] - 3) >= 1",
+        "torch.sym_float(L['x'].size()[0]) * 1.5 > 3.0",
+        "torch._sym_sqrt(L['x'].size()[0]) > 2",
+        "max(L['x'].size()[0], 3) == min(L['x'].size()[1], 7)",
+        "not (L['x'].size()[0] == 3)",
         "L['x'].size()[0] == 3 or L['x'].size()[1] == 3 and L['x'].size()[2] != 1",
         "torch.sym_max(L['x'].size()[0], 3) == torch.sym_min(L['x'].size()[1], 7)",  # torch 2.14
     ],
-)  # fmt: skip
+)
 def test_what_torch_writes_is_taken(text: str) -> None:
     export_guards.check_condition(text)

@@ -16,9 +16,12 @@ from demask.traverse.batching.weight_traffic import LayerTraffic, Traffic
 
 def test_files_are_read_as_safetensors_reads_them_and_written_as_it_writes(tmp_path):
     tensors = {
-        "a": torch.randn(5, 3), "b.c": torch.randn(2, 3, 4).bfloat16(), "n": torch.tensor(7),
-        "none": torch.zeros(0, 4), "t": torch.randn(4, 6).T,
-    }  # fmt: skip
+        "a": torch.randn(5, 3),
+        "b.c": torch.randn(2, 3, 4).bfloat16(),
+        "n": torch.tensor(7),
+        "none": torch.zeros(0, 4),
+        "t": torch.randn(4, 6).T,
+    }
     path = tmp_path / "w.safetensors"
     for writes in (WeightFile.write, _saved):
         file = writes(path, tensors)
@@ -47,15 +50,23 @@ GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"\0" * 7, b"\xff" * 64, (10**9).to_bytes(8, "little") + b"{}", _header(b"[]"),
-        _header(b"{"), _header({"a": 1}), _header({"a": GOOD | {"shape": [2, -3]}}),
-        _header({"a": GOOD | {"shape": [2.0, 3]}}), _header({"a": GOOD | {"shape": [2, 4]}}),
-        _header({"a": GOOD | {"data_offsets": [64, 88]}}), _header({"a": GOOD}, b"\0" * 23),
+        b"",
+        b"\0" * 7,
+        b"\xff" * 64,
+        (10**9).to_bytes(8, "little") + b"{}",
+        _header(b"[]"),
+        _header(b"{"),
+        _header({"a": 1}),
+        _header({"a": GOOD | {"shape": [2, -3]}}),
+        _header({"a": GOOD | {"shape": [2.0, 3]}}),
+        _header({"a": GOOD | {"shape": [2, 4]}}),
+        _header({"a": GOOD | {"data_offsets": [64, 88]}}),
+        _header({"a": GOOD}, b"\0" * 23),
         _header({"a": GOOD | {"data_offsets": [24, 0]}}),
         _header({"a": GOOD | {"data_offsets": [-24, 0]}}),
         _header({"a": GOOD | {"shape": [2**62, 4], "data_offsets": [0, 64]}}),
     ],
-)  # fmt: skip
+)
 def test_hostile_files_are_refused(data, tmp_path):
     (tmp_path / "w.safetensors").write_bytes(data)
     with pytest.raises((BadInput, RefusedFile)):

@@ -92,10 +92,7 @@ def _inputs(rng: random.Random) -> list[Input]:
         return [Input("v0", (rng.choice((4, 7)),), high=11)]
     first = rng.choice(SHAPES)
     count = rng.choice((1, 1, 1, 2, 2, 3))
-    return [
-        Input(f"v{k}", first if k == 0 or rng.random() < 0.6 else rng.choice(SHAPES))
-        for k in range(count)
-    ]
+    return [Input(f"v{k}", first if k == 0 or rng.random() < 0.6 else rng.choice(SHAPES)) for k in range(count)]
 
 
 def _finished(rng, draft: Draft, inputs, seed: int, dynamic: bool) -> Program | None:

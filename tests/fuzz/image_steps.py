@@ -56,9 +56,10 @@ def draw_conv(net, values, at) -> tuple:
     pick, c = net.draw.choice, values[at].shape[1]
     groups = pick([1, 1, c, *[g for g in (2, 4) if c % g == 0]])
     out = groups * net.draw.randint(1, max(1, 8 // groups))
-    axes = [[pick(row[k > 0]) for k in range(spatial(values[at]))]
-            for row in (((1, 2, 3, 3, 5, 7), (1, 3, 3, 4)), ((1, 1, 1, 2, 3, 4), (1, 1, 2)),
-                        ((1, 1, 2, 3), (1, 1, 2)))]  # fmt: skip
+    axes = [
+        [pick(row[k > 0]) for k in range(spatial(values[at]))]
+        for row in (((1, 2, 3, 3, 5, 7), (1, 3, 3, 4)), ((1, 1, 1, 2, 3, 4), (1, 1, 2)), ((1, 1, 2, 3), (1, 1, 2)))
+    ]
     kernel, stride, dilation = axes
     padding = [net.draw.randint(0, (k - 1) * d) for k, d in zip(kernel, dilation, strict=True)]
     bias = net.weight((out,)) if net.draw.random() < 0.5 else None
@@ -126,13 +127,7 @@ def transposed(net, x, values, weight, *geometry) -> Tensor:
 
 def draw_max(net, values, at) -> tuple:
     kernel = net.draw.choice([2, 3])
-    return (
-        kernel,
-        net.draw.choice([1, 2, 3]),
-        net.draw.randint(0, kernel // 2),
-        1,
-        net.draw.random() < 0.5,
-    )
+    return (kernel, net.draw.choice([1, 2, 3]), net.draw.randint(0, kernel // 2), 1, net.draw.random() < 0.5)
 
 
 def maximum(net, x, values, *geometry) -> Tensor:
@@ -156,8 +151,11 @@ def draw_adaptive(net, values, at) -> tuple:
 
 
 def adaptive(net, x, values, size, mean) -> Tensor:
-    calls = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d) if mean else \
-        (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)  # fmt: skip
+    calls = (
+        (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+        if mean
+        else (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
+    )
     return calls[spatial(x) - 1](x, size)
 
 
@@ -255,8 +253,7 @@ def every(x: Tensor) -> tuple[int, ...]:
 
 def draw_group(net, values, at) -> tuple:
     c = values[at].shape[1]
-    return net.draw.choice([g for g in (1, 2, 3, 4) if c % g == 0]), net.weight((c,)), \
-        net.weight((c,))  # fmt: skip
+    return net.draw.choice([g for g in (1, 2, 3, 4) if c % g == 0]), net.weight((c,)), net.weight((c,))
 
 
 def draw_gate(net, values, at) -> tuple:
@@ -278,8 +275,7 @@ def attention(net, x, values, how, weight) -> Tensor:
     tokens = x.flatten(2).transpose(1, 2)
     query, key = tokens @ net.weights[weight], (tokens * 0.1) @ net.weights[weight]
     if how == "fused":
-        found = F.scaled_dot_product_attention(query.unsqueeze(1), key.unsqueeze(1),
-                                               tokens.unsqueeze(1)).squeeze(1)  # fmt: skip
+        found = F.scaled_dot_product_attention(query.unsqueeze(1), key.unsqueeze(1), tokens.unsqueeze(1)).squeeze(1)
     else:
         found = torch.softmax(query @ key.transpose(1, 2), -1) @ tokens
     return found.transpose(1, 2).reshape(x.shape)
@@ -310,21 +306,25 @@ KINDS = {
     "adaptive": Kind(draw_adaptive, adaptive),
     "unfold": Kind(draw_unfold, unfold, rank=4),
     "pad": Kind(draw_pad, lambda net, x, values, sides, mode: F.pad(x, sides, mode=mode)),
-    "slice": Kind(draw_slice, lambda net, x, values, start, step:
-                  x[:, :, start::step].narrow(-1, 0, x.shape[-1] - start)),
+    "slice": Kind(
+        draw_slice, lambda net, x, values, start, step: x[:, :, start::step].narrow(-1, 0, x.shape[-1] - start)
+    ),
     "roll": Kind(draw_roll, lambda net, x, values, by, axis: x.roll(by, axis)),
     "flip": Kind(plain, of(lambda x: x.flip(2))),
     "turn": Kind(plain, of(lambda x: x.transpose(2, 3)), rank=4),
     "up": Kind(draw_up, lambda net, x, values, scale: F.interpolate(x, scale_factor=scale)),
-    "bilinear": Kind(draw_bilinear, lambda net, x, values, scale, mode, align: F.interpolate(
-        x, scale_factor=scale, mode=mode, align_corners=align), smooth=True, rank=4),
+    "bilinear": Kind(
+        draw_bilinear,
+        lambda net, x, values, scale, mode, align: F.interpolate(x, scale_factor=scale, mode=mode, align_corners=align),
+        smooth=True,
+        rank=4,
+    ),
     "shuffle": Kind(draw_shuffle, of(lambda x: F.pixel_shuffle(x, 2)), rank=4),
     "unshuffle": Kind(plain, of(unshuffle), rank=4),
     "relu": Kind(plain, of(F.relu)),
     "clamp": Kind(plain, of(lambda x: torch.where(x > 0, x.clamp(max=9), -x))),
     "prelu": Kind(draw_slopes, lambda net, x, values, w: F.prelu(x, net.weights[w])),
-    "cat": Kind(lambda *a: alike(*a, 2),
-                lambda net, x, values, k: torch.cat([x, values[k]], 1)),
+    "cat": Kind(lambda *a: alike(*a, 2), lambda net, x, values, k: torch.cat([x, values[k]], 1)),
     "add": Kind(lambda *a: alike(*a, 1), lambda net, x, values, k: x + values[k], often=2),
     "spread": Kind(lambda *a: alike(*a, 2), lambda net, x, values, k: x + values[k][:, :1]),
     "halves": Kind(halves, halved),
@@ -334,8 +334,11 @@ KINDS = {
     "profile": Kind(plain, of(lambda x: x + x.amax(-1, keepdim=True))),
     "cumsum": Kind(plain, of(lambda x: x.cumsum(1))),
     "down": Kind(plain, of(lambda x: x.cumsum(2))),
-    "group": Kind(draw_group, lambda net, x, values, groups, w, b: F.group_norm(
-        x, groups, net.weights[w], net.weights[b]), smooth=True),
+    "group": Kind(
+        draw_group,
+        lambda net, x, values, groups, w, b: F.group_norm(x, groups, net.weights[w], net.weights[b]),
+        smooth=True,
+    ),
     "instance": Kind(plain, of(F.instance_norm), smooth=True),
     "layer": Kind(plain, of(lambda x: F.layer_norm(x, x.shape[1:])), smooth=True),
     "channels": Kind(plain, of(norm_channels), smooth=True),
@@ -344,4 +347,4 @@ KINDS = {
     "mean": Kind(plain, of(centred), smooth=True),
     "attention": Kind(draw_attention, attention, smooth=True),
     "axial": Kind(plain, of(axial), smooth=True, rank=4),
-}  # fmt: skip
+}

@@ -22,8 +22,9 @@ class Images(nn.Module):
     """A network of `depth` drawn calls. exact: every value is a whole number (or half of one).
     rank: spatial axes. example: of one image."""
 
-    def __init__(self, seed: int, depth: int = 7, *, exact: bool = True, rank: int = 2,
-                 dtype: torch.dtype = torch.float64):  # fmt: skip
+    def __init__(
+        self, seed: int, depth: int = 7, *, exact: bool = True, rank: int = 2, dtype: torch.dtype = torch.float64
+    ):
         super().__init__()
         self.dtype = dtype
         self.draw, self.exact, self.pair = random.Random(seed), exact, seed % 3 == 0
@@ -46,8 +47,12 @@ class Images(nn.Module):
 
     def _build(self, depth: int) -> None:
         values, rank = [self.example], self.example.ndim
-        names = [name for name, kind in KINDS.items() for _ in range(kind.often)
-                 if kind.rank in (None, rank) and not (self.exact and kind.smooth)]  # fmt: skip
+        names = [
+            name
+            for name, kind in KINDS.items()
+            for _ in range(kind.often)
+            if kind.rank in (None, rank) and not (self.exact and kind.smooth)
+        ]
         while len(self.steps) < depth:
             name = self.draw.choice(names)
             at = self.draw.randrange(max(0, len(values) - 3), len(values))
@@ -81,6 +86,4 @@ class Images(nn.Module):
 
     def batch(self, count: int) -> Tensor:
         """Several images."""
-        return torch.cat(
-            [self.example, *(self.numbers(self.example.shape) for _ in range(count - 1))]
-        )
+        return torch.cat([self.example, *(self.numbers(self.example.shape) for _ in range(count - 1))])

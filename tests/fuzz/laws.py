@@ -137,9 +137,7 @@ def unchanged(program: Program, net: nn.Module, before: dict[str, Tensor]) -> It
 
 def floats(module: nn.Module) -> int:
     """Floating elements, buffers too, each memory once."""
-    found = {
-        t.data_ptr(): t.numel() for t in _tensors(module) if t.is_floating_point() and t.numel()
-    }
+    found = {t.data_ptr(): t.numel() for t in _tensors(module) if t.is_floating_point() and t.numel()}
     return sum(found.values())
 
 
@@ -170,8 +168,7 @@ def idempotent(program: Program, slim: fx.GraphModule) -> Iterator[str]:
     again = shrunken(program, slim)
     first, second = shapes_of(slim), shapes_of(again)
     if first != second:
-        odd = {k: (first.get(k), second.get(k)) for k in first.keys() | second.keys()
-               if first.get(k) != second.get(k)}  # fmt: skip
+        odd = {k: (first.get(k), second.get(k)) for k in first.keys() | second.keys() if first.get(k) != second.get(k)}
         yield f"a second demask changes shapes: {odd}"
     elif calls_of(slim) != calls_of(again):
         yield f"a second demask changes the number of calls: {calls_of(slim)} -> {calls_of(again)}"
@@ -327,9 +324,7 @@ def kind_of(line: str) -> str:
     return re.sub(r"[\d.]+e[-+]\d+|\d+|\{.*\}|'[^']*'|\binf\b", "#", line)
 
 
-def explained(
-    program: Program, outcome: Outcome, *, slow: bool = False, seconds: float = 20
-) -> str:
+def explained(program: Program, outcome: Outcome, *, slow: bool = False, seconds: float = 20) -> str:
     """What is broken, the seed, and the smallest network found that breaks it too."""
     kind = kind_of(outcome.broken[0])
 

@@ -135,8 +135,7 @@ def odd(field: Any, draw: random.Random) -> Any:
         return draw.choice(field.enum_type.values).number
     if field.type in (field.TYPE_FLOAT, field.TYPE_DOUBLE):
         return draw.choice([0.0, -1.0, 1e30, float("nan"), float("inf")])
-    low, high = {field.TYPE_INT32: (-(2**31), 2**31), field.TYPE_UINT64: (0, 2**64)}.get(
-        field.type, (-(2**63), 2**63))  # fmt: skip
+    low, high = {field.TYPE_INT32: (-(2**31), 2**31), field.TYPE_UINT64: (0, 2**64)}.get(field.type, (-(2**63), 2**63))
     return draw.choice([n for n in (*NUMBERS, draw.randrange(30)) if low <= n < high])
 
 

@@ -84,9 +84,7 @@ class Program:
     def snippet(self) -> str:
         """`text` and a call of demask: paste it and run it."""
         made = [
-            f"torch.randint({i.high}, {(self.batch, *i.shape)})"
-            if i.high
-            else f"torch.randn({(self.batch, *i.shape)})"
+            f"torch.randint({i.high}, {(self.batch, *i.shape)})" if i.high else f"torch.randn({(self.batch, *i.shape)})"
             for i in self.inputs
         ]
         lines = [self.text(), "import demask", "net = Net().eval()", f"args = ({', '.join(made)},)"]
@@ -152,9 +150,7 @@ def renamed(step: Step, names: dict[str, str]) -> Step:
 
 def _replaced(program: Program, steps: tuple[Step, ...], outputs: tuple[str, ...]) -> Program:
     inputs = program.inputs
-    return Program(
-        program.seed, inputs, steps, outputs, program.form, program.batch, program.dynamic
-    )
+    return Program(program.seed, inputs, steps, outputs, program.form, program.batch, program.dynamic)
 
 
 def pruned(program: Program) -> Program:
@@ -179,8 +175,8 @@ def smaller(program: Program) -> Iterable[Program]:
             yield pruned(_replaced(program, program.steps, left))
     if program.form != "one" and len(program.outputs) == 1:
         yield Program(
-            program.seed, program.inputs, program.steps, program.outputs, "one",
-            program.batch, program.dynamic)  # fmt: skip
+            program.seed, program.inputs, program.steps, program.outputs, "one", program.batch, program.dynamic
+        )
     for step in program.steps[:-1]:
         for out in step.outs:
             if (out,) != program.outputs:
@@ -191,6 +187,4 @@ def smaller(program: Program) -> Iterable[Program]:
         for line in range(1, len(step.init)):
             init = step.init[:line] + step.init[line + 1 :]
             lighter = Step(step.op, step.reads, step.outs, init, step.body)
-            yield _replaced(
-                program, (*program.steps[:k], lighter, *program.steps[k + 1 :]), program.outputs
-            )
+            yield _replaced(program, (*program.steps[:k], lighter, *program.steps[k + 1 :]), program.outputs)

@@ -18,21 +18,31 @@ from demask.traverse.planning.plan_memory import lay_out
 from demask.traverse.planning.planner import Planner, packed_plan
 
 
-def executed(model: nn.Module, x: Tensor, mode: str, rows: int, columns: int = 0, *, seed: int = 0,
-             spills: bool = False, again: bool = False, workers: int = 1) -> Tiled:  # fmt: skip
+def executed(
+    model: nn.Module,
+    x: Tensor,
+    mode: str,
+    rows: int,
+    columns: int = 0,
+    *,
+    seed: int = 0,
+    spills: bool = False,
+    again: bool = False,
+    workers: int = 1,
+) -> Tiled:
     """The network with every segment that can in this mode; the others layer-wise. seed: draws
     further cuts; 0 draws none."""
     program = read(model, (x,))
     flow = flow_of(program, TABLE)
     segments = told(flow, mode, rows, columns, seed=seed, spills=spills, again=again)
-    segments = [replace(s, workers=workers, over={}) if s.mode == BANDS and workers > 1 else s
-                for s in segments]  # fmt: skip
+    segments = [replace(s, workers=workers, over={}) if s.mode == BANDS and workers > 1 else s for s in segments]
     layout = lay_out(flow, segments)
     return tiled(program, packed_plan(flow, layout, 2**40, 0), flow, layout, TABLE)
 
 
-def told(flow: Flow, mode: str, rows: int, columns: int = 0, *, seed: int = 0, spills: bool = False,
-         again: bool = False) -> list[Segment]:  # fmt: skip
+def told(
+    flow: Flow, mode: str, rows: int, columns: int = 0, *, seed: int = 0, spills: bool = False, again: bool = False
+) -> list[Segment]:
     planner = Planner(flow, recompute=again, spills=spills, smallest=0)
     draw, last = random.Random(seed), len(planner.calls)
     drawn = {draw.randint(0, last) for _ in range(2)} if seed else set[int]()

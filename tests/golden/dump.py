@@ -130,18 +130,25 @@ def graph_text(graph: fx.Graph) -> str:
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
         place = list(stack.values())[-1][0] if stack else ""
-        lines.append(" | ".join([
-            node.op, node.name, str(node.target), f"{node.args} {dict(node.kwargs)}",
-            value_text(node.meta.get("val", node.meta.get("value"))), place,
-            str(node.meta.get("effect", "")),
-        ]))  # fmt: skip
+        lines.append(
+            " | ".join(
+                [
+                    node.op,
+                    node.name,
+                    str(node.target),
+                    f"{node.args} {dict(node.kwargs)}",
+                    value_text(node.meta.get("val", node.meta.get("value"))),
+                    place,
+                    str(node.meta.get("effect", "")),
+                ]
+            )
+        )
     return "\n".join(lines)
 
 
 def module_text(module: nn.Module) -> str:
     """Class, modules and tensors."""
-    named = [*module.named_parameters(remove_duplicate=False),
-             *module.named_buffers(remove_duplicate=False)]  # fmt: skip
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     tensors = [f"{name} {type(t).__name__} {t.requires_grad} {tensor_text(t)}" for name, t in named]
     kind = type(module).__name__ if not isinstance(module, fx.GraphModule) else "GraphModule"
     return "\n".join([kind, repr(module), *tensors])
@@ -149,8 +156,10 @@ def module_text(module: nn.Module) -> str:
 
 def program_text(program: Any) -> str:
     """A captured program: graph and constants."""
-    rows = [f"{name} {c.parameter} {c.requires_grad} {c.aliases} {tensor_text(c.tensor)}"
-            for name, c in program.constants.items()]  # fmt: skip
+    rows = [
+        f"{name} {c.parameter} {c.requires_grad} {c.aliases} {tensor_text(c.tensor)}"
+        for name, c in program.constants.items()
+    ]
     return "\n".join([graph_text(program.graph), *rows, *program.guards])
 
 
@@ -199,12 +208,14 @@ def strides(example: Example) -> Iterator[tuple[str, str]]:
     from demask import stride
 
     for target in sorted(stride.TARGETS):
-        yield f"lowered_{target}", attempted(lambda target=target: _demasked_text(
-            stride.lower(*example.call, target=target, dynamic_shapes={})))  # fmt: skip
-    yield "raised", attempted(lambda: _demasked_text(
-        stride.raise_strides(*example.call, dynamic_shapes={})))  # fmt: skip
-    yield "instructions", attempted(lambda: _hashed(json_text(
-        stride.instructions(*example.call).to_dict())))  # fmt: skip
+        yield (
+            f"lowered_{target}",
+            attempted(
+                lambda target=target: _demasked_text(stride.lower(*example.call, target=target, dynamic_shapes={}))
+            ),
+        )
+    yield "raised", attempted(lambda: _demasked_text(stride.raise_strides(*example.call, dynamic_shapes={})))
+    yield "instructions", attempted(lambda: _hashed(json_text(stride.instructions(*example.call).to_dict())))
 
 
 def tiles(example: Example) -> Iterator[tuple[str, str]]:
@@ -213,10 +224,7 @@ def tiles(example: Example) -> Iterator[tuple[str, str]]:
 
     yield "halo", attempted(lambda: str(traverse.halo(*example.call)))
     for memory in ("1MiB", "64MiB"):
-        yield (
-            f"plan_{memory}",
-            attempted(lambda memory=memory: str(traverse.plan(*example.call, memory=memory))),
-        )
+        yield (f"plan_{memory}", attempted(lambda memory=memory: str(traverse.plan(*example.call, memory=memory))))
 
 
 def sparse(example: Example) -> Iterator[tuple[str, str]]:
@@ -238,8 +246,7 @@ def sparse(example: Example) -> Iterator[tuple[str, str]]:
         inputs = [_zeros(n) for n in node.args[0]]
         weights = [whole.constants[str(n.target)].tensor for n in node.args[1]]
         with _recorded() as (calls, kernels):
-            text = attempted(lambda s=segment, w=weights, i=inputs: str(
-                SegmentPlan.of(s, w, i, 2, AVX2).shapes))  # fmt: skip
+            text = attempted(lambda s=segment, w=weights, i=inputs: str(SegmentPlan.of(s, w, i, 2, AVX2).shapes))
         yield f"tape_{k}", "\n".join([text, *calls])
         texts |= {source([kernel], AVX2) for kernel in kernels}
     yield "llvm", "\n".join(sorted(map(_hashed, texts)))
@@ -267,11 +274,17 @@ def pilots(example: Example) -> Iterator[tuple[str, str]]:
     from demask import pilot
 
     for by in ("bits:4", "exponents", "rank:0.25", "channels:0.5", "downsample:2"):
-        yield f"simplified_{by.partition(':')[0]}", attempted(lambda by=by: _demasked_text(
-            pilot.simplify(*example.call, by=by)))  # fmt: skip
+        yield (
+            f"simplified_{by.partition(':')[0]}",
+            attempted(lambda by=by: _demasked_text(pilot.simplify(*example.call, by=by))),
+        )
     for how, by in (("columns", None), ("skip:0.5", "bits:4"), ("constant:0.5", "bits:4")):
-        yield f"conditioned_{how.partition(':')[0]}", attempted(lambda how=how, by=by: module_text(
-            pilot.condition(*example.call, pilot=by, condition=how, check=False)))  # fmt: skip
+        yield (
+            f"conditioned_{how.partition(':')[0]}",
+            attempted(
+                lambda how=how, by=by: module_text(pilot.condition(*example.call, pilot=by, condition=how, check=False))
+            ),
+        )
     if example.args:
         yield "collected", attempted(lambda: str(pilot.collect(example.model, example.args)))
     yield "packets", file_text(lambda path: pilot.write_packets(path, example.model, block=256))
@@ -313,8 +326,10 @@ def _recorded() -> Iterator[tuple[list[str], dict[Any, None]]]:
 
 def _call_text(call: Any) -> str:
     fields = {key: _field(value) for key, value in sorted(call.fields.items())}
-    places = {key: (place if isinstance(place, int) else str(place.layout), more)
-              for key, (place, more) in sorted(call.buffers.items())}  # fmt: skip
+    places = {
+        key: (place if isinstance(place, int) else str(place.layout), more)
+        for key, (place, more) in sorted(call.buffers.items())
+    }
     return f"{call.kernel} {fields} {places}"
 
 

@@ -214,9 +214,7 @@ def test_a_mask_given_as_an_input_is_no_constant():
     assert weights(slim) == weights(net)
     with torch.no_grad():
         for other in (mask, 1 - mask):
-            torch.testing.assert_close(
-                slim(x(2, 4), other), net(x(2, 4), other), rtol=0, atol=1e-12
-            )
+            torch.testing.assert_close(slim(x(2, 4), other), net(x(2, 4), other), rtol=0, atol=1e-12)
 
 
 def test_a_zero_input_is_no_constant():

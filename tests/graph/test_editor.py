@@ -26,9 +26,7 @@ def edited(*tensors: torch.Tensor) -> tuple[GraphEditor, list[fx.Node]]:
 
 def test_equal_calls_share_a_value_and_numbers_of_other_types_do_not() -> None:
     editor, (x,) = edited(torch.arange(6).view(2, 3))
-    whole, again, real, flag = (
-        editor.call(aten.mul.Tensor, x, number).meta["val"] for number in (1, 1, 1.0, True)
-    )
+    whole, again, real, flag = (editor.call(aten.mul.Tensor, x, number).meta["val"] for number in (1, 1, 1.0, True))
     assert whole is again
     assert (whole.dtype, real.dtype, flag.dtype) == (torch.int64, torch.float32, torch.int64)
     assert flag is not whole
@@ -78,9 +76,7 @@ def test_a_copy_is_edited_and_what_nothing_reads_is_dropped() -> None:
     editor.replace(copy, copy.args[0])
     after = editor.finish()
     assert str(before.graph) == text
-    assert [node.target for node in after.graph.nodes if node.op == "call_function"] == [
-        aten.relu.default
-    ]
+    assert [node.target for node in after.graph.nodes if node.op == "call_function"] == [aten.relu.default]
     assert not after.constants
 
 

@@ -162,9 +162,14 @@ def test_a_file_writes_to_nothing_but_inputs(tmp_path: Path) -> None:
     rows = [
         {"op": "placeholder", "name": "x", "target": "x", "args": [], "kwargs": {}},
         {"op": "get_attr", "name": "w", "target": "w", "args": [], "kwargs": {}},
-        {"op": "call_function", "name": "c", "target": "aten.copy_.default",
-         "args": [{"node": "w"}, {"node": "x"}], "kwargs": {}},
-    ]  # fmt: skip
+        {
+            "op": "call_function",
+            "name": "c",
+            "target": "aten.copy_.default",
+            "args": [{"node": "w"}, {"node": "x"}],
+            "kwargs": {},
+        },
+    ]
     module = nn.Module()
     module.register_buffer("w", torch.ones(2))
     with pytest.raises(demask.RefusedFile, match="expected an input"):
@@ -319,9 +324,11 @@ def spiking(kind: type[nn.Module]) -> nn.Module:
 STATEFUL = {
     "neuron": (lambda: spiking(Neuron), "1.membrane"),
     "below": (lambda: spiking(Below), "membrane"),
-    "counter": (Counter, "k"), "history": (History, "rows"), "first input": (FirstInput, "scale"),
+    "counter": (Counter, "k"),
+    "history": (History, "rows"),
+    "first input": (FirstInput, "scale"),
     "object": (InObject, "config"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -338,8 +345,10 @@ def test_modules_that_keep_state_stay_themselves(name: str) -> None:
             call = x * (1 + step / 2)
             torch.testing.assert_close(slim(call), net(call), atol=1e-5, rtol=1e-5)
     fresh = build().eval()
-    for wrong in (lambda: demask.demask(fresh, (x,), result="graph"),
-                  lambda: demask.optimize(fresh, (x,), cache=False)):  # fmt: skip
+    for wrong in (
+        lambda: demask.demask(fresh, (x,), result="graph"),
+        lambda: demask.optimize(fresh, (x,), cache=False),
+    ):
         with pytest.raises(demask.NotExportable, match="Python attributes are a state"):
             wrong()
 

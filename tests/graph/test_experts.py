@@ -30,10 +30,7 @@ class Experts(nn.Module):
     def __init__(self, product: Callable[..., Tensor]):
         super().__init__()
         self.router, self.product = nn.Linear(8, 4), product
-        self.gate_up, self.down = (
-            nn.Parameter(torch.randn(4, 32, 8)),
-            nn.Parameter(torch.randn(4, 8, 16)),
-        )
+        self.gate_up, self.down = (nn.Parameter(torch.randn(4, 32, 8)), nn.Parameter(torch.randn(4, 8, 16)))
         with torch.no_grad():
             self.gate_up[:, :3] = 0
             self.gate_up[:, 16 + 9 : 16 + 15] = 0
@@ -100,8 +97,10 @@ def written(x: Tensor, experts: nn.ModuleList, weights: Tensor, chosen: Tensor) 
 
 def multiplied(x: Tensor, experts: nn.ModuleList, weights: Tensor, chosen: Tensor) -> Tensor:
     """Every expert gets every row."""
-    return sum(expert(x) * (weights * (chosen == k)).sum(-1, keepdim=True)  # type: ignore[return-value]
-               for k, expert in enumerate(experts))  # fmt: skip
+    return sum(
+        expert(x) * (weights * (chosen == k)).sum(-1, keepdim=True)  # type: ignore[return-value]
+        for k, expert in enumerate(experts)
+    )
 
 
 class Routed(nn.Module):
@@ -120,9 +119,7 @@ class Routed(nn.Module):
 
 @pytest.mark.parametrize("mix", [added, written, multiplied])
 @pytest.mark.parametrize("result", ["class", "auto"])
-def test_dead_experts_keep_one_unit_and_their_place(
-    mix: Callable[..., Tensor], result: str
-) -> None:
+def test_dead_experts_keep_one_unit_and_their_place(mix: Callable[..., Tensor], result: str) -> None:
     """The second and fourth expert are zero, the first has 8 dead units: the router selects among
     four as before, at any number of rows, also where no row takes an expert."""
     torch.manual_seed(0)

@@ -109,8 +109,7 @@ def test_a_result_takes_its_own_example() -> None:
         assert slim.demasked.after.parameters < slim.demasked.before.parameters
         with pytest.raises(ValueError, match="size"):
             slim(torch.randn(3 - rows, 4))
-    assert any("(s" in note and ">= 2" in note for note in to_graph(model, (x[:1],))
-               .demasked.notes)  # fmt: skip
+    assert any("(s" in note and ">= 2" in note for note in to_graph(model, (x[:1],)).demasked.notes)
 
 
 def test_one_tensor_for_two_inputs_is_two() -> None:
@@ -128,9 +127,7 @@ class Optional(nn.Module):
         super().__init__()
         self.a = nn.Linear(3, 3)
 
-    def forward(
-        self, x: Tensor, shift: Tensor | None = None, factor: float = 2.0, mode: str = "", **more
-    ) -> Tensor:
+    def forward(self, x: Tensor, shift: Tensor | None = None, factor: float = 2.0, mode: str = "", **more) -> Tensor:
         y = self.a(x) * factor
         if shift is not None:
             y = y + shift
@@ -232,10 +229,7 @@ def test_a_guard_from_elsewhere_is_a_comparison_of_sizes_or_nothing(guard: str) 
 
 
 def test_names_from_elsewhere_are_not_code() -> None:
-    assert (
-        list(size_checks({"x": "x"}, [InputSpec("__import__('os')", (3,), "float32", (3,))], []))
-        == []
-    )
+    assert list(size_checks({"x": "x"}, [InputSpec("__import__('os')", (3,), "float32", (3,))], [])) == []
     spec = InputSpec("x", ("__import__('os')", 3), "float32", (1, 3))
     assert "import" not in "".join(size_checks({"x": "x"}, [spec], []))
 
@@ -254,6 +248,4 @@ def test_inputs_of_one_size_are_refused_with_two() -> None:
 
 
 def test_a_condition_that_divides_by_zero_does_not_hold() -> None:
-    assert are_true(["7 % (s0 - 2) == 1"], {"s0": 5}) and not are_true(
-        ["7 % (s0 - 2) == 1"], {"s0": 2}
-    )
+    assert are_true(["7 % (s0 - 2) == 1"], {"s0": 5}) and not are_true(["7 % (s0 - 2) == 1"], {"s0": 2})

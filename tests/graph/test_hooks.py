@@ -37,9 +37,7 @@ def rows() -> nn.Module:
 
 
 def optimized() -> nn.Module:
-    program, provenance = shrink_program(
-        capture_program(images().eval(), (IMAGE,), None, None), TABLE
-    )
+    program, provenance = shrink_program(capture_program(images().eval(), (IMAGE,), None, None), TABLE)
     return build(program, provenance, Optimized).eval()
 
 
@@ -52,17 +50,14 @@ NETWORKS = {
     "demasked": (lambda: demask.demask(images(), (IMAGE,)), IMAGE),
     "optimized": (optimized, IMAGE),
     "tiled": (lambda: traverse.tile(images(), (IMAGE,)), IMAGE),
-    "regions": (
-        lambda: Regions(0.1, tile=8, fill=0.0).applied(images(), (IMAGE,), None, None, TABLE),
-        IMAGE,
-    ),
+    "regions": (lambda: Regions(0.1, tile=8, fill=0.0).applied(images(), (IMAGE,), None, None, TABLE), IMAGE),
     "batched": (lambda: traverse.batch(rows(), (ROWS,), inputs=2), ROWS),
     "columns": (lambda: conditioned("columns"), ROWS),
     "skip": (lambda: conditioned("skip:0.5"), ROWS),
     "order": (lambda: conditioned("order:bytes=1MB"), ROWS),
     "route": (lambda: Router(rows(), rows(), Route(0.6, "margin")), ROWS),
     "sparse": (lambda: sparse.SparseLinear.from_dense(nn.Linear(16, 4)), ROWS),
-}  # fmt: skip
+}
 
 
 @functools.cache

@@ -74,9 +74,13 @@ def network(seed: int = 0, width: int = 8) -> tuple[nn.Module, Tensor]:
     """Masked channels with shifts, a parametrized layer, and constants to fold."""
     torch.manual_seed(seed)
     net = nn.Sequential(
-        nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
-        parametrizations.weight_norm(nn.Conv2d(width, 4, 3)), nn.Flatten(), nn.Linear(4 * 36, 5),
-    ).eval()  # fmt: skip
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        parametrizations.weight_norm(nn.Conv2d(width, 4, 3)),
+        nn.Flatten(),
+        nn.Linear(4 * 36, 5),
+    ).eval()
     prune.ln_structured(net[0], "weight", amount=0.5, n=2, dim=0)
     with torch.no_grad():
         net[1].bias.normal_()

@@ -74,9 +74,7 @@ def test_demasked_verified_and_saved(result: str, tmp_path: Path) -> None:
 
 def test_batched() -> None:
     net = Network().eval()
-    torch.testing.assert_close(
-        batch(net, inputs())(*inputs(7))["sample"], net(*inputs(7))["sample"]
-    )
+    torch.testing.assert_close(batch(net, inputs())(*inputs(7))["sample"], net(*inputs(7))["sample"])
 
 
 def test_paths() -> None:

@@ -135,8 +135,9 @@ def hand_count(config: Config, mask: str) -> int:
     cells = HIDDEN - len(UNITS) * (mask == "units" and not config.states)
     units = (outs - 2 * (mask == "units")) if layer.proj_size else cells
     features = FEATURES - len(CHANNELS) * (mask == "channels")
-    dead = [(k == 0 and mask == "layer") or (w and mask == "direction")
-            for k in range(layer.num_layers) for w in range(two)]  # fmt: skip
+    dead = [
+        (k == 0 and mask == "layer") or (w and mask == "direction") for k in range(layer.num_layers) for w in range(two)
+    ]
     if config.states:
         dead = [False] * len(dead)
     total = (WORDS if config.words else 5 + 1) * features * (not all(dead[:two]))
@@ -150,11 +151,7 @@ def hand_count(config: Config, mask: str) -> int:
 def part_count(config: Config, features: int, cells: int, units: int, layer: nn.RNNBase) -> int:
     """w_ih, w_hh, biases, w_hr of one layer and direction."""
     rows = config.gates * cells
-    return (
-        rows * (features + units)
-        + 2 * rows * layer.bias
-        + (units * cells if layer.proj_size else 0)
-    )
+    return rows * (features + units) + 2 * rows * layer.bias + (units * cells if layer.proj_size else 0)
 
 
 def example(config: Config, length: int, batch: int) -> tuple[Tensor, ...]:
@@ -221,9 +218,7 @@ def test_an_ordinary_module(config: Config, mask: str) -> None:
     inputs = example(config, 5, 2)
     slim = to_graph(net, inputs, dynamic_shapes=shapes(config))
     again = to_graph(slim, inputs, dynamic_shapes=shapes(config))
-    assert {k: v.shape for k, v in slim.state_dict().items()} == {
-        k: v.shape for k, v in again.state_dict().items()
-    }
+    assert {k: v.shape for k, v in slim.state_dict().items()} == {k: v.shape for k, v in again.state_dict().items()}
     assert len(slim.graph.nodes) == len(again.graph.nodes)
     assert difference(slim(*inputs), copy.deepcopy(slim)(*inputs)) == 0
     slim(*inputs).sum().backward()
@@ -278,10 +273,7 @@ def test_final_states_of_every_layer_and_direction(cell: type[nn.RNNBase], given
     torch.manual_seed(5)
     net = cell(FEATURES, HIDDEN, 2, bidirectional=True).double()
     rest(net, 4 if cell is nn.LSTM else 3, UNITS)
-    x, states = (
-        torch.randn(5, 3, FEATURES).double(),
-        [torch.randn(4, 3, HIDDEN).double() for _ in "hc"],
-    )
+    x, states = (torch.randn(5, 3, FEATURES).double(), [torch.randn(4, 3, HIDDEN).double() for _ in "hc"])
     for state in states:
         state[:, :, UNITS] = 0
     args = (x, tuple(states) if cell is nn.LSTM else states[0]) if given else (x,)
@@ -358,9 +350,7 @@ def test_dropout_between_layers_is_left_alone() -> None:
 def test_every_operand_of_a_projected_call_is_told_apart() -> None:
     params = [p.detach() for p in nn.LSTM(4, 6, proj_size=3).parameters()]
     states = [torch.zeros(1, 2, 3), torch.zeros(1, 2, 6)]
-    call = call_node(
-        aten.lstm.input, torch.randn(5, 2, 4), states, params, True, 1, 0.0, False, False, False
-    )
+    call = call_node(aten.lstm.input, torch.randn(5, 2, 4), states, params, True, 1, 0.0, False, False, False)
     relation = bind(call, TABLE)
     assert isinstance(relation, Relation)
     assert relation.back == {"p^"}

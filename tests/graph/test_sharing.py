@@ -127,12 +127,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 def dump(program: Program) -> list[str]:
     """All that there is to say of a program but where its tensors are."""
     nodes = [
-        (n.op, str(n.target), str(n.args), str(n.kwargs), str(n.meta.get("val")),
-         str(n.meta.get("nn_module_stack")))
+        (n.op, str(n.target), str(n.args), str(n.kwargs), str(n.meta.get("val")), str(n.meta.get("nn_module_stack")))
         for n in program.graph.nodes
-    ]  # fmt: skip
-    constants = [(name, c.tensor.tolist(), c.parameter, c.requires_grad, c.persistent, c.aliases)
-                 for name, c in program.constants.items()]  # fmt: skip
+    ]
+    constants = [
+        (name, c.tensor.tolist(), c.parameter, c.requires_grad, c.persistent, c.aliases)
+        for name, c in program.constants.items()
+    ]
     rest = (program.in_spec, program.out_spec, program.names, program.notes, program.guards)
     return [*map(str, nodes), *map(str, constants), str((*rest, program.training))]
 
@@ -162,9 +163,7 @@ def test_what_is_asked_for_after_the_shared_programs_is_captured() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["graph", "class"])
-def test_parts_with_a_shared_capture_are_as_without(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_with_a_shared_capture_are_as_without(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = model_of(Block), counted(monkeypatch)
     slim: Any = demask.demask(model, (X,), modules="auto", result=form)
     assert len(seen) == (2 if form == "graph" else 4), "one more, to watch what is read"
@@ -228,9 +227,7 @@ LOOK_EQUAL: dict[str, Callable[[int], nn.Module]] = {
     "an activation, a function": lambda k: Block(0, [F.relu, torch.tanh][k % 2]),
     "an activation, a module": lambda k: Block(0, [nn.ReLU(), Tanh()][k % 2]),
     "a closure": lambda k: Block(0, closure(1.0 + k)),
-    "a partial function": lambda k: Block(
-        0, functools.partial(F.leaky_relu, negative_slope=0.1 * k)
-    ),
+    "a partial function": lambda k: Block(0, functools.partial(F.leaky_relu, negative_slope=0.1 * k)),
     "a hook": with_hook,
     "forward of the instance": with_forward,
     "an array, and a tensor that is no buffer": Tabled,
@@ -283,9 +280,16 @@ def test_blocks_that_are_equal_share(kind: str, monkeypatch: pytest.MonkeyPatch)
 def test_shapes_of_inputs_and_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, blocks = counted(monkeypatch), [Block(), Block(), Block()]
     blocks[1].b = nn.Linear(10, 6, bias=False)
-    calls = [(blocks[0], X), (blocks[0], X.double()), (blocks[0], X.T.contiguous().T),
-             (blocks[0], X[:2]), (blocks[1], X), (blocks[2].double(), X.double()),
-             (Block().eval(), X), (Block().requires_grad_(False), X)]  # fmt: skip
+    calls = [
+        (blocks[0], X),
+        (blocks[0], X.double()),
+        (blocks[0], X.T.contiguous().T),
+        (blocks[0], X[:2]),
+        (blocks[1], X),
+        (blocks[2].double(), X.double()),
+        (Block().eval(), X),
+        (Block().requires_grad_(False), X),
+    ]
     with sharing.share_captures():
         for block, x in calls:
             with contextlib.suppress(demask.DemaskError):

@@ -35,10 +35,7 @@ MACS = 2 * 5 * 16 * 16 + 16 * 16 + 2 * 5 * 16 + 16 * 16 + 2 * 16 * 32 + 16 * 3
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("form", "token"),
-    [("products", -1), *at_night(("sdpa", 0), ("sdpa", -1), ("products", 0))],
-)
+@pytest.mark.parametrize(("form", "token"), [("products", -1), *at_night(("sdpa", 0), ("sdpa", -1), ("products", 0))])
 def test_one_token_of_a_dynamic_length(form: str, token: int) -> None:
     torch.manual_seed(0)
     model = Classifier(form, token).double().eval()

@@ -23,9 +23,7 @@ WRITES: dict[str, Callable[[Tensor], Tensor]] = {
     "flatten": lambda y: turned(y).flatten(1)[:, ::2].zero_(),
     "reshape": lambda y: turned(y).reshape(y.shape[1], -1)[:, ::2].zero_(),
     "contiguous": lambda y: turned(y).contiguous()[:, ::2].zero_(),
-    "memory format": lambda y: (
-        turned(y)[..., None].contiguous(memory_format=torch.channels_last)[:, ::2].zero_()
-    ),
+    "memory format": lambda y: turned(y)[..., None].contiguous(memory_format=torch.channels_last)[:, ::2].zero_(),
     "same dtype": lambda y: turned(y).to(y.dtype)[:, ::2].zero_(),
     "view": lambda y: y.view(y.shape[0], -1)[:, ::2].zero_(),
     "expand": lambda y: y[:, :1].expand(-1, 8, -1).clone()[:, ::2].zero_(),

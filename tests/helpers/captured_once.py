@@ -16,8 +16,7 @@ import pytest
 from demask.graph.capture import shared_captures
 
 MOST, LARGEST = 200, 2**20  # captures, and elements of the tensors of one, that stay in memory
-OWN = ("tests/graph/", "tests/compat/", "tests/machine/", "tests/shrink/training/",
-       "tests/whole/test_failures.py")  # fmt: skip
+OWN = ("tests/graph/", "tests/compat/", "tests/machine/", "tests/shrink/training/", "tests/whole/test_failures.py")
 
 
 class Recent(deque):

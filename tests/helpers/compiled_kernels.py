@@ -26,9 +26,13 @@ class Compiled:
 
 
 def compiled(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], even: Iterable[str],
-    warps: int, target: int = 90,
-) -> Compiled:  # fmt: skip
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    even: Iterable[str],
+    warps: int,
+    target: int = 90,
+) -> Compiled:
     """The kernel for sm_90. types: of arguments ("*fp32", "i32"). constants: those known when it is
     compiled, by their names. even: arguments that are multiples of 16."""
     import triton

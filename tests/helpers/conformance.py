@@ -29,9 +29,7 @@ _STEPS = (
     "PyTorch rounds less often, and its outputs are nearer to those in float64."
 )
 _STREAM = "Expected are the random numbers of NumPy's generator for a seed; ours are PyTorch's."
-_NOISE = (
-    "Expected is NumPy's rounding error, 2e-7, where the exact value is 0, and so is PyTorch's."
-)
+_NOISE = "Expected is NumPy's rounding error, 2e-7, where the exact value is 0, and so is PyTorch's."
 #: by name (with `*`), why a case may fail; on other processors some of them pass
 EXPECTED: Mapping[str, str] = {
     "test_attention_*_bf16": _STEPS,
@@ -77,8 +75,10 @@ class Case:
     def float32(self) -> str:
         """ "all", "some" or "none": which inputs and outputs are float32 tensors (some: one input,
         or there is none, and one output)."""
-        kinds = [[_element(v) == onnx.TensorProto.FLOAT for v in values]
-                 for values in (self.model.graph.input, self.model.graph.output)]  # fmt: skip
+        kinds = [
+            [_element(v) == onnx.TensorProto.FLOAT for v in values]
+            for values in (self.model.graph.input, self.model.graph.output)
+        ]
         if all(map(all, kinds)):
             return "all"
         return "some" if (any(kinds[0]) or not kinds[0]) and any(kinds[1]) else "none"
@@ -111,16 +111,16 @@ def _case(test: Any) -> Case:
 def _read(folder: Path, model: Any) -> tuple[list[Any], list[Any]]:
     def value(path: Path, port: Any) -> Any:
         kind = port.type.WhichOneof("value").removesuffix("_type")
-        kinds = {"tensor": onnx.TensorProto, "sequence": onnx.SequenceProto,
-                 "optional": onnx.OptionalProto}  # fmt: skip
-        read = {"tensor": onnx.numpy_helper.to_array, "sequence": onnx.numpy_helper.to_list,
-                "optional": onnx.numpy_helper.to_optional}  # fmt: skip
+        kinds = {"tensor": onnx.TensorProto, "sequence": onnx.SequenceProto, "optional": onnx.OptionalProto}
+        read = {
+            "tensor": onnx.numpy_helper.to_array,
+            "sequence": onnx.numpy_helper.to_list,
+            "optional": onnx.numpy_helper.to_optional,
+        }
         return read[kind](kinds[kind].FromString(path.read_bytes()))
 
     ports = (("input", model.graph.input), ("output", model.graph.output))
-    return tuple(
-        [value(folder / f"{word}_{k}.pb", p) for k, p in enumerate(ports)] for word, ports in ports
-    )  # type: ignore[return-value]
+    return tuple([value(folder / f"{word}_{k}.pb", p) for k, p in enumerate(ports)] for word, ports in ports)  # type: ignore[return-value]
 
 
 def failure(case: Case) -> str | None:

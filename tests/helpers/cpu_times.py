@@ -63,10 +63,11 @@ class CpuTimes:
             tests[folder] += 1
         total, whole = sum(folders.values()), self.whole or used()
         write = terminalreporter.write_line
-        write(f"where the time went: {total:.0f} s of processor time in {len(self.seconds)} tests, "
-              f"{whole - total:.0f} s in imports and collection")  # fmt: skip
+        write(
+            f"where the time went: {total:.0f} s of processor time in {len(self.seconds)} tests, "
+            f"{whole - total:.0f} s in imports and collection"
+        )
         for folder, seconds in folders.most_common():
-            write(f"{seconds:7.1f} s {100 * seconds / max(total, 1e-9):5.1f} % {tests[folder]:6} "
-                  f"{folder}")  # fmt: skip
+            write(f"{seconds:7.1f} s {100 * seconds / max(total, 1e-9):5.1f} % {tests[folder]:6} {folder}")
         for name, seconds in self.seconds.most_common(MOST):
             write(f"{seconds:7.1f} s  {name}")

@@ -112,10 +112,7 @@ def run(here: Local, window: Window, values: dict[fx.Node, Tensor], scratch=part
         into.copy_(more.pop("prefill"))
     result = here.run(operands, window, into, scratch, **more)
     assert result.shape == into.shape and result.data_ptr() == into.data_ptr()
-    for edge in (
-        made.narrow(here.axes[0], 0, 1),
-        made.narrow(here.axes[0], block[here.axes[0]] - 1, 1),
-    ):
+    for edge in (made.narrow(here.axes[0], 0, 1), made.narrow(here.axes[0], block[here.axes[0]] - 1, 1)):
         assert bool((edge == torch.full((), GARBAGE).to(made.dtype)).all())
     return into
 
@@ -172,11 +169,7 @@ def check_windows(here: Local, axes, chance: random.Random, exact: bool, found: 
         if exact:
             assert bool(same.all()), (here.node.target, here.axes, window)
         gap = (made.double() - expected.double())[~same].abs()
-        top = (
-            whole.double().abs()[whole.isfinite()]
-            if whole.is_floating_point()
-            else whole.double().abs()
-        )
+        top = whole.double().abs()[whole.isfinite()] if whole.is_floating_point() else whole.double().abs()
         error = float(gap.max() / top.max().clamp(min=1e-300)) if gap.numel() else 0.0
         assert error <= 1e-12, (here.node.target, here.axes, window, error)
         assert scratch.bytes <= here.scratch_bytes(window), (here.node.target, here.axes, window)
@@ -212,11 +205,4 @@ def values_of(here: Placed) -> dict[fx.Node, Tensor]:
     return found
 
 
-CONV = (
-    "aten.conv2d.default",
-    S((1, 8, 12, 10)),
-    S((16, 8, 3, 3), True),
-    S((16,), True),
-    [1, 1],
-    [1, 1],
-)
+CONV = ("aten.conv2d.default", S((1, 8, 12, 10)), S((16, 8, 3, 3), True), S((16,), True), [1, 1], [1, 1])

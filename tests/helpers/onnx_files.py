@@ -52,13 +52,17 @@ def layers() -> Any:
     floats = helper.make_tensor("b", FLOAT, [8], np.arange(8.0))
     ints = helper.make_tensor("axes", INT64, [1], [0])
     return model(
-        [node("Gemm", ["x", "w", "b"], ["h"], "gemm", alpha=1.0, transB=0),
-         node("Relu", ["h"], ["r"], "relu"), node("Shape", ["x"], ["s"]),
-         node("Gather", ["s", "zero"], ["n"], axis=0), node("Unsqueeze", ["n", "axes"], ["n1"]),
-         node("Concat", ["n1", "two"], ["to"], axis=0), node("Reshape", ["r", "to"], ["y"])],
-        [constant("w", weights(6, 8)), floats, ints, constant("zero", np.array(0)),
-         constant("two", np.array([2, 4]))],
-    )  # fmt: skip
+        [
+            node("Gemm", ["x", "w", "b"], ["h"], "gemm", alpha=1.0, transB=0),
+            node("Relu", ["h"], ["r"], "relu"),
+            node("Shape", ["x"], ["s"]),
+            node("Gather", ["s", "zero"], ["n"], axis=0),
+            node("Unsqueeze", ["n", "axes"], ["n1"]),
+            node("Concat", ["n1", "two"], ["to"], axis=0),
+            node("Reshape", ["r", "to"], ["y"]),
+        ],
+        [constant("w", weights(6, 8)), floats, ints, constant("zero", np.array(0)), constant("two", np.array([2, 4]))],
+    )
 
 
 def branches() -> Any:
@@ -70,12 +74,16 @@ def branches() -> Any:
         return helper.make_graph(nodes, op, [], [value(f"o{op}")])
 
     body = helper.make_graph(
-        [node("Greater", ["i", "one"], ["big"]),
-         node("If", ["big"], ["next"], then_branch=branch("Add"), else_branch=branch("Mul")),
-         node("Identity", ["c"], ["go"])],
-        "body", [value("i", INT64, []), value("c", BOOL, []), value("v")],
-        [value("go", BOOL, []), value("next")], [constant("one", np.array(1))],
-    )  # fmt: skip
+        [
+            node("Greater", ["i", "one"], ["big"]),
+            node("If", ["big"], ["next"], then_branch=branch("Add"), else_branch=branch("Mul")),
+            node("Identity", ["c"], ["go"]),
+        ],
+        "body",
+        [value("i", INT64, []), value("c", BOOL, []), value("v")],
+        [value("go", BOOL, []), value("next")],
+        [constant("one", np.array(1))],
+    )
     trips = [constant("trips", np.array(3)), constant("yes", np.array(True))]
     return model([node("Loop", ["trips", "yes", "x"], ["y"], "loop", body=body)], trips)
 
@@ -84,20 +92,16 @@ def functions() -> Any:
     """A function that calls another, with an attribute that goes through."""
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mine", 1)]
     leaky = node("LeakyRelu", ["a"], ["b"])
-    leaky.attribute.append(onnx.AttributeProto(
-        name="alpha", ref_attr_name="slope", type=onnx.AttributeProto.FLOAT))  # fmt: skip
+    leaky.attribute.append(onnx.AttributeProto(name="alpha", ref_attr_name="slope", type=onnx.AttributeProto.FLOAT))
     inner = helper.make_function("mine", "Inner", ["a"], ["b"], [leaky], opsets, ["slope"])
     call = node("Inner", ["p"], ["q"], domain="mine", slope=0.2)
-    outer = helper.make_function("mine", "Outer", ["p", "w"], ["r"],
-                                 [call, node("Add", ["q", "w"], ["r"])], opsets)  # fmt: skip
+    outer = helper.make_function("mine", "Outer", ["p", "w"], ["r"], [call, node("Add", ["q", "w"], ["r"])], opsets)
     first = node("Outer", ["x", "w"], ["h"], "first", domain="mine")
     nodes = [first, node("Outer", ["h", "w"], ["y"], "second", domain="mine")]
     return model(nodes, [constant("w", weights(6))], [inner, outer])
 
 
-def outside(
-    location: str = WEIGHTS, offset: Any = 16, length: Any = 192, sizes: Any = (6, 8)
-) -> Any:
+def outside(location: str = WEIGHTS, offset: Any = 16, length: Any = 192, sizes: Any = (6, 8)) -> Any:
     """A weight beside the file."""
     tensor = TensorProto(name="w", data_type=FLOAT, dims=sizes, data_location=TensorProto.EXTERNAL)
     pairs = {"location": location, "offset": offset, "length": length, "checksum": "0"}
@@ -115,8 +119,7 @@ def kinds() -> Any:
     some.append(helper.make_tensor("words", TensorProto.STRING, [2], [b"one", "zwö".encode()]))
     made = model([node("Relu", ["x"], ["y"])], some)
     places = constant("", np.array([1, 4]))
-    made.graph.sparse_initializer.append(helper.make_sparse_tensor(
-        constant("sparse", weights(2)), places, [3, 2]))  # fmt: skip
+    made.graph.sparse_initializer.append(helper.make_sparse_tensor(constant("sparse", weights(2)), places, [3, 2]))
     return made
 
 
@@ -150,8 +153,7 @@ def masked() -> dict[str, bytes]:
 
     image = node("Reshape", ["h", "to"], ["i"])
     flat, sizes = node("Flatten", ["c"], ["f"]), {"to": ints(0, 8, 1, 1)}
-    branch = [helper.make_graph([node(op, ["h"], [f"o{op}"])], op, [], [value(f"o{op}")])
-              for op in ("Relu", "Neg")]  # fmt: skip
+    branch = [helper.make_graph([node(op, ["h"], [f"o{op}"])], op, [], [value(f"o{op}")]) for op in ("Relu", "Neg")]
     return {
         "relu": layers_around([node("Relu", ["h"], ["r"])]),
         "sum": layers_around(

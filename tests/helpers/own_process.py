@@ -77,9 +77,7 @@ class Running:
             return rest, err.read()
 
 
-def start(
-    code: str, *words: object, folder: Path | None = None, environment: Mapping[str, str] = {}
-) -> Running:
+def start(code: str, *words: object, folder: Path | None = None, environment: Mapping[str, str] = {}) -> Running:
     """Runs code in a process of its own.
 
     words: its arguments. folder: where it runs. environment: what differs from that of the tests.
@@ -108,9 +106,7 @@ def _received(sent: Any) -> _End:
     return _End(sent.detach())
 
 
-def _begin(
-    code: str, words: list[str], folder: str, environment: dict[str, str], out: _End, err: _End
-) -> None:
+def _begin(code: str, words: list[str], folder: str, environment: dict[str, str], out: _End, err: _End) -> None:
     for end, usual in ((out, 1), (err, 2)):
         os.dup2(end.number, usual)
         os.close(end.number)

@@ -61,15 +61,18 @@ def test_a_kernel_is_compiled_once(files):
     assert {path.stat().st_mode & 0o777 for path in files.folder.iterdir()} == {0o600}
 
 
-@pytest.mark.parametrize("damage", [
-    lambda data: b"",
-    lambda data: data[:10],
-    lambda data: data[:-1],
-    lambda data: data + b"x",
-    lambda data: data[:-200] + bytes([data[-200] ^ 1]) + data[-199:],
-    lambda data: data.replace(b"kernel 1", b"kernel 0"),
-    lambda data: bytes(len(data)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:10],
+        lambda data: data[:-1],
+        lambda data: data + b"x",
+        lambda data: data[:-200] + bytes([data[-200] ^ 1]) + data[-199:],
+        lambda data: data.replace(b"kernel 1", b"kernel 0"),
+        lambda data: bytes(len(data)),
+    ],
+)
 def test_a_damaged_file_is_compiled_anew_and_replaced(files, damage):
     result(Code(files))
     path = only(files)
@@ -113,9 +116,7 @@ def of_mode(mode):
     return make
 
 
-@pytest.mark.parametrize(
-    "make", [below_a_file, is_a_link, of_mode(0o777), of_mode(0o702), of_mode(0o720)]
-)
+@pytest.mark.parametrize("make", [below_a_file, is_a_link, of_mode(0o777), of_mode(0o702), of_mode(0o720)])
 def test_a_folder_that_must_not_be_used_is_left_alone(files, make):
     make(files.folder)
     before = sorted(files.folder.parent.rglob("*"))
@@ -185,10 +186,18 @@ def test_the_oldest_files_are_removed(files):
 
 
 def test_names_tell_kernels_and_processors_apart():
-    kernels = [Added(1), Added(2), Added(-1), relayout.Gather(), relayout.Gather(-0.0),
-               relayout.Gather(float("-inf")), relayout.Scatter(),
-               relayout.Pointwise(None, True), relayout.Pointwise(("relu", ()), True),
-               relayout.Pointwise(("relu", ()), False)]  # fmt: skip
+    kernels = [
+        Added(1),
+        Added(2),
+        Added(-1),
+        relayout.Gather(),
+        relayout.Gather(-0.0),
+        relayout.Gather(float("-inf")),
+        relayout.Scatter(),
+        relayout.Pointwise(None, True),
+        relayout.Pointwise(("relu", ()), True),
+        relayout.Pointwise(("relu", ()), False),
+    ]
     isas = [host(), AVX2, replace(AVX2, features="+avx512f"), replace(AVX2, cpu="znver4")]
     names = {kernel_key.kernel_key(kernel, isa) for kernel in kernels for isa in isas}
     assert None not in names

@@ -38,23 +38,7 @@ NUMBERS = {"leaky_relu": [(0.01,), (-0.5,)], "clamp": [(0.0, 6.0), (-0.5, 0.25)]
 ACTS: list[Act] = [(name, numbers) for name in LOWERINGS for numbers in NUMBERS.get(name, [()])]
 #: of float32: NaN with payloads and signs, among them one that signals
 PAYLOADS = [0x7FC00000, 0x7FC00001, 0xFFC12345, 0x7F800001, 0x7FFFFFFF]
-SPECIAL = [
-    0.0,
-    1e-40,
-    1e-30,
-    1e-6,
-    1e-3,
-    0.5,
-    1.0,
-    3.0,
-    20.0,
-    87.5,
-    88.0,
-    89.0,
-    104.0,
-    3e38,
-    math.inf,
-]
+SPECIAL = [0.0, 1e-40, 1e-30, 1e-6, 1e-3, 0.5, 1.0, 3.0, 20.0, 87.5, 88.0, 89.0, 104.0, 3e38, math.inf]
 
 
 def points() -> Tensor:
@@ -147,11 +131,13 @@ def test_every_activation_has_every_lowering() -> None:
     assert set(LOWERINGS) == set(ACTIVATIONS)
     tree = ast.parse((Path(gpu.__file__).parent / "activations.py").read_text())
     nodes = {getattr(node, "name", ""): node for node in tree.body}
-    compared = [node.comparators[0] for node in ast.walk(nodes["activated"])
-                if isinstance(node, ast.Compare) and ast.unparse(node.left) == "ACT"]  # fmt: skip
+    compared = [
+        node.comparators[0]
+        for node in ast.walk(nodes["activated"])
+        if isinstance(node, ast.Compare) and ast.unparse(node.left) == "ACT"
+    ]
     branches = {node.value for node in compared if isinstance(node, ast.Constant)} - {""}
-    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body
-                if isinstance(node, ast.Assign)}  # fmt: skip
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
     assert branches == set(ast.literal_eval(assigned["NAMES"])) == set(ACTIVATIONS)
 
 

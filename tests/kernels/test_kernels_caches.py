@@ -66,12 +66,10 @@ def image() -> Tensor:
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: SparseLinear.from_dense(pruned(nn.Linear(64, 32))), row),
     "convolution": (lambda: SparseConv2d.from_dense(pruned(nn.Conv2d(4, 8, 3))), image),
-    **{mode: (lambda mode=mode: Chained(mode), row)
-       for mode in ("dense", "columns", "certified+relu", "two+relu")},
+    **{mode: (lambda mode=mode: Chained(mode), row) for mode in ("dense", "columns", "certified+relu", "two+relu")},
     "network of columns": (conditioned, row),
-    "network in order": (
-        lambda: Order(bytes=20_000).applied(perceptron(), (row(),), None, None, TABLE), row),
-}  # fmt: skip
+    "network in order": (lambda: Order(bytes=20_000).applied(perceptron(), (row(),), None, None, TABLE), row),
+}
 
 
 def replaced(module: nn.Module, make: Callable[[Tensor], nn.Parameter]) -> None:
@@ -154,8 +152,9 @@ def test_nothing_outlives_a_network(name: str, inference: bool) -> None:
     networks = []
     with torch.inference_mode(inference and not name.startswith("trained")):
         networks = [MADE[name]() for _ in range(4)]
-    gone = [weakref.ref(t) for net in networks if isinstance(net, nn.Module)
-            for t in (*net.parameters(), *net.buffers())]  # fmt: skip
+    gone = [
+        weakref.ref(t) for net in networks if isinstance(net, nn.Module) for t in (*net.parameters(), *net.buffers())
+    ]
     del networks
     gc.collect()
     assert sizes() == before

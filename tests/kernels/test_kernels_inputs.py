@@ -68,14 +68,12 @@ def of_chain(mode: str) -> Case:
     """All products, those with 0 too, as torch has it."""
     w = {t: weight(ROWS, COLUMNS).to(t) for t in CLOSE}
     act = F.relu if "relu" in mode else lambda y: y
-    return Case(lambda x: chain(x, [w[x.dtype]], mode),
-                lambda x: act(x @ w[x.dtype].T), (2, COLUMNS))  # fmt: skip
+    return Case(lambda x: chain(x, [w[x.dtype]], mode), lambda x: act(x @ w[x.dtype].T), (2, COLUMNS))
 
 
 def of_spmm(columns: int) -> Case:
     w = weight(ROWS, COLUMNS)
-    return Case(lambda x: spmm(w.to(x.dtype).to_sparse_csr(), x),
-                lambda x: products(w, x[None])[0], (COLUMNS, columns))  # fmt: skip
+    return Case(lambda x: spmm(w.to(x.dtype).to_sparse_csr(), x), lambda x: products(w, x[None])[0], (COLUMNS, columns))
 
 
 def of_sddmm() -> Case:
@@ -93,8 +91,10 @@ CASES = {
     "signals": of_layer(SparseConv1d, nn.Conv1d(COLUMNS, ROWS, 3), (2, COLUMNS, 9)),
     "images": of_layer(SparseConv2d, nn.Conv2d(COLUMNS, ROWS, 3), (2, COLUMNS, 5, 6)),
     **{mode: of_chain(mode) for mode in ("dense", "columns", "certified+relu", "two+relu")},
-    "spmm": of_spmm(7), "spmm, one column": of_spmm(1), "sddmm": of_sddmm(),
-}  # fmt: skip
+    "spmm": of_spmm(7),
+    "spmm, one column": of_spmm(1),
+    "sddmm": of_sddmm(),
+}
 
 
 def put(value: float, at: slice = slice(17, 18)) -> Callable[[Tensor], Tensor]:
@@ -140,8 +140,9 @@ def close(found: Tensor, wanted: Tensor, name: str) -> None:
     assert found.shape == wanted.shape, name
     limit = CLOSE[found.dtype] * wanted.nan_to_num(0, 0, 0).abs().max() if wanted.numel() else 0
     found = found.detach().double()
-    torch.testing.assert_close(found, wanted, rtol=0, atol=float(limit) + 1e-44, equal_nan=True,
-                               msg=lambda words: f"{name}: {words}")  # fmt: skip
+    torch.testing.assert_close(
+        found, wanted, rtol=0, atol=float(limit) + 1e-44, equal_nan=True, msg=lambda words: f"{name}: {words}"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

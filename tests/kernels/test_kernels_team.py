@@ -94,8 +94,7 @@ def test_no_memory_at_a_call(monkeypatch):
     ordered, units = OrderedLayer(w, None, Bits(8)), torch.tensor([5, 3])
 
     def answers():
-        return [*segment([x], weights, text), chain(x, [w], "columns"), ordered.pilot(x),
-                ordered.rows(x, units)]  # fmt: skip
+        return [*segment([x], weights, text), chain(x, [w], "columns"), ordered.pilot(x), ordered.rows(x, units)]
 
     def none(self, size):
         raise NoPlan("no room")
@@ -116,8 +115,7 @@ def test_windows_runs_on_torch(monkeypatch):
             assert not llvm.is_installed()
         program, weights = layer("tokens", matrix(8, 8, 0.5, dtype=torch.float32))
         x, w = torch.randn(2, 8), torch.randn(4, 8)
-        assert torch.equal(segment([x], weights, program.text())[0],
-                           dense.run(program, [x], weights)[0])  # fmt: skip
+        assert torch.equal(segment([x], weights, program.text())[0], dense.run(program, [x], weights)[0])
         linear = torch.nn.functional.linear(x, w)
         assert torch.equal(chain(x, [w], "columns"), linear)
         assert torch.equal(OrderedLayer(w, None, Bits(8)).rows(x, torch.arange(4)), linear)
@@ -127,8 +125,11 @@ def test_windows_runs_on_torch(monkeypatch):
 
 def test_registers_of_macs(monkeypatch):
     """LLVM's name of their instruction set is arm64."""
-    for name, value in {"get_process_triple": "arm64-apple-darwin23", "get_host_cpu_features":
-                        {}, "get_host_cpu_name": "apple-m1"}.items():  # fmt: skip
+    for name, value in {
+        "get_process_triple": "arm64-apple-darwin23",
+        "get_host_cpu_features": {},
+        "get_host_cpu_name": "apple-m1",
+    }.items():
         kind = type("Features", (dict,), {"flatten": lambda self: ""})
         given = kind() if value == {} else value
         monkeypatch.setattr(isa.llvm, name, lambda given=given: given)

@@ -18,11 +18,7 @@ from demask.kernels.llvm.jit import assembly
 from guarded import guarded
 
 DRAWS = settings(
-    derandomize=True,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
+    derandomize=True, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 F = torch.nn.functional
 GARBAGE = 77.0
@@ -37,9 +33,7 @@ def narrower(lanes: int) -> Isa:
 ISAS = [host()] + [narrower(lanes) for lanes in (8, 4) if lanes < host().lanes]
 
 
-def inputs(
-    window: WindowKernel, image: tuple[int, int], seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(window: WindowKernel, image: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """x [rows, columns, channels], the weight [channels, 1, *size], the bias [channels]."""
     g = torch.Generator().manual_seed(seed)
     c = window.channels
@@ -47,8 +41,14 @@ def inputs(
     return x, weight, torch.randn(c, generator=g)
 
 
-def expected(window: WindowKernel, pad: tuple[int, int], x: Tensor, weight: Tensor,
-             bias: Tensor | None, onto: Tensor | None = None) -> Tensor:  # fmt: skip
+def expected(
+    window: WindowKernel,
+    pad: tuple[int, int],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    onto: Tensor | None = None,
+) -> Tensor:
     """What torch makes of it in float64 [rows, columns, channels]."""
     image = x.double().permute(2, 0, 1)[None]
     size, step, dilation = window.size, window.step, window.dilation
@@ -230,8 +230,7 @@ def test_kernels_compile_for_other_machines(isa):
         assert all(word in text for word in words[isa.name])
 
 
-@pytest.mark.skipif(AVX2.triple[:6] not in host().triple or sys.platform != "linux",
-                    reason="runs on x86-64 alone")  # fmt: skip
+@pytest.mark.skipif(AVX2.triple[:6] not in host().triple or sys.platform != "linux", reason="runs on x86-64 alone")
 def test_code_for_avx2_runs_here():
     if host().lanes < AVX2.lanes:
         pytest.skip("this machine has no AVX2")

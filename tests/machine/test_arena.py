@@ -8,16 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demask.machine import arena
-from demask.machine.arena import (
-    ALIGNMENT,
-    ArenaPlan,
-    Block,
-    View,
-    allocate,
-    peak_bytes,
-    plan_arena,
-    strided_bytes,
-)
+from demask.machine.arena import ALIGNMENT, ArenaPlan, Block, View, allocate, peak_bytes, plan_arena, strided_bytes
 
 
 @st.composite
@@ -70,10 +61,16 @@ def test_blocks_one_after_another_share_a_place():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 5), min_size=0, max_size=4),
-                          st.randoms(use_true_random=False),
-                          st.sampled_from([torch.float32, torch.float64, torch.bfloat16,
-                                           torch.int64, torch.bool])), max_size=6))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 5), min_size=0, max_size=4),
+            st.randoms(use_true_random=False),
+            st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]),
+        ),
+        max_size=6,
+    )
+)
 def test_views_are_where_the_plan_says(drawn):
     views, blocks = [], []
     for shape, random, dtype in drawn:
@@ -87,11 +84,9 @@ def test_views_are_where_the_plan_says(drawn):
     plan = plan_arena(blocks)
     placed = [View(at, *view) for at, view in zip(plan.offsets, views, strict=True)]
     tensors = allocate(plan.size, placed, torch.device("cpu"))
-    base = min((t.data_ptr() - v.offset for t, v in zip(tensors, placed, strict=True)
-                if t.numel()), default=0)  # fmt: skip
+    base = min((t.data_ptr() - v.offset for t, v in zip(tensors, placed, strict=True) if t.numel()), default=0)
     for tensor, view in zip(tensors, placed, strict=True):
-        assert (tuple(tensor.shape), tensor.stride(), tensor.dtype) == (
-            view.shape, view.stride, view.dtype)  # fmt: skip
+        assert (tuple(tensor.shape), tensor.stride(), tensor.dtype) == (view.shape, view.stride, view.dtype)
         if tensor.numel():
             assert tensor.data_ptr() % ALIGNMENT == 0
             assert tensor.data_ptr() == base + view.offset

@@ -12,9 +12,17 @@ from demask.machine.byte_sizes import format_bytes, parse_memory
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1GiB", 2**30), ("512 MiB", 512 * 2**20), ("1.5gb", 1_500_000_000), ("0.1 GB", 10**8),
-     ("64000000", 64_000_000), (4096, 4096), ("2TiB", 2**41), ("1B", 1)],
-)  # fmt: skip
+    [
+        ("1GiB", 2**30),
+        ("512 MiB", 512 * 2**20),
+        ("1.5gb", 1_500_000_000),
+        ("0.1 GB", 10**8),
+        ("64000000", 64_000_000),
+        (4096, 4096),
+        ("2TiB", 2**41),
+        ("1B", 1),
+    ],
+)
 def test_amounts_are_read_exactly(text, size):
     assert parse_memory(text) == size
 

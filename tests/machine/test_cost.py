@@ -296,9 +296,7 @@ def test_a_later_change_of_folder_does_not_move_the_file(tmp_path, monkeypatch):
         ("win32", {"LOCALAPPDATA": "{}/local", "XDG_CACHE_HOME": "{}/mine"}, "local"),
     ],
 )
-def test_the_file_is_where_the_platform_keeps_caches(
-    tmp_path, monkeypatch, system, variables, expected
-):
+def test_the_file_is_where_the_platform_keeps_caches(tmp_path, monkeypatch, system, variables, expected):
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": "{}/home", **variables}.items():
@@ -311,9 +309,7 @@ def test_the_file_is_where_the_platform_keeps_caches(
 # --- measuring ---
 
 
-@pytest.mark.parametrize(
-    ("seconds", "calls"), [(2**-20, 15), (2**-10, 5), (2**-9, 3), (0.125, 3), (4.0, 3)]
-)
+@pytest.mark.parametrize(("seconds", "calls"), [(2**-20, 15), (2**-10, 5), (2**-9, 3), (0.125, 3), (4.0, 3)])
 def test_a_call_is_timed_until_it_is_enough(seconds, calls):
     clock = Clock()
     asked = Asked(clock, seconds)

@@ -93,16 +93,16 @@ def net(case: Micro) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 @pytest.mark.sampled(18)
-@pytest.mark.parametrize("form", ["last", *(pytest.param(form, marks=pytest.mark.nightly)
-                                            for form in ("plain", "fused"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "form", ["last", *(pytest.param(form, marks=pytest.mark.nightly) for form in ("plain", "fused"))]
+)
 @pytest.mark.parametrize("case", MICROS, ids=lambda c: c.name)
 def test_the_fast_module_computes_the_same(case: Micro, form: str) -> None:
     model, args = net(case)
     expected, module = pair_of(model, args, FORMS[form])
     draw = torch.Generator().manual_seed(1)
     for batch in (len(args[0]), 1, 3, len(args[0])):
-        same(expected, module,
-             tuple(torch.randn(batch, *a.shape[1:], generator=draw) for a in args))  # fmt: skip
+        same(expected, module, tuple(torch.randn(batch, *a.shape[1:], generator=draw) for a in args))
 
 
 def residual(form=fused_form) -> tuple[nn.Module, Optimized, tuple[Tensor, ...]]:
@@ -118,9 +118,13 @@ def residual_once(form) -> tuple[nn.Module, Optimized, tuple[Tensor, ...]]:
 @pytest.mark.parametrize("form", FORMS)
 def test_any_strides(form: str) -> None:
     expected, module, (x,) = residual(FORMS[form])
-    images = [x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3).contiguous()
-              .transpose(2, 3), torch.randn(2, 6, 16, 6)[:, ::2, ::2], x[:1].expand(3, -1, -1, -1),
-              x.flip(3)]  # fmt: skip
+    images = [
+        x.contiguous(memory_format=torch.channels_last),
+        x.transpose(2, 3).contiguous().transpose(2, 3),
+        torch.randn(2, 6, 16, 6)[:, ::2, ::2],
+        x[:1].expand(3, -1, -1, -1),
+        x.flip(3),
+    ]
     for image in images:
         same(expected, module, (image,))
         fresh = copy.deepcopy(module)  # whose plan is made of these strides
@@ -226,9 +230,7 @@ def test_outputs_share_no_memory() -> None:
         outputs = [o for o in pytree.tree_leaves(module(*args)) if o.numel()]
         plans_made = list(module.plans.known.values())
         arenas = [view for plan in plans_made for memory in plan.spare for view in memory]
-        kept = [
-            t for plan in plans_made for t in plan.precomputed if isinstance(t, Tensor)
-        ] + arenas
+        kept = [t for plan in plans_made for t in plan.precomputed if isinstance(t, Tensor)] + arenas
         places = {t.untyped_storage().data_ptr() for t in kept if not t.is_mkldnn}
         assert not places & {o.untyped_storage().data_ptr() for o in outputs}, case.name
 
@@ -251,11 +253,15 @@ def test_inference_mode_first() -> None:
     same(expected, module, (x,))
 
 
-@pytest.mark.parametrize("make", [
-    lambda m, x: (m.c(x), x.new_ones(x.shape[0], 2)),
-    lambda m, x: (m.c(x), torch.zeros(x.shape[0], 3).t()),
-    lambda m, x: (m.c(x), torch.arange(x.shape[0]) * 2.0),
-], ids=("new_ones", "view of zeros", "arange"))  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m, x: (m.c(x), x.new_ones(x.shape[0], 2)),
+        lambda m, x: (m.c(x), torch.zeros(x.shape[0], 3).t()),
+        lambda m, x: (m.c(x), torch.arange(x.shape[0]) * 2.0),
+    ],
+    ids=("new_ones", "view of zeros", "arange"),
+)
 def test_what_is_kept_is_not_given_away(make) -> None:
     x = torch.randn(2, 4)
     expected, module = pair_of(Calls(make, **STEPS), (x,))
@@ -288,10 +294,7 @@ OVERLAPS = {
     "expand": lambda m, x: m.c(x).unsqueeze(1).expand(2, 5, 8).relu(),
     "unfold": lambda m, x: m.c(x).unfold(1, 4, 2).relu(),
 }
-HIDDEN = {
-    "unsafe_split": lambda m, x: _split(m.c(x).tanh()),
-    "_unsafe_view": lambda m, x: _viewed(m.c(x).tanh()),
-}
+HIDDEN = {"unsafe_split": lambda m, x: _split(m.c(x).tanh()), "_unsafe_view": lambda m, x: _viewed(m.c(x).tanh())}
 
 
 def _split(y: Tensor) -> Tensor:
@@ -366,10 +369,17 @@ def test_what_must_stay_is_not_written_over(run) -> None:
     same(*pair_of(Calls(run, t=torch.randn(2, 4)), (x,)), (x,))
 
 
-@pytest.mark.parametrize("run", [
-    lambda m, x: x.exp(), lambda m, x: x.exp().view(-1), lambda m, x: (x.exp()[:, 1:],),
-    lambda m, x: {"a": [x.exp().t()]}, lambda m, x: x.exp().split(2, 1)[0],
-], ids=("itself", "a view", "a slice", "nested", "a part"))  # fmt: skip
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda m, x: x.exp(),
+        lambda m, x: x.exp().view(-1),
+        lambda m, x: (x.exp()[:, 1:],),
+        lambda m, x: {"a": [x.exp().t()]},
+        lambda m, x: x.exp().split(2, 1)[0],
+    ],
+    ids=("itself", "a view", "a slice", "nested", "a part"),
+)
 def test_outputs_are_not_in_the_arena(run) -> None:
     assert in_arena(run) == set()
 

@@ -32,9 +32,7 @@ def test_rounds_alternate_their_order_after_the_warmup():
 def test_timings_come_from_the_clock():
     # First round: a took 1, b took 5. Second round, turned: b took 7, a took 3.
     seconds = iter([0, 1, 10, 15, 20, 27, 30, 33])
-    timings = time_alternately(
-        recording([], "a", "b"), pairs=2, warmup=0, clock=lambda: next(seconds)
-    )
+    timings = time_alternately(recording([], "a", "b"), pairs=2, warmup=0, clock=lambda: next(seconds))
     assert timings == {"a": Timing(2.0, 1.2, 2.8, 2), "b": Timing(6.0, 5.2, 6.8, 2)}
 
 

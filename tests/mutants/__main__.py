@@ -119,8 +119,9 @@ def main(arguments: argparse.Namespace) -> int:
     gc.freeze()
     chosen, status = selected(arguments), 0
     print(f"{len(chosen)} of {len(FAULTS)} faults", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT,
-                            capture_output=True, text=True).stdout.strip()  # fmt: skip
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
@@ -137,8 +138,11 @@ def main(arguments: argparse.Namespace) -> int:
             after = os.times()
             used = after.children_user + after.children_system
             used -= before.children_user + before.children_system
-            print(f"{fault.name:50} {test or 'MISSED'}  ({used:.0f} s of processor time, "
-                  f"{time.monotonic() - start:.0f} s)", flush=True)  # fmt: skip
+            print(
+                f"{fault.name:50} {test or 'MISSED'}  ({used:.0f} s of processor time, "
+                f"{time.monotonic() - start:.0f} s)",
+                flush=True,
+            )
             status = status or int(not test)
             results = read_results()
             results[fault.name] = {"test": test, "seconds": round(used, 1), "commit": commit}

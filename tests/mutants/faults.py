@@ -204,7 +204,7 @@ WRITTEN = (
     fault("certificate-without-rounding", "kernels/cpu/zero_proof.py",
           "b.fmul(e_max, FLOAT(1 + 4 * UNIT))", "b.fmul(e_max, FLOAT(0.5))", "pilot_certified"),
     fault("mean-of-too-many", "sparse/plan/value_moves.py",
-          'np.int32), "pixels": height * width,', 'np.int32), "pixels": height * width + 1,',
+          '"pixels": height * width,', '"pixels": height * width + 1,',
           "sparse_plan", "sparse_segments", "sparse_op"),
     fault("pool-counts", "sparse/plan/value_moves.py",
           "scale = np.where(is_inside, 1 / np.maximum(counts, 1), 0)",
@@ -360,8 +360,18 @@ WRITTEN = (
           "if value.isnan().any()", "if False", "checkpoint_input"),
 )  # fmt: skip
 
-OTHER = {" < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " + ": " - ", " - ": " + ",
-         "max(": "min(", "min(": "max(", " and ": " or ", " or ": " and "}  # fmt: skip
+OTHER = {
+    " < ": " <= ",
+    " <= ": " < ",
+    " > ": " >= ",
+    " >= ": " > ",
+    " + ": " - ",
+    " - ": " + ",
+    "max(": "min(",
+    "min(": "max(",
+    " and ": " or ",
+    " or ": " and ",
+}
 KINDS = {
     "off by one": r" (?:<=|>=|<|>) ",
     "sign": r" [+-] ",
@@ -378,8 +388,9 @@ def wrong_of(kind: str, line: str) -> str:
         return re.sub(r"if .*:$", "if False:", line)
     if kind == "rounding":
         start = line.index("-(-")
-        depth = [line[start + 1 : k].count("(") - line[start + 1 : k].count(")")
-                 for k in range(start + 2, len(line) + 1)]  # fmt: skip
+        depth = [
+            line[start + 1 : k].count("(") - line[start + 1 : k].count(")") for k in range(start + 2, len(line) + 1)
+        ]
         end = start + 2 + depth.index(0)
         return line[:start] + "(" + line[start + 3 : end - 1] + ")" + line[end:]
     if kind == "incomplete":

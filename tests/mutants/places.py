@@ -109,7 +109,7 @@ PLACES: tuple[tuple, ...] = (
      ("guard", "if numbers.min() < (-1 if step.padded else 0) or numbers.max() >= channels:")),
     ("sparse/plan/layers/window_piece.py", "dense_blocks dense_channels thread_counts",
      ("rounding",
-      "for begin, end in by_thread(-(-channels // step), tape.threads)]  # fmt: skip")),
+      "for begin, end in by_thread(-(-channels // step), tape.threads)]")),
     ("sparse/plan/segment_plan.py", "sparse_plan segment_moves",
      ("sign",
       "return [(0, images, runs)] + ([(runs * images, remainder, 1)] if remainder else [])")),

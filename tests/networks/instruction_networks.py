@@ -37,9 +37,7 @@ def images(*shape: int) -> torch.Tensor:
 
 def plain(model, args, machine=None, kwargs=None) -> Instructions:
     """The list of a network that has no strides."""
-    program = canonicalize_calls(
-        fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={})))
-    )
+    program = canonicalize_calls(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))))
     return listed(fold_affine(program), machine or Machine())
 
 
@@ -82,9 +80,7 @@ class Block(nn.Module):
         self.b, self.bn = nn.Conv2d(out, out, 3, padding=1, bias=False), nn.BatchNorm2d(out)
         self.skip = None
         if stride != 1 or width != out:
-            self.skip = nn.Sequential(
-                nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out)
-            )
+            self.skip = nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out))
 
     def forward(self, x):
         y = self.bn(self.b(F.relu(self.an(self.a(x)))))
@@ -93,10 +89,17 @@ class Block(nn.Module):
 
 def resnet(stride: int = 2) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 7, stride, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.MaxPool2d(3, 2, 1), Block(8, 8, 1), Block(8, 16, stride), Block(16, 24, stride),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 7, stride, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        Block(8, 8, 1),
+        Block(8, 16, stride),
+        Block(16, 24, stride),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(24, 10),
+    )
 
 
 class Excite(nn.Module):
@@ -118,11 +121,16 @@ class Inverted(nn.Module):
         super().__init__()
         wide = 3 * width
         self.body = nn.Sequential(
-            nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide), act(),
-            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False), nn.BatchNorm2d(wide),
-            act(), *([Excite(wide)] if excite else []),
-            nn.Conv2d(wide, out, 1, bias=False), nn.BatchNorm2d(out),
-        )  # fmt: skip
+            nn.Conv2d(width, wide, 1, bias=False),
+            nn.BatchNorm2d(wide),
+            act(),
+            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            act(),
+            *([Excite(wide)] if excite else []),
+            nn.Conv2d(wide, out, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
         self.joins = stride == 1 and width == out
 
     def forward(self, x):
@@ -131,20 +139,36 @@ class Inverted(nn.Module):
 
 def mobilenet(stride: int = 2) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU6(),
-        Inverted(8, 8, 1, nn.ReLU6), Inverted(8, 12, stride, nn.ReLU6),
-        Inverted(12, 12, 1, nn.Hardswish, excite=True), Inverted(12, 16, stride, nn.SiLU),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 10),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, stride, 1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU6(),
+        Inverted(8, 8, 1, nn.ReLU6),
+        Inverted(8, 12, stride, nn.ReLU6),
+        Inverted(12, 12, 1, nn.Hardswish, excite=True),
+        Inverted(12, 16, stride, nn.SiLU),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(16, 10),
+    )
 
 
 def lenet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2), nn.Sigmoid(), nn.AvgPool2d(2),
-        nn.Conv2d(6, 16, 5), nn.Sigmoid(), nn.AvgPool2d(2), nn.Flatten(),
-        nn.Linear(400, 40), nn.Sigmoid(), nn.Linear(40, 20), nn.Tanh(), nn.Linear(20, 10),
+        nn.Conv2d(1, 6, 5, padding=2),
+        nn.Sigmoid(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.Sigmoid(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 40),
+        nn.Sigmoid(),
+        nn.Linear(40, 20),
+        nn.Tanh(),
+        nn.Linear(20, 10),
         nn.LogSoftmax(1),
-    )  # fmt: skip
+    )
 
 
 def flat(value):

@@ -72,16 +72,12 @@ def image(*sizes: int) -> tuple[Tensor, ...]:
 
 @micro(4 * 3 + 3 + 3 * 2 + 2)
 def mlp() -> Made:
-    return nn.Sequential(dead(nn.Linear(4, 8), [0, 2, 3, 5, 7]), nn.ReLU(), nn.Linear(8, 2)), image(
-        3, 4
-    )
+    return nn.Sequential(dead(nn.Linear(4, 8), [0, 2, 3, 5, 7]), nn.ReLU(), nn.Linear(8, 2)), image(3, 4)
 
 
 @micro(4 * 3 + 3 + 3 * 2 + 2)
 def mlp_bias_remains() -> Made:
-    net = nn.Sequential(
-        dead(nn.Linear(4, 8), [0, 2, 3, 5, 7], bias=False), nn.GELU(), nn.Linear(8, 2)
-    )
+    net = nn.Sequential(dead(nn.Linear(4, 8), [0, 2, 3, 5, 7], bias=False), nn.GELU(), nn.Linear(8, 2))
     return net, image(3, 4)
 
 
@@ -107,10 +103,7 @@ def dead_outputs_are_scattered() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 4 + 4 * 5 * 9 + 5, resizable=True)
 def conv_bn_relu_conv() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3, padding=1), [0, 3, 4, 7]),
-        norm(8, shift=False),
-        nn.ReLU(),
-        nn.Conv2d(8, 5, 3),
+        dead(nn.Conv2d(3, 8, 3, padding=1), [0, 3, 4, 7]), norm(8, shift=False), nn.ReLU(), nn.Conv2d(8, 5, 3)
     )
     return net, image()
 
@@ -118,10 +111,7 @@ def conv_bn_relu_conv() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 4 + 4 * 5 * 9 + 5 + 5 * 9, resizable=True)
 def constants_under_padding() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3, padding=1), [0, 3, 4, 7]),
-        norm(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 5, 3, padding=1),
+        dead(nn.Conv2d(3, 8, 3, padding=1), [0, 3, 4, 7]), norm(8), nn.ReLU(), nn.Conv2d(8, 5, 3, padding=1)
     )
     return net, image()
 
@@ -129,9 +119,7 @@ def constants_under_padding() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 4 + 4 * 5 + 5, resizable=True)
 def same_padding_of_1x1_pads_nothing() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3, padding="same"), [0, 3, 4, 7]),
-        norm(8),
-        nn.Conv2d(8, 5, 1, padding="same"),
+        dead(nn.Conv2d(3, 8, 3, padding="same"), [0, 3, 4, 7]), norm(8), nn.Conv2d(8, 5, 1, padding="same")
     )
     return net, image()
 
@@ -170,10 +158,7 @@ def concat() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 9 + 4 + 4 * 5 + 5, resizable=True)
 def depthwise() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7]),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, groups=8),
-        nn.Conv2d(8, 5, 1),
+        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7]), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 5, 1)
     )
     return net, image()
 
@@ -181,10 +166,7 @@ def depthwise() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 9 + 4 + 4 * 5 + 5, resizable=True)
 def dead_depthwise() -> Made:
     net = nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.ReLU(),
-        dead(nn.Conv2d(8, 8, 3, groups=8), [0, 3, 4, 7]),
-        nn.Conv2d(8, 5, 1),
+        nn.Conv2d(3, 8, 3), nn.ReLU(), dead(nn.Conv2d(8, 8, 3, groups=8), [0, 3, 4, 7]), nn.Conv2d(8, 5, 1)
     )
     return net, image()
 
@@ -192,10 +174,7 @@ def dead_depthwise() -> Made:
 @micro(3 * 5 * 9 + 5 + (1 * 4 + 4 * 4) * 1 + 8 + 8 * 2 + 2, resizable=True)
 def uneven_groups() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3), [0, 1, 3]),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 1, groups=2),
-        nn.Conv2d(8, 2, 1),
+        dead(nn.Conv2d(3, 8, 3), [0, 1, 3]), nn.ReLU(), nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 2, 1)
     )
     return net, image()
 
@@ -229,9 +208,7 @@ def transposed() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 5 * 9 + 5 + 5 * 9, resizable=True)
 def constants_into_transposed() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False),
-        nn.ReLU(),
-        nn.ConvTranspose2d(8, 5, 3, stride=2),
+        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False), nn.ReLU(), nn.ConvTranspose2d(8, 5, 3, stride=2)
     )
     with torch.no_grad():
         net[0].bias[[0, 3, 4, 7]] = 0.5
@@ -253,9 +230,7 @@ def conv3d() -> Made:
 @micro(3 * 4 * 9 + 4 + 2 * 4 + 4 * 5 * 9 + 5, resizable=True)
 def instance_norm() -> Made:
     layer = nn.InstanceNorm2d(8, affine=True)
-    net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False), layer, nn.Conv2d(8, 5, 3)
-    )
+    net = nn.Sequential(dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False), layer, nn.Conv2d(8, 5, 3))
     return net, image(2, 3, 12, 11)
 
 
@@ -275,10 +250,7 @@ def pooling_and_upsampling() -> Made:
 @micro(3 * 8 * 9 + 8 + 2 * 5 + 5, resizable=True)
 def pixel_shuffle() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 16, 3), [4, 5, 6, 7, 12, 13, 14, 15]),
-        nn.PixelShuffle(2),
-        nn.ReLU(),
-        nn.Conv2d(4, 5, 1),
+        dead(nn.Conv2d(3, 16, 3), [4, 5, 6, 7, 12, 13, 14, 15]), nn.PixelShuffle(2), nn.ReLU(), nn.Conv2d(4, 5, 1)
     )
     return net, image()
 
@@ -286,9 +258,7 @@ def pixel_shuffle() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 5 * 9 + 5, resizable=True)
 def pad_modes() -> Made:
     net = Net(
-        lambda m, x: m["b"](
-            F.pad(F.pad(m["a"](x).relu(), (1, 2, 1, 1), mode="reflect"), (1, 0, 0, 1))
-        ),
+        lambda m, x: m["b"](F.pad(F.pad(m["a"](x).relu(), (1, 2, 1, 1), mode="reflect"), (1, 0, 0, 1))),
         a=dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7]),
         b=nn.Conv2d(8, 5, 3),
     )
@@ -298,10 +268,7 @@ def pad_modes() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 24 * 5 + 5)
 def flatten_into_linear() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(8 * 24, 5),
+        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 24, 5)
     )
     return net, image()
 
@@ -367,9 +334,7 @@ def dead_branch() -> Made:
 
 @micro(2)
 def dead_layer() -> Made:
-    net = nn.Sequential(
-        nn.Linear(4, 5), nn.ReLU(), dead(nn.Linear(5, 5), list(range(5))), nn.Linear(5, 2)
-    )
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), dead(nn.Linear(5, 5), list(range(5))), nn.Linear(5, 2))
     return net, image(3, 4)
 
 

@@ -23,9 +23,7 @@ def rest(layer: nn.RNNBase, gates: int, units: list[int], only: int | None = Non
     with torch.no_grad():
         for name, value in layer.named_parameters():
             if "weight_hr" not in name:
-                value.view(gates, layer.hidden_size, -1)[only if only is not None else slice(None)][
-                    ..., units, :
-                ] = 0
+                value.view(gates, layer.hidden_size, -1)[only if only is not None else slice(None)][..., units, :] = 0
     return layer
 
 
@@ -80,11 +78,7 @@ def lstm_from_input_states() -> Made:
     with torch.no_grad():
         head.weight[:, HALF[:4]] = 0
         layer.weight_hh_l0[:, HALF[:4]] = 0
-    net = Net(
-        lambda m, x, h, c: m["head"](m["layer"](x, (h.unsqueeze(0), c.unsqueeze(0)))[0]),
-        layer=layer,
-        head=head,
-    )
+    net = Net(lambda m, x, h, c: m["head"](m["layer"](x, (h.unsqueeze(0), c.unsqueeze(0)))[0]), layer=layer, head=head)
     return net, (torch.randn(3, 7, 16), torch.randn(3, 16), torch.randn(3, 16))
 
 

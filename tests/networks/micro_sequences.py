@@ -12,8 +12,16 @@ from micro import Made, Net, dead, image, micro
 class Attention(nn.Module):
     """Self-attention: fused or separate projections, shared key heads, one op or several."""
 
-    def __init__(self, width: int, *, heads: int = 4, shared: int | None = None, form: str = "sdpa",
-                 fused: str = "", bias: bool = True):  # fmt: skip
+    def __init__(
+        self,
+        width: int,
+        *,
+        heads: int = 4,
+        shared: int | None = None,
+        form: str = "sdpa",
+        fused: str = "",
+        bias: bool = True,
+    ):
         super().__init__()
         self.heads, self.size, self.form, self.fused = heads, width // heads, form, fused
         self.shared = heads if shared is None else shared
@@ -276,8 +284,13 @@ def misaligned_residual() -> Made:
     """Both sides of the add keep their own four of eight channels; six are left of their sum."""
     a, b, c = (nn.Conv2d(i, 8, 3, padding=1, bias=False) for i in (3, 8, 8))
     dead(a, [0, 1, 2, 3]), dead(b, [0, 2, 4, 6]), dead(c, [0, 1, 4, 5])
-    net = Net(lambda m, x: m["d"]((y := F.relu(m["a"](x))) + m["c"](F.relu(m["b"](y)))),
-              a=a, b=b, c=c, d=nn.Conv2d(8, 4, 3, bias=False))  # fmt: skip
+    net = Net(
+        lambda m, x: m["d"]((y := F.relu(m["a"](x))) + m["c"](F.relu(m["b"](y)))),
+        a=a,
+        b=b,
+        c=c,
+        d=nn.Conv2d(8, 4, 3, bias=False),
+    )
     return net, image()
 
 
@@ -298,9 +311,7 @@ def layer_norm() -> Made:
 @micro(3 * 4 * 9 + 4 + 2 * 4 + 4 * 2 + 2, resizable=True)
 def group_norm_with_dead_groups() -> Made:
     norm_layer = nn.GroupNorm(4, 8)
-    net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3), [0, 1, 6, 7], bias=False), norm_layer, nn.Conv2d(8, 2, 1)
-    )
+    net = nn.Sequential(dead(nn.Conv2d(3, 8, 3), [0, 1, 6, 7], bias=False), norm_layer, nn.Conv2d(8, 2, 1))
     with torch.no_grad():
         net[0].bias[[1, 7]] = net[0].bias[[0, 6]]
     return net, image()
@@ -311,9 +322,7 @@ def stacked_then_merged() -> Made:
     """Two values along an axis of their own, merged into their features, as the directions of an
     LSTM in an ONNX file: each loses other entries."""
     net = Net(
-        lambda m, x: m["c"](
-            torch.stack((m["a"](x), m["b"](x)), 1).permute(0, 2, 1, 3).reshape(*x.shape[:2], 10)
-        ),
+        lambda m, x: m["c"](torch.stack((m["a"](x), m["b"](x)), 1).permute(0, 2, 1, 3).reshape(*x.shape[:2], 10)),
         a=dead(nn.Linear(6, 5), [0, 3]),
         b=dead(nn.Linear(6, 5), [1, 2, 4]),
         c=nn.Linear(10, 4),

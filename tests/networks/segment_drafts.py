@@ -99,8 +99,9 @@ class Draft:
     def mean(self, x: int, keep: bool = True) -> int:
         return self.append(MeanStep(x, keep))
 
-    def check(self, *outputs: int, static: tuple[int, ...] = (), threads: Threads = 2,
-              isa: Isa | None = None, **laws: bool) -> SegmentPlan:  # fmt: skip
+    def check(
+        self, *outputs: int, static: tuple[int, ...] = (), threads: Threads = 2, isa: Isa | None = None, **laws: bool
+    ) -> SegmentPlan:
         """Compare the plans of these outputs with float64."""
         program = self.program(*outputs, static=static)
         return check(program, self.weights, self.inputs, threads, isa, **laws)
@@ -114,15 +115,19 @@ def all_at_once() -> Iterator[None]:
         yield
 
 
-def exact(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
-          ) -> list[Tensor]:  # fmt: skip
+def exact(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs in float64."""
     wide = [w.double() if w.is_floating_point() else w for w in weights]
     return dense.run(program, [x.double() for x in inputs], wide)
 
 
-def compare(outputs: Sequence[Tensor], program: SegmentProgram, weights: Sequence[Tensor],
-            inputs: Sequence[Tensor], each: bool = False) -> None:  # fmt: skip
+def compare(
+    outputs: Sequence[Tensor],
+    program: SegmentProgram,
+    weights: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    each: bool = False,
+) -> None:
     """Assert that outputs equal those in float64, and are finite where those are.
 
     each: by the largest element of each output, and half as far from it.
@@ -142,9 +147,16 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.int32)
 
 
-def check(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
-          threads: Threads = 2, isa: Isa | None = None, *, each: bool = False,
-          at_once: bool = False) -> SegmentPlan:  # fmt: skip
+def check(
+    program: SegmentProgram,
+    weights: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    threads: Threads = 2,
+    isa: Isa | None = None,
+    *,
+    each: bool = False,
+    at_once: bool = False,
+) -> SegmentPlan:
     """Compare plans with float64; the first of them is returned.
 
     Outputs have the same bits for all these numbers of threads and, if at_once, with all images of

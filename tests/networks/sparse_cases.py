@@ -37,9 +37,7 @@ def layer(kind: str, dense: Tensor, bias: Tensor | None = None, **fields):
         weights.append(bias)
     bias_span = None if bias is None else (3, 0, rows)
     if kind == "tokens":
-        return SegmentProgram(
-            (kind,), (LinearStep(0, spans, bias_span, rows, **fields),), (1,)
-        ), weights
+        return SegmentProgram((kind,), (LinearStep(0, spans, bias_span, rows, **fields),), (1,)), weights
     return SegmentProgram((kind,), (ConvStep(0, spans, bias_span, rows, **fields),), (1,)), weights
 
 

@@ -17,10 +17,7 @@ aten = torch.ops.aten
 _CONV = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
 _MAX = {1: aten.max_pool1d.default, 2: aten.max_pool2d.default, 3: aten.max_pool3d.default}
 _MEAN = {1: aten.avg_pool1d.default, 2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}
-_ONE = {
-    1: aten.adaptive_avg_pool1d.default, 2: aten.adaptive_avg_pool2d.default,
-    3: aten.adaptive_avg_pool3d.default,
-}  # fmt: skip
+_ONE = {1: aten.adaptive_avg_pool1d.default, 2: aten.adaptive_avg_pool2d.default, 3: aten.adaptive_avg_pool3d.default}
 
 
 class Drawn:
@@ -144,8 +141,9 @@ class Drawn:
         long = self.point(long)
         small = min(x.meta["val"].shape[2:]) < step  # avg_pool3d takes no such image
         if self.rng.random() < 0.5 or self.whole or small:
-            short = self.net.call(_CONV[self.rank], x, self.constant(channels, 1, *one), None,
-                                  even, [0] * self.rank, one, channels)  # fmt: skip
+            short = self.net.call(
+                _CONV[self.rank], x, self.constant(channels, 1, *one), None, even, [0] * self.rank, one, channels
+            )
         else:
             short = self.net.call(_MEAN[self.rank], x, even, even, [0] * self.rank, True)
         if self.rng.random() < 0.3:
@@ -160,8 +158,9 @@ class Drawn:
             weight = self.constant(channels, channels, *[k] * self.rank)
             pads, two = [k // 2] * self.rank, [2] * self.rank
             long = self.net.call(_CONV[self.rank], long, weight, None, two, pads, one, 1)
-        short = self.net.call(_CONV[self.rank], x, self.constant(channels, 1, *one), None,
-                              [4] * self.rank, [0] * self.rank, one, channels)  # fmt: skip
+        short = self.net.call(
+            _CONV[self.rank], x, self.constant(channels, 1, *one), None, [4] * self.rank, [0] * self.rank, one, channels
+        )
         return self.net.call(aten.add.Tensor, *self.rng.sample([long, short], 2))
 
     def gate(self, x: fx.Node) -> Any:

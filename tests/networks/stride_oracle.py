@@ -29,17 +29,26 @@ from demask.stride.targets import Target
 
 aten = torch.ops.aten
 _CONVS = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
-_WINDOWED = (*_CONVS.values(), aten.max_pool1d.default, aten.max_pool2d.default,
-             aten.max_pool3d.default, aten.avg_pool1d.default, aten.avg_pool2d.default,
-             aten.avg_pool3d.default)  # fmt: skip
+_WINDOWED = (
+    *_CONVS.values(),
+    aten.max_pool1d.default,
+    aten.max_pool2d.default,
+    aten.max_pool3d.default,
+    aten.avg_pool1d.default,
+    aten.avg_pool2d.default,
+    aten.avg_pool3d.default,
+)
 FLOAT, WHOLE = torch.float32, torch.int32
 MOST = {FLOAT: torch.finfo(FLOAT).max, WHOLE: torch.iinfo(WHOLE).max}
 LEAST = {FLOAT: -MOST[FLOAT], WHOLE: torch.iinfo(WHOLE).min}
 TINY = torch.finfo(FLOAT).smallest_normal
 HALVED = 1e-45  # the smallest number: half of it is 0
 # A number that three times itself, and a third of that, is not.
-THIRD = next(v for v in torch.rand(99, generator=torch.Generator().manual_seed(0)).tolist()
-             if float(torch.tensor(v) * 3 * (1 / 3)) != v)  # fmt: skip
+THIRD = next(
+    v
+    for v in torch.rand(99, generator=torch.Generator().manual_seed(0)).tolist()
+    if float(torch.tensor(v) * 3 * (1 / 3)) != v
+)
 
 
 @dataclass(slots=True)
@@ -126,21 +135,21 @@ _PRODUCT = "max_pool multiply"
 TARGETS: Mapping[str, list[Target]] = {
     "mask_max_pool": [*_masking("max_pool"), _target("max_pool select pad", pool_ceil=False)],
     "two_masks": [
-        _target(_PRODUCT, finite=True), _target(_PRODUCT), _target(_PRODUCT, mask=1.0),
+        _target(_PRODUCT, finite=True),
+        _target(_PRODUCT),
+        _target(_PRODUCT, mask=1.0),
         *(_target(_PRODUCT, finite=True, mask=a) for a in (0.5, 1.0, 3.0, 2.0**126)),
     ],
-    "select_max_pool": [_target("max_pool select"),
-                        _target("max_pool select pad", pool_ceil=False)],
+    "select_max_pool": [_target("max_pool select"), _target("max_pool select pad", pool_ceil=False)],
     "pool_1x1": [_target("max_pool")],
     "slice": [_target("slice")],
     "mask_sum_pool": [*_masking("sum_pool pad"), _target("sum_pool select pad", pool_ceil=False)],
-    "mask_avg_pool": [_target("avg_pool pad multiply select"),
-                      *_masking("avg_pool pad multiply")[1:]],
+    "mask_avg_pool": [_target("avg_pool pad multiply select"), *_masking("avg_pool pad multiply")[1:]],
     "split": _masking("max_pool relu add"),
     "rotate": [_target("rotate multiply add crop", finite=True)],
     "space_to_depth": [_target("space_to_depth pad", finite=True), _target("space_to_depth pad")],
     "phase_split": [_target("slice add pad")],
-}  # fmt: skip
+}
 
 
 # --- inputs and layers ---
@@ -164,9 +173,7 @@ def inputs(sizes: tuple[int, ...], channels: int, dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def layer(
-    kernel: tuple[int, ...], channels: int, groups: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def layer(kernel: tuple[int, ...], channels: int, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Weights without zeros, and biases that alone make the selected numbers special ones."""
     ends = (MOST[dtype], LEAST[dtype])
     special = (THIRD, HALVED) if dtype is FLOAT else (1, 1)
@@ -226,8 +233,7 @@ def truth(cell: Cell, site: StridedConv, call: FormInputs, write: Eager) -> Trut
     own = [axis.before for axis in cell.axes]
     if any(pads) and own == [axis.after for axis in cell.axes]:
         # Torch may sum in another order where it pads itself: forms must equal that to the bit.
-        by_torch = write.call(_CONVS[rank], call.x, call.weight, call.bias, ones, own, dilation,
-                          cell.groups)  # fmt: skip
+        by_torch = write.call(_CONVS[rank], call.x, call.weight, call.bias, ones, own, dilation, cell.groups)
         large = (call.x.abs() == MOST[cell.dtype]).flatten(1).any(1)
         assert torch.allclose(by_torch[~large], values[0][~large], rtol=1e-5, equal_nan=True)
         values = [by_torch]
@@ -244,8 +250,16 @@ def truth(cell: Cell, site: StridedConv, call: FormInputs, write: Eager) -> Trut
     return Truth(selected, finite[flat], large[flat], tuple(strided))
 
 
-def holds(form: StrideForm, cell: Cell, site: StridedConv, call: FormInputs, target: Target,
-          place: int, expected: Truth, write: Eager) -> bool:  # fmt: skip
+def holds(
+    form: StrideForm,
+    cell: Cell,
+    site: StridedConv,
+    call: FormInputs,
+    target: Target,
+    place: int,
+    expected: Truth,
+    write: Eager,
+) -> bool:
     """Is the form, written at a place whatever it refuses, what the stride keeps?"""
     try:
         output = form.built(write, site, target, call, place)
@@ -268,10 +282,7 @@ def holds(form: StrideForm, cell: Cell, site: StridedConv, call: FormInputs, tar
 
 
 def misses(
-    axes: tuple[ConvAxis, ...],
-    forms: Mapping[str, StrideForm] = FORMS,
-    channels: int = 1,
-    groups: int = 1,
+    axes: tuple[ConvAxis, ...], forms: Mapping[str, StrideForm] = FORMS, channels: int = 1, groups: int = 1
 ) -> Iterator[str]:
     """Where forms and oracle disagree on a convolution, in each dtype and before each function."""
     if any(axis.wide < 1 for axis in axes):
@@ -281,8 +292,7 @@ def misses(
         for function in functions:
             cell = Cell(axes, dtype, function, channels, groups)
             call = cell.call()
-            tried = Tried(cell, cell.site(), call, truth(cell, cell.site(), call, write), write,
-                          before)  # fmt: skip
+            tried = Tried(cell, cell.site(), call, truth(cell, cell.site(), call, write), write, before)
             for name, form in forms.items():
                 for target in TARGETS[name]:
                     if name != "two_masks" or not _undecided(cell, target):
@@ -309,8 +319,7 @@ class Tried:
         return self.before[form.name, target]
 
     def _holds(self, form: StrideForm, target: Target, place: int) -> bool:
-        return holds(form, self.cell, self.site, self.call, target, place, self.expected,
-                     self.write)  # fmt: skip
+        return holds(form, self.cell, self.site, self.call, target, place, self.expected, self.write)
 
     def missed(self, form: StrideForm, target: Target) -> Iterator[str]:
         place = form.first_sound(self.site, target)
@@ -340,9 +349,7 @@ def _said(target: Target) -> str:
 
 # --- the grid ---
 
-KERNELS, STRIDES, DILATIONS, PADS, SIZES = (
-    range(1, 8), range(1, 5), range(1, 4), range(4), range(1, 21),
-)  # fmt: skip
+KERNELS, STRIDES, DILATIONS, PADS, SIZES = (range(1, 8), range(1, 5), range(1, 4), range(4), range(1, 21))
 
 
 def grid(kernel: int, stride: int) -> Iterator[ConvAxis]:

@@ -57,15 +57,13 @@ def ran(program: Program, *inputs: Tensor) -> list[Tensor]:
         said, value = node.meta["val"], values[node]
         if isinstance(value, Tensor):
             assert said.dtype == value.dtype, node
-            alike = (not isinstance(n, int) or n == m
-                     for n, m in zip(said.shape, value.shape, strict=True))  # fmt: skip
+            alike = (not isinstance(n, int) or n == m for n, m in zip(said.shape, value.shape, strict=True))
             assert all(alike), node
     raise AssertionError("a graph without an output")
 
 
 def calls(program: Program, *targets: Any) -> list[fx.Node]:
-    return [n for n in program.graph.nodes if n.op == "call_function"
-            and (not targets or n.target in targets)]  # fmt: skip
+    return [n for n in program.graph.nodes if n.op == "call_function" and (not targets or n.target in targets)]
 
 
 def text(program: Program) -> str:

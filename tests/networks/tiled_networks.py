@@ -16,8 +16,7 @@ from demask.traverse import plan
 
 MIB = 2**20
 ULPS = 64  # of the largest value: sums over space and kernels of other sizes
-EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8,
-       torch.float16: 2.0**-11}  # fmt: skip
+EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 def decoder(width: int = 8) -> nn.Module:
@@ -25,21 +24,33 @@ def decoder(width: int = 8) -> nn.Module:
     torch.manual_seed(0)
     conv, block = networks.conv, networks.Block
     return nn.Sequential(
-        networks.Clamp(), conv(4, width), nn.ReLU(), block(width, pooled=True),
-        block(width, pooled=True), nn.Upsample(scale_factor=2), conv(width, width, bias=False),
-        block(width, pooled=False), nn.Upsample(scale_factor=2), conv(width, width, bias=False),
-        block(width, pooled=False), conv(width, 3),
-    ).eval()  # fmt: skip
+        networks.Clamp(),
+        conv(4, width),
+        nn.ReLU(),
+        block(width, pooled=True),
+        block(width, pooled=True),
+        nn.Upsample(scale_factor=2),
+        conv(width, width, bias=False),
+        block(width, pooled=False),
+        nn.Upsample(scale_factor=2),
+        conv(width, width, bias=False),
+        block(width, pooled=False),
+        conv(width, 3),
+    ).eval()
 
 
 def autoencoder() -> nn.Module:
     """Norms and attention over the image, strides, resizes."""
     torch.manual_seed(0)
     return nn.Sequential(
-        networks.conv(3, 32), networks.Residual(32, 32), networks.Half(32),
-        networks.Residual(32, 32), networks.Attention(32), nn.Upsample(scale_factor=2),
+        networks.conv(3, 32),
+        networks.Residual(32, 32),
+        networks.Half(32),
+        networks.Residual(32, 32),
+        networks.Attention(32),
+        nn.Upsample(scale_factor=2),
         *networks._ending(32, 3),
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 def seeded(make):
@@ -57,10 +68,12 @@ NETWORKS = {
     "squeeze-excite": (seeded(lambda: networks.squeeze_excite(4, 8)), (1, 3, 45, 39)),
     "SRVGG": (seeded(lambda: networks.SRVGG(3, 8)), (1, 3, 21, 33)),
     "RRDB": (seeded(lambda: networks.DenseTriple().blocks[0]), (1, 64, 25, 17)),
-    "dense": (seeded(lambda: nn.Sequential(networks.conv(3, 8), networks.Grown(8, 4),
-                                           networks.Grown(12, 4))), (1, 3, 41, 30)),
+    "dense": (
+        seeded(lambda: nn.Sequential(networks.conv(3, 8), networks.Grown(8, 4), networks.Grown(12, 4))),
+        (1, 3, 41, 30),
+    ),
     "gated": (seeded(lambda: nn.Sequential(*(networks.Gated() for _ in range(2)))), (1, 16, 40, 9)),
-}  # fmt: skip
+}
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:

@@ -27,14 +27,14 @@ def test_the_flow_law_holds(name):
 
 @pytest.mark.parametrize("name", ["aten.softmax.int", "aten.flip.default"])
 def test_a_wrong_line_breaks_the_flow_law(name):
-    wrong = Table((other, replace(entry, line="... -> ...") if other == name else entry)
-                  for other, entry in TABLE.items())  # fmt: skip
+    wrong = Table(
+        (other, replace(entry, line="... -> ...") if other == name else entry) for other, entry in TABLE.items()
+    )
     assert breaks(name, wrong)
 
 
 def breaks(name: str, table: Table = TABLE) -> bool:
-    laws = [check_flow_law(name, case, index, table) for other, index, case in CASES
-            if other == name]  # fmt: skip
+    laws = [check_flow_law(name, case, index, table) for other, index, case in CASES if other == name]
     return any(laws)
 
 
@@ -63,8 +63,7 @@ def test_parts_of_composite_axes():
 
 def test_of_a_part_of_several_letters_those_that_it_covers_go_on():
     """Channels (group, channel): a group holds whole pairs, and pairs hold no whole channel."""
-    conv = bound(aten.conv1d.default, torch.zeros(2, 4, 9), torch.zeros(12, 2, 3), None,
-                 [1], [1], [1], 2)  # fmt: skip
+    conv = bound(aten.conv1d.default, torch.zeros(2, 4, 9), torch.zeros(12, 2, 3), None, [1], [1], [1], 2)
     assert conv.ins[1][0] == conv.outs[0][1] == ("g", "o")
     assert follow(conv, 1, Part(0, inner=1, size=12)) == Part(1, 1, 12)
     assert follow(conv, 1, Part(0, inner=2, size=6)) == Part(1, 6, 2)
@@ -93,8 +92,9 @@ def test_tags_meet_where_operands_are_joined():
 def test_recurrent_units_are_mixed():
     """What a unit reads back is made of all of them, also through the state that is given."""
     weights = [torch.zeros(8, 3), torch.zeros(8, 8)]
-    call = bound(aten.rnn_relu.input, torch.zeros(5, 2, 3), torch.zeros(1, 2, 8), weights,
-                 False, 1, 0.0, False, False, False)  # fmt: skip
+    call = bound(
+        aten.rnn_relu.input, torch.zeros(5, 2, 3), torch.zeros(1, 2, 8), weights, False, 1, 0.0, False, False, False
+    )
     assert carry_back(call, {2: True})[1] == {}
     assert carry_back(call, {1: True})[:2] == ({1: True}, {1: True})
 

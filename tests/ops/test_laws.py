@@ -35,8 +35,7 @@ from night import at_night
 from torch_release import since
 
 OLDER = {"aten.aminmax.default": since(2, 12, "its gradient")}  # which the laws compare
-CASES = [pytest.param(*found, id=f"{found[0]}-{found[1]}", marks=OLDER.get(found[0], ()))
-         for found in law_cases(TABLE)]  # fmt: skip
+CASES = [pytest.param(*found, id=f"{found[0]}-{found[1]}", marks=OLDER.get(found[0], ())) for found in law_cases(TABLE)]
 SEVERAL = {case.values[0] for case in CASES if case.values[1] == 1}
 
 
@@ -72,10 +71,7 @@ INSENSITIVE = {
     "aten.addcmul.default": "a factor of a product that is zero everywhere, beside what is added",
     "aten.var.correction": "a shift of all values alike",
     "aten.std.correction": "a shift of all values alike",
-    **{
-        f"aten.adaptive_max_pool{d}d.default": "indices in an image of one value, whatever it is"
-        for d in (1, 2, 3)
-    },
+    **{f"aten.adaptive_max_pool{d}d.default": "indices in an image of one value, whatever it is" for d in (1, 2, 3)},
     "aten.scaled_dot_product_attention.default": "heads without a product, or that are not read, "
     "beside heads that stay: one call makes all of them alike",
     **{
@@ -131,9 +127,7 @@ def seeds(name: str, index: int, draw: int) -> range:
     return range(first, first + 2)
 
 
-def scatter_and_minimality(
-    name: str, index: int, case: Case, draw: int, parts: tuple[int, ...] = (0, 1)
-) -> None:
+def scatter_and_minimality(name: str, index: int, case: Case, draw: int, parts: tuple[int, ...] = (0, 1)) -> None:
     """parts: which of the two seeds of a draw."""
     for seed in (seeds(name, index, draw)[part] for part in parts):
         result = check_scatter_law(name, case, seed, TABLE, shrink)
@@ -176,15 +170,20 @@ def computed() -> Iterator[tuple[str, int, int, Case]]:
 
 
 # By day one seed of norms, and those that were wrong once.
-BY_DAY = {("aten.group_norm.default", 2): 5, ("aten.batch_norm.default", 3): 19,
-          ("aten.conv_transpose2d.input", 2): 1}  # fmt: skip
+BY_DAY = {("aten.group_norm.default", 2): 5, ("aten.batch_norm.default", 3): 19, ("aten.conv_transpose2d.input", 2): 1}
 
 
-@pytest.mark.parametrize(("name", "index", "k", "case", "seeds"), [
-    *((*row, (BY_DAY.get((row[0], row[2]), 1),)) for row in computed()
-      if TABLE[row[0]].affine or (row[0], row[2]) in BY_DAY),
-    *at_night(*((*row, range(2, 12)) for row in computed())),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "index", "k", "case", "seeds"),
+    [
+        *(
+            (*row, (BY_DAY.get((row[0], row[2]), 1),))
+            for row in computed()
+            if TABLE[row[0]].affine or (row[0], row[2]) in BY_DAY
+        ),
+        *at_night(*((*row, range(2, 12)) for row in computed())),
+    ],
+)
 def test_the_scatter_law_where_a_constant_is_computed(name, index, k, case, seeds):
     for seed in seeds:
         result = check_scatter_law(name, case, seed, TABLE, shrink)
@@ -265,9 +264,7 @@ def test_regions_of_convolutions_are_tight(size, kernel, stride, dilation, paddi
     overload = "padding" if isinstance(padding, str) else "default"
     where = padding if isinstance(padding, str) else [padding]
     weight = S((2, 3, kernel), True)
-    exact = intact(
-        f"aten.conv1d.{overload}", S((2, 3, size)), weight, None, [stride], where, [dilation]
-    )
+    exact = intact(f"aten.conv1d.{overload}", S((2, 3, size)), weight, None, [stride], where, [dilation])
     # A window with gaps, or one that lies all in the padding, may skip the first position.
     assert exact or dilation > 1 or (where != "valid" and where[0] >= kernel)
 
@@ -287,9 +284,8 @@ def test_regions_of_transposed_convolutions_hold(size, kernel, stride, padding, 
     assume((size - 1) * stride - 2 * padding + dilation * (kernel - 1) + extra + 1 > 0)
     weight = S((3, 2, kernel), True)
     exact = intact(
-        "aten.conv_transpose1d.default",
-        S((2, 3, size)), weight, None, [stride], [padding], [extra], 1, [dilation],
-    )  # fmt: skip
+        "aten.conv_transpose1d.default", S((2, 3, size)), weight, None, [stride], [padding], [extra], 1, [dilation]
+    )
     # With gaps inside a dilated window the first and last input reached may be read by no row.
     assert exact or dilation > 1 or kernel < stride
 
@@ -345,10 +341,7 @@ def test_regions_of_the_documented_forms():
     joined = related(aten.view.default, x, [2, 60])
     assert regions.needed_interval(joined, 0, 1, 12, 16) == (2, 4)
     normed = related(aten.layer_norm.default, x, [5])
-    assert (
-        regions.needed_interval(normed, 0, 1, 3, 4),
-        regions.needed_interval(normed, 0, 2, 3, 4),
-    ) == (
+    assert (regions.needed_interval(normed, 0, 1, 3, 4), regions.needed_interval(normed, 0, 2, 3, 4)) == (
         (3, 4),
         (0, 5),
     )
@@ -443,8 +436,7 @@ def test_wrong_letters_are_refused(name, line):
 
 
 def region_breaks(name: str, table: Table) -> bool:
-    results = (check_region_law(*found[:1], found[2], 0, table) for found in law_cases(table)
-               if found[0] == name)  # fmt: skip
+    results = (check_region_law(*found[:1], found[2], 0, table) for found in law_cases(table) if found[0] == name)
     return any(not isinstance(result, Declined) and result.broken for result in results)
 
 
@@ -499,8 +491,11 @@ def dead_middle() -> nn.Sequential:
 def test_the_oracle_sees_what_is_left_behind():
     x = torch.randn(16, 3, generator=torch.Generator().manual_seed(1)).double()
     net = dead_middle()
-    assert missed(net, (x,)) == ["0.weight, axis 0: position 1", "0.bias, axis 0: position 1",
-                                 "2.weight, axis 1: position 2"]  # fmt: skip
+    assert missed(net, (x,)) == [
+        "0.weight, axis 0: position 1",
+        "0.bias, axis 0: position 1",
+        "2.weight, axis 1: position 2",
+    ]
     assert missed(shrink(net, (x,)), (x,)) == []
     without = Table([(name, entry) for name, entry in TABLE.items() if name != "aten.relu.default"])
     assert "0.weight, axis 0: position 1" in missed(shrink(net, (x,), table=without), (x,))
@@ -509,19 +504,14 @@ def test_the_oracle_sees_what_is_left_behind():
 def test_the_oracle_sees_a_missing_affine_law():
     case = TABLE["aten.batch_norm.default"].cases[0]
     table = changed("aten.batch_norm.default", affine=None)
-    results = (
-        check_scatter_law("aten.batch_norm.default", case, seed, table, shrink)
-        for seed in range(0, 40, 4)
-    )
+    results = (check_scatter_law("aten.batch_norm.default", case, seed, table, shrink) for seed in range(0, 40, 4))
     assert any(result.ok and missed(result.slim, result.draw) for result in results)
 
 
 def test_check_holds_on_own_ops_and_names_what_breaks():
     table = TABLE.extended({"aten::tan": Entry("... -> ...", cases=(Case((S((2, 3, 4)),), {}),))})
     check("aten.tan.default", table, shrink)
-    wrong = TABLE.extended(
-        {"aten::tan": Entry("... -> ...", fill="same", cases=(Case((S((2, 3, 4)),), {}),))}
-    )
+    wrong = TABLE.extended({"aten::tan": Entry("... -> ...", fill="same", cases=(Case((S((2, 3, 4)),), {}),))})
     with pytest.raises(Mismatch, match=r"aten\.tan\.default, case 0, seed \d: .* relative"):
         check("aten.tan.default", wrong, shrink, seeds=8)
     with pytest.raises(TableError, match="no entry with cases"):
@@ -533,8 +523,6 @@ def test_check_holds_on_own_ops_and_names_what_breaks():
 def test_law_modules_are_drawn_from_their_seed():
     case = TABLE["aten.linear.default"].cases[0]
     first, again, other = (LawModule(torch.ops.aten.linear.default, case, s) for s in (5, 5, 6))
-    assert all(
-        torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert first.inputs(1)[0].equal(again.inputs(1)[0])
     assert not first.inputs(1)[0].equal(other.inputs(1)[0])

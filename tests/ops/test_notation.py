@@ -75,11 +75,7 @@ def bound(line, target, *args):
     [
         ("a b, b c -> a b", (torch.ones(2, 3), torch.ones(3, 4)), "axis ('b',) is 4 long"),
         ("a b, a c -> a c", (torch.ones(2, 3), torch.ones(3, 4)), "axis ('a',) is 3 long"),
-        (
-            "a b c, c d -> a d",
-            (torch.ones(2, 3), torch.ones(3, 4)),
-            "self of mm_default has 2 axes",
-        ),
+        ("a b c, c d -> a d", (torch.ones(2, 3), torch.ones(3, 4)), "self of mm_default has 2 axes"),
         ("a b, b c -> a", (torch.ones(2, 3), torch.ones(3, 4)), "output of mm_default has 2 axes"),
         ("a b -> a b", (torch.ones(2, 3), torch.ones(3, 4)), "has 1 operands"),
         ("a b, b c -> a c, a c", (torch.ones(2, 3), torch.ones(3, 4)), "2 outputs"),
@@ -92,9 +88,7 @@ def test_lines_that_contradict_their_call_are_refused(line, args, complaint):
 
 
 def test_sizes_given_with_a_line_must_multiply_to_the_axis():
-    table = Table(
-        [("aten.relu.default", Entry(lambda node: SizedLine("(g i) -> (g i)", {"g": 4})))]
-    )
+    table = Table([("aten.relu.default", Entry(lambda node: SizedLine("(g i) -> (g i)", {"g": 4})))])
     relation = bind(call_node(aten.relu.default, torch.ones(12)), table)
     assert isinstance(relation, Relation)
     assert relation.size == {"g": 4, "i": 3}
@@ -106,9 +100,7 @@ def test_sizes_given_with_a_line_must_multiply_to_the_axis():
 
 def test_an_op_has_one_entry():
     with pytest.raises(TableError, match=r"'aten\.relu\.default' has two entries"):
-        Table(
-            [("aten.relu.default", Entry("... -> ...")), ("aten.relu.default", Entry("... -> ..."))]
-        )
+        Table([("aten.relu.default", Entry("... -> ...")), ("aten.relu.default", Entry("... -> ..."))])
     with pytest.raises(TableError, match=r"'aten\.relu\.default' has two entries"):
         TABLE.extended({"aten::relu": "... -> ..."})
 

@@ -38,9 +38,12 @@ from test_tune import ran
 
 aten = torch.ops.aten
 SOFTSHRINK = Activation(
-    "softshrink", F.softshrink, (Equivalent(aten.softshrink.default, ("lambd",)),),
-    (Equivalent(nn.Softshrink, ("lambd",)),), presets={"softshrink": (0.5,)},
-)  # fmt: skip
+    "softshrink",
+    F.softshrink,
+    (Equivalent(aten.softshrink.default, ("lambd",)),),
+    (Equivalent(nn.Softshrink, ("lambd",)),),
+    presets={"softshrink": (0.5,)},
+)
 LOWERED: list[float] = []  # the numbers that the lowering was called with
 
 
@@ -117,8 +120,7 @@ def images(act: Act, *, step: int = 1, density: float = 1.0) -> nn.Module:
 
 
 def shapes(module: nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(p.shape[:2]) for name, p in module.named_parameters()
-            if p.ndim == 4 and "border" not in name]  # fmt: skip
+    return [tuple(p.shape[:2]) for name, p in module.named_parameters() if p.ndim == 4 and "border" not in name]
 
 
 IMAGES = torch.randn(2, 3, 16, 12, generator=torch.Generator().manual_seed(1))
@@ -252,8 +254,7 @@ def test_pilots_follow_it(act: Act, table: Table) -> None:
     model = images(act)
     rows = compare(model, (IMAGES,), by=["channels:0.5", "downsample:2"], pairs=0, table=table).rows
     assert not any(row.refused for row in rows)
-    half = condition(model, (IMAGES,), pilot="bits:4", condition="skip:0.5", check=False,
-                     table=table)  # fmt: skip
+    half = condition(model, (IMAGES,), pilot="bits:4", condition="skip:0.5", check=False, table=table)
     # Half of the channels of two layers: 4 of 8 are read, and 4 of 8 computed.
     assert half.network.demasked.after.macs == 2 * 16 * 12 * 9 * (3 * 4 + 4 * 4 + 4 * 2)
 
@@ -272,8 +273,12 @@ def test_without_its_entry_an_op_is_a_barrier() -> None:
     slim = demask(model, (IMAGES,), result="graph")
     assert shapes(slim)[:3] == WHOLE and "no rule for everywhere.squash" in str(report(slim))
     with pytest.raises(stride.NoSoundForm, match=r"no rule for everywhere\.squash"):
-        stride.lower(nn.Sequential(*images(Squash, step=2), nn.AdaptiveAvgPool2d(1)).eval(),
-                     (IMAGES,), target="no_pool", dynamic_shapes={})  # fmt: skip
+        stride.lower(
+            nn.Sequential(*images(Squash, step=2), nn.AdaptiveAvgPool2d(1)).eval(),
+            (IMAGES,),
+            target="no_pool",
+            dynamic_shapes={},
+        )
     with pytest.raises(BadInput, match="no plan of this network fits"):
         tile(model, (x,), memory="14MiB")
     assert halo(model, (x,)).barriers[0].why == "no rule for everywhere.squash.default"

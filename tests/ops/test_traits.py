@@ -20,10 +20,15 @@ WINDOWS = {
 }
 # Ops that passes rewrite before the table is asked, or that it declines.
 NOT_IN_TABLE = {
-    "aten.add_.Tensor", "aten.index_add.default", "aten.mT.default", "aten.where.ScalarOther",
-    "aten.where.ScalarSelf", *map(str, traits.OF_TWO_TENSORS),
-    *map(str, traits.OF_TWO_TENSORS.values()), *map(str, traits.DECOMPOSED_WITH_NUMBERS),
-}  # fmt: skip
+    "aten.add_.Tensor",
+    "aten.index_add.default",
+    "aten.mT.default",
+    "aten.where.ScalarOther",
+    "aten.where.ScalarSelf",
+    *map(str, traits.OF_TWO_TENSORS),
+    *map(str, traits.OF_TWO_TENSORS.values()),
+    *map(str, traits.DECOMPOSED_WITH_NUMBERS),
+}
 NAMES = [name for name in vars(traits) if name.isupper()]
 
 
@@ -53,10 +58,6 @@ def test_number_of_axes() -> None:
 
 
 def test_relus_and_clamps_are_activations() -> None:
-    names = {
-        op: activation.name
-        for op, entries in activations_by_op().items()
-        for activation, _ in entries
-    }
+    names = {op: activation.name for op, entries in activations_by_op().items() for activation, _ in entries}
     assert {names[op] for op in traits.RELUS} == {"relu", "clamp"}
     assert {names.get(op, "clamp") for op in traits.CLAMPS} == {"clamp"}

@@ -48,8 +48,7 @@ def test_the_numbers_of_a_row(residual, found):
     assert row.recall == pytest.approx((mine & theirs).sum().item() / mine.sum().item())
     assert found.zeros == pytest.approx(mine.double().mean().item())
     both = [collect(net, (x,)).magnitudes for net in (model, pilot)]
-    each = [torch.corrcoef(torch.stack([both[0][n].flatten(), both[1][n].flatten()]))[0, 1]
-            for n in both[0]]  # fmt: skip
+    each = [torch.corrcoef(torch.stack([both[0][n].flatten(), both[1][n].flatten()]))[0, 1] for n in both[0]]
     assert row.correlation == pytest.approx(torch.stack(each).mean().item(), rel=1e-4)
     assert found.inputs == 3 and len(found.same["bits:4"]) == 3
 

@@ -75,12 +75,8 @@ def put(value: Tensor, index: Tensor, other: float | Tensor) -> Tensor:
 
 
 def test_targets_end_before_sums(net: Net, x: Tensor):
-    found, left = targets_of(
-        Analysis(canonicalize(capture_program(net, (x,), None, None), TABLE), TABLE)
-    )
-    assert [(t.layer, t.node.name, t.axis, t.size) for t in found] == [
-        ("a", "relu", 1, 8), ("b", "conv2d_1", 1, 8),
-    ]  # fmt: skip
+    found, left = targets_of(Analysis(canonicalize(capture_program(net, (x,), None, None), TABLE), TABLE))
+    assert [(t.layer, t.node.name, t.axis, t.size) for t in found] == [("a", "relu", 1, 8), ("b", "conv2d_1", 1, 8)]
     assert left == (Decision("end", "dense", "the network's output is returned whole"),)
 
 
@@ -110,9 +106,7 @@ def test_a_threshold_is_of_the_mean(net: Net, x: Tensor):
     made = condition(net, (x,), pilot="bits:8", condition="skip:threshold=1.0", check=False)
     made(x)
     magnitudes = made.pilot(x)
-    assert made.last[0].tolist() == [
-        k for k, m in enumerate(magnitudes[0]) if m > magnitudes[0].mean()
-    ]
+    assert made.last[0].tolist() == [k for k, m in enumerate(magnitudes[0]) if m > magnitudes[0].mean()]
     none = condition(net, (x,), pilot="bits:8", condition="skip:threshold=99", check=False)
     none(x)
     assert [len(index) for index in none.last] == [1, 1]  # the most important one
@@ -210,17 +204,28 @@ def test_a_pilot_of_other_layers_is_refused(net: Net, x: Tensor):
 def test_texts():
     assert all(issubclass(kind, object) and kind.name for kind in KINDS)
     assert condition_of("skip:0.5") == Skip(0.5)
-    for made in (Skip(0.5), Skip(threshold=0.5), Value(0.25), Precision(0.5, bits=4),
-                 ConstantChannels(0.5, value=0.5), ConstantChannels(0.5),
-                 Skip(0.5, layers="a.*")):  # fmt: skip
+    for made in (
+        Skip(0.5),
+        Skip(threshold=0.5),
+        Value(0.25),
+        Precision(0.5, bits=4),
+        ConstantChannels(0.5, value=0.5),
+        ConstantChannels(0.5),
+        Skip(0.5, layers="a.*"),
+    ):
         assert isinstance(made, Condition)
         assert condition_of(text(made)) == made
     for wrong, words in (
-        ("none", "expected one of"), ("skip", "one of keep and threshold"),
-        ("skip:2", "at most 1"), ("skip:x", "expected float"), ("skip:0.5:bits=4", "no parameter"),
-        ("route", "not complete"), ("constant:0.5:value=x", "'mean'"),
-        ("precision:0.5:bits=99", "1 to 16 bits"), ("skip:threshold=-1", "0 or more"),
-    ):  # fmt: skip
+        ("none", "expected one of"),
+        ("skip", "one of keep and threshold"),
+        ("skip:2", "at most 1"),
+        ("skip:x", "expected float"),
+        ("skip:0.5:bits=4", "no parameter"),
+        ("route", "not complete"),
+        ("constant:0.5:value=x", "'mean'"),
+        ("precision:0.5:bits=99", "1 to 16 bits"),
+        ("skip:threshold=-1", "0 or more"),
+    ):
         with pytest.raises(BadInput, match=words):
             condition_of(wrong)
     with pytest.raises(BadInput, match="got int"):
@@ -258,8 +263,9 @@ def test_a_knob_with_a_guarantee(net: Net):
     inputs = [torch.randn(300, 3, 6, 6, generator=chance) for _ in range(3)]
     example = (inputs[0][:2],)
     for loss, expected in ((0.9, True), (0.0, False)):
-        made = condition(net, example, pilot="bits:8", condition="skip", check=False,
-                         calibration=inputs, loss=loss, knobs=(0.9, 0.5))  # fmt: skip
+        made = condition(
+            net, example, pilot="bits:8", condition="skip", check=False, calibration=inputs, loss=loss, knobs=(0.9, 0.5)
+        )
         assert (made.guarantee.threshold is not None) == expected
         assert (made.conditioned.decisions[0].what == "skip") == expected
     assert torch.equal(made(inputs[0]), net(inputs[0]))
@@ -279,15 +285,19 @@ def test_precision_says_that_it_saves_no_time(net: Net, x: Tensor):
     assert "saves no time" in made.conditioned.decisions[0].why
 
 
-@pytest.mark.parametrize(("name", "batches", "labels", "words"), [
-    ("skip", [], None, "got none"), ("columns", [2], None, "leave calibration out"),
-    ("order", [2], None, "leave calibration out"), ("skip", [2], torch.zeros(3).long(), r"\[3\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "batches", "labels", "words"),
+    [
+        ("skip", [], None, "got none"),
+        ("columns", [2], None, "leave calibration out"),
+        ("order", [2], None, "leave calibration out"),
+        ("skip", [2], torch.zeros(3).long(), r"\[3\]"),
+    ],
+)
 def test_calibration_that_cannot_be(net: Net, x: Tensor, name, batches, labels, words):
     given_ = [x[:n] for n in batches]
     with pytest.raises(BadInput, match=words):
-        condition(net, (x,), pilot="bits:8", condition=name, calibration=given_, labels=labels,
-                  knobs=(0.9,))  # fmt: skip
+        condition(net, (x,), pilot="bits:8", condition=name, calibration=given_, labels=labels, knobs=(0.9,))
 
 
 def test_a_condition_with_one_value_too_many_is_refused() -> None:

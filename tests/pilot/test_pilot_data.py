@@ -81,9 +81,7 @@ def test_tokens_and_heads():
     expected = F.relu(seen["linear1"].detach()).abs().mean(2)
     torch.testing.assert_close(tokens.magnitudes["layer.linear1"], expected)
     heads = collect(model, args, per="head")
-    assert {name: tuple(m.shape) for name, m in heads.magnitudes.items()} == {
-        "layer.self_attn": (3, 3)
-    }
+    assert {name: tuple(m.shape) for name, m in heads.magnitudes.items()} == {"layer.self_attn": (3, 3)}
 
 
 def test_heads_by_hand_and_spelled_out():
@@ -109,9 +107,7 @@ def test_what_was_cut_away_counts_as_zero(residual):
     model, args = residual
     slim = simplify(model, args, by="channels:0.5")
     data, full = collect(slim, args), collect(model, args)
-    assert {n: m.shape for n, m in data.magnitudes.items()} == {
-        n: m.shape for n, m in full.magnitudes.items()
-    }
+    assert {n: m.shape for n, m in data.magnitudes.items()} == {n: m.shape for n, m in full.magnitudes.items()}
     kept = slim.demasked.cuts["a.weight"].kept[0]
     gone = [k for k in range(8) if k not in kept]
     assert not data.magnitudes["a"][:, gone].any() and data.magnitudes["a"][:, list(kept)].any()
@@ -216,8 +212,12 @@ def test_a_file_that_does_not_fit_is_refused(stored, tmp_path):
         collect(Residual(7).eval(), (torch.randn(1, 3, 16, 16),), memory="1MB", weights=path)
     save_file({"stem.weight": torch.zeros(6, 3, 3, 3)}, tmp_path / "part.safetensors")
     with pytest.raises(BadInput, match="on the meta device only"):
-        collect(Residual().to("meta").eval(), (torch.randn(1, 3, 16, 16),), memory="1MB",
-                weights=tmp_path / "part.safetensors")  # fmt: skip
+        collect(
+            Residual().to("meta").eval(),
+            (torch.randn(1, 3, 16, 16),),
+            memory="1MB",
+            weights=tmp_path / "part.safetensors",
+        )
     with pytest.raises(BadInput, match="read as a whole"):
         collect(tmp_path / "model.pt2", (torch.randn(1, 3, 16, 16),), memory="1MB")
 

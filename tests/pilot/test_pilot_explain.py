@@ -54,9 +54,7 @@ def test_seconds_are_bytes_over_bandwidth():
     near = NOMINAL.seconds([moved], [1.0])
     assert near == pytest.approx(NOMINAL.call + NOMINAL.layer + moved.total * NOMINAL.near["dense"])
     flushed = NOMINAL.seconds([moved], [0.0])
-    assert flushed - near == pytest.approx(
-        moved.total * (NOMINAL.far["dense"] - NOMINAL.near["dense"])
-    )
+    assert flushed - near == pytest.approx(moved.total * (NOMINAL.far["dense"] - NOMINAL.near["dense"]))
     assert near < NOMINAL.seconds([moved], [0.5]) < flushed
 
 
@@ -67,9 +65,7 @@ def test_caches_hold_what_is_read_most():
     assert cached_shares(layers, 300.0) == [1.0, 1.0]
     often, seldom = cached_shares(layers, 200.0)
     assert 0.7 < often <= 1 and 0.2 < seldom < often
-    assert sum(cached_shares([[Uses(torch.tensor([400.0]), always)]], 100.0)) == pytest.approx(
-        0.25, abs=0.01
-    )
+    assert sum(cached_shares([[Uses(torch.tensor([400.0]), always)]], 100.0)) == pytest.approx(0.25, abs=0.01)
 
 
 def test_what_pays_is_used():
@@ -168,11 +164,7 @@ def test_conditions_are_decided_by_what_was_measured(monkeypatch, tmp_path):
     assert cost.here(1) is NOMINAL
     costs = Costs.open(threads=1)
     usual = dict.fromkeys(cost._names(costs)[:2], 1e-05)
-    large = [
-        cost._large(costs, kind, room)
-        for room in (cost.NEAR, cost.MIDDLE, cost.FAR)
-        for kind in cost.KINDS
-    ]
+    large = [cost._large(costs, kind, room) for room in (cost.NEAR, cost.MIDDLE, cost.FAR) for kind in cost.KINDS]
     costs._known |= {q.name: q.bytes * 2e-11 + 1e-5 for q in large} | usual
     costs.save()
     found = cost.here(1)

@@ -48,9 +48,10 @@ def gated(net, fraction=0.4, **knobs):
 def rows_of(gate):
     return {
         f"{layer.name}.{kind}": gate.rows[layer.name]
-        for layer in gate.layers for kind in ("weight", "bias")
+        for layer in gate.layers
+        for kind in ("weight", "bias")
         if getattr(layer, kind) is not None
-    }  # fmt: skip
+    }
 
 
 def loss(net, x):
@@ -84,9 +85,7 @@ def test_gradients_of_chosen_rows_are_those_of_the_network(net):
 def test_only_chosen_rows_are_multiplied(net, monkeypatch):
     seen = []
     for kind in (_GatedLinear, _GatedConv):
-        monkeypatch.setattr(
-            kind, "apply", lambda *given, real=kind.apply: seen.append(given[3]) or real(*given)
-        )
+        monkeypatch.setattr(kind, "apply", lambda *given, real=kind.apply: seen.append(given[3]) or real(*given))
     gate = gated(net)
     with gate:
         loss(net, torch.randn(1, 3, 8, 8, dtype=torch.float64))
@@ -185,9 +184,11 @@ def test_every_step_counts_what_it_updated(net):
         values = {n: p.detach().clone() for n, p in net.named_parameters()}
         gate.step(optimizer)
         moved = sum(int((p != values[n]).sum()) for n, p in net.named_parameters())
-        assert gate.updated - before == sum(
-            len(rows) * net.get_parameter(n)[0].numel() for n, rows in rows_of(gate).items()
-        ) >= moved  # fmt: skip
+        assert (
+            gate.updated - before
+            == sum(len(rows) * net.get_parameter(n)[0].numel() for n, rows in rows_of(gate).items())
+            >= moved
+        )
 
 
 def test_priorities_may_come_from_a_function_again_and_again(net):
@@ -195,8 +196,10 @@ def test_priorities_may_come_from_a_function_again_and_again(net):
 
     def told():
         asked.append(1)
-        return {layer.name: torch.arange(layer.units) * (-1.0) ** len(asked)
-                for layer in Gate(net, fraction=1, by="random").layers}  # fmt: skip
+        return {
+            layer.name: torch.arange(layer.units) * (-1.0) ** len(asked)
+            for layer in Gate(net, fraction=1, by="random").layers
+        }
 
     gate = Gate(net, told, fraction=0.5, every=2)
     optimizer, seen = optim.SGD(net.parameters(), 0.0), [gate.rows["head"].tolist()]

@@ -12,23 +12,18 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.pilot import rate_bounds as bounds
-from demask.pilot.guarantee import (
-    Guarantee,
-    Measured,
-    Outcomes,
-    by_mean,
-    compared,
-    guarantee,
-    observed,
-    splits,
-)
+from demask.pilot.guarantee import Guarantee, Measured, Outcomes, by_mean, compared, guarantee, observed, splits
 from demask.pilot.rate_bounds import clopper_pearson, paired_bound, paired_p_value, upper_bound
 
 # (events, draws, low, high) at 95 %, from published tables of Clopper and Pearson's interval.
 TABLE = [
-    (0, 10, 0.0, 0.3085), (1, 10, 0.0025, 0.4450), (5, 10, 0.1871, 0.8129), (10, 10, 0.6915, 1.0),
-    (4, 20, 0.0573, 0.4366), (81, 263, 0.2527, 0.3676),
-]  # fmt: skip
+    (0, 10, 0.0, 0.3085),
+    (1, 10, 0.0025, 0.4450),
+    (5, 10, 0.1871, 0.8129),
+    (10, 10, 0.6915, 1.0),
+    (4, 20, 0.0573, 0.4366),
+    (81, 263, 0.2527, 0.3676),
+]
 
 
 @pytest.mark.parametrize(("k", "n", "low", "high"), TABLE)
@@ -39,8 +34,7 @@ def test_intervals_are_those_of_the_tables(k: int, n: int, low: float, high: flo
 
 def at_most(k: int, n: int, rate: Fraction) -> Fraction:
     """P(Bin(n, rate) <= k) in exact arithmetic."""
-    return sum((math.comb(n, j) * rate**j * (1 - rate) ** (n - j) for j in range(k + 1)),
-               Fraction(0))  # fmt: skip
+    return sum((math.comb(n, j) * rate**j * (1 - rate) ** (n - j) for j in range(k + 1)), Fraction(0))
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 1), (0, 60), (3, 60), (59, 60), (30, 300)])
@@ -125,8 +119,7 @@ def drawn(n: int, seed: int) -> Outcomes:
     exactly, more behind it."""
     chance = torch.rand(n, generator=torch.Generator().manual_seed(seed))
     lost = torch.stack([chance < rate for rate in (0.004, 0.006, 0.011, 0.017, 0.02, 0.03, 0.05)])
-    won = torch.stack([chance > 1 - rate
-                       for rate in (0.012, 0.014, 0.014, 0.015, 0.015, 0.015, 0.015)])  # fmt: skip
+    won = torch.stack([chance > 1 - rate for rate in (0.012, 0.014, 0.014, 0.015, 0.015, 0.015, 0.015)])
     return Outcomes(KNOBS, lost, won, lost | won)
 
 
@@ -187,8 +180,7 @@ def test_testing_stops_at_the_first_value_that_fails() -> None:
 def test_each_split_has_its_own_part() -> None:
     """What is promised rests on the second split, what is reported on the third."""
     split = splits(3000)
-    for part, threshold, differs in ((split.bound, None, 0), (split.choose, 0.9, 0),
-                                     (split.report, 0.9, 1000)):  # fmt: skip
+    for part, threshold, differs in ((split.bound, None, 0), (split.choose, 0.9, 0), (split.report, 0.9, 1000)):
         lost = torch.zeros(1, 3000, dtype=torch.bool)
         lost[:, part] = True
         made = Outcomes((0.9,), lost, torch.zeros_like(lost), lost)

@@ -217,9 +217,7 @@ def _unread(reader):
     """Bytes of the file that a reader had no reason to read: packets, and what fills pages."""
     index, size = reader.index, os.stat(reader._files[0].path).st_size
     pieces = [(s.offset, s.offset + s.nbytes) for s in index.sections]
-    pieces = [(0, index.rest[0])] + [
-        (t.plane[0], t.plane[0] + t.plane_bytes) for t in index.tensors
-    ]
+    pieces = [(0, index.rest[0])] + [(t.plane[0], t.plane[0] + t.plane_bytes) for t in index.tensors]
     taken = np.flatnonzero(~reader._pending)
     starts = index.packets["page"][taken] * 4096
     pieces += [*zip(starts.tolist(), (starts + index.sizes()[taken]).tolist(), strict=True)]
@@ -247,9 +245,7 @@ def test_every_flipped_bit_is_noticed(tmp_path):
     generator = torch.Generator().manual_seed(0)
     places = [start + a for a, _ in spans] + [start + b - 1 for _, b in spans]
     for a, b in spans:
-        places += [
-            start + a + int(torch.randint(b - a, (), generator=generator)) for _ in range(20)
-        ]
+        places += [start + a + int(torch.randint(b - a, (), generator=generator)) for _ in range(20)]
     for k in range(32):  # every byte of a marker
         places.append(start + int(starts[1]) + k)
     for place in places:
@@ -381,8 +377,7 @@ EDITS = {
     "alias over": _change("aliases", value={"0.bias": "0.weight"}),
     "a tensor twice": lambda d: d["tensors"].update({"0.bias": d["tensors"]["0.weight"]}),
     "a packet less": lambda d: [
-        d["packets"].update({k: v[:-8] if k == "crc" else v[:-1]})
-        for k, v in list(d["packets"].items())
+        d["packets"].update({k: v[:-8] if k == "crc" else v[:-1]}) for k, v in list(d["packets"].items())
     ],
     "page outside": _change("packets", "page", 0, value=10**9),
     "page negative": _change("packets", "page", 0, value=-1),
@@ -400,7 +395,7 @@ EDITS = {
     "CRCs": _change("packets", "crc", value=lambda v: v[:-8]),
     "a column more": _change("packets", "more", value=[]),
     "columns no object": _change("packets", value=[]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -427,11 +422,17 @@ def test_packets_swapped_in_the_index_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"\0" * 7, b"\0" * 4096, b"\xff" * 4096, struct.pack("<Q", 4088) + b" " * 4088,
-        struct.pack("<Q", 4088) + b"[]".ljust(4088), struct.pack("<Q", 4088) + b"{}".ljust(4088),
-        struct.pack("<Q", 4088) + b"[" * 4088, struct.pack("<Q", 10**8 - 8) + b"{}",
+        b"",
+        b"\0" * 7,
+        b"\0" * 4096,
+        b"\xff" * 4096,
+        struct.pack("<Q", 4088) + b" " * 4088,
+        struct.pack("<Q", 4088) + b"[]".ljust(4088),
+        struct.pack("<Q", 4088) + b"{}".ljust(4088),
+        struct.pack("<Q", 4088) + b"[" * 4088,
+        struct.pack("<Q", 10**8 - 8) + b"{}",
     ],
-)  # fmt: skip
+)
 def test_other_files_are_refused(data, tmp_path):
     (tmp_path / "n").write_bytes(data)
     with pytest.raises((BadInput, RefusedFile)):

@@ -44,8 +44,12 @@ def interval(draw: random.Random, length: int) -> tuple[int, int]:
 def part(value: Tensor, where: Rectangle, size: tuple[int, int]) -> tuple[slice, ...]:
     """A rectangle's positions of an output, in proportion."""
     (h, w), (tall, wide) = value.shape[2:], size
-    return (slice(None), slice(None), slice(where.top * h // tall, where.bottom * h // tall),
-            slice(where.left * w // wide, where.right * w // wide))  # fmt: skip
+    return (
+        slice(None),
+        slice(None),
+        slice(where.top * h // tall, where.bottom * h // tall),
+        slice(where.left * w // wide, where.right * w // wide),
+    )
 
 
 @torch.no_grad()
@@ -58,8 +62,7 @@ def wrong(model: nn.Module, x: Tensor, seed: int, exact: bool, count: int = 3) -
     engine = (Banded if seed % 2 else RegionNetwork).of(flow)
     for _ in range(count):
         where = Rectangle(*interval(draw, engine.size[0]), *interval(draw, engine.size[1]))
-        results = {node: torch.full_like(value, UNTOUCHED)
-                   for node, value in zip(flow.outputs, expected, strict=True)}  # fmt: skip
+        results = {node: torch.full_like(value, UNTOUCHED) for node, value in zip(flow.outputs, expected, strict=True)}
         done = engine.run([where], flow.constants | {flow.inputs[0]: x}, results, 0)
         for value, made in zip(expected, results.values(), strict=True):
             here = part(value, where, engine.size)
@@ -107,15 +110,15 @@ class Mixed(nn.Module):
     def __init__(self, whole: bool, mode: str = "nearest"):
         super().__init__()
         self.first, self.down = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, 1)
-        self.wide, self.deep = (
-            nn.Conv2d(4, 4, 3, padding=2, dilation=2),
-            nn.Conv2d(4, 4, 5, padding=2, groups=4),
-        )
+        self.wide, self.deep = (nn.Conv2d(4, 4, 3, padding=2, dilation=2), nn.Conv2d(4, 4, 5, padding=2, groups=4))
         self.last, self.mode = nn.Conv2d(8, 2, 3, padding=1), mode
         generator = torch.Generator().manual_seed(1)
         for weight in self.parameters():
-            drawn = (torch.randint(-2, 3, weight.shape, generator=generator).double() if whole
-                     else torch.randn(weight.shape, generator=generator).double())  # fmt: skip
+            drawn = (
+                torch.randint(-2, 3, weight.shape, generator=generator).double()
+                if whole
+                else torch.randn(weight.shape, generator=generator).double()
+            )
             weight.data = drawn
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,9 +130,7 @@ class Mixed(nn.Module):
         return self.last(torch.cat([y, z], 1))
 
 
-def mixed(
-    whole: bool = True, mode: str = "nearest", dtype=torch.float64
-) -> tuple[nn.Module, Tensor]:
+def mixed(whole: bool = True, mode: str = "nearest", dtype=torch.float64) -> tuple[nn.Module, Tensor]:
     generator = torch.Generator().manual_seed(2)
     x = torch.randint(-2, 3, (1, 2, 37, 46), generator=generator)
     return Mixed(whole, mode).eval().to(dtype), x.to(dtype)
@@ -149,8 +150,16 @@ def test_float64_is_equal_but_for_rounding(mode):
     assert wrong(model, x, 3, exact=False, count=6) == ""
 
 
-CORNERS = [(0, 9, 0, 11), (0, 9, 35, 46), (28, 37, 0, 11), (28, 37, 35, 46), (0, 37, 20, 24),
-           (17, 18, 0, 46), (12, 20, 15, 31), (36, 37, 45, 46)]  # fmt: skip
+CORNERS = [
+    (0, 9, 0, 11),
+    (0, 9, 35, 46),
+    (28, 37, 0, 11),
+    (28, 37, 35, 46),
+    (0, 37, 20, 24),
+    (17, 18, 0, 46),
+    (12, 20, 15, 31),
+    (36, 37, 45, 46),
+]
 
 
 @pytest.mark.parametrize("corner", CORNERS)
@@ -206,14 +215,12 @@ def test_rectangles_hold_all_tiles_and_cost_no_more_than_the_runs(seed):
         where[one.top : one.bottom, one.left : one.right] = True
     large = selected.repeat_interleave(8, 0).repeat_interleave(8, 1)[: size[0], : size[1]]
     assert not bool((large & ~where).any())
-    alone = [Rectangle(8 * a, min(8 * b, size[0]), 8 * c, min(8 * d, size[1]))
-             for a, b, c, d in runs(selected)]  # fmt: skip
+    alone = [Rectangle(8 * a, min(8 * b, size[0]), 8 * c, min(8 * d, size[1])) for a, b, c, d in runs(selected)]
     assert _cost(found) <= _cost(alone)
 
 
 def _cost(places) -> float:
-    return sum(float(halo_cost(np.array(p.bottom - p.top), np.array(p.right - p.left)))
-               for p in places)  # fmt: skip
+    return sum(float(halo_cost(np.array(p.bottom - p.top), np.array(p.right - p.left))) for p in places)
 
 
 def test_runs_cover_each_tile_once():
@@ -261,10 +268,8 @@ def test_a_tile_sees_every_active_position_near_it(size, tile, grow):
         x[0, 0, place[0], place[1]] = 1
         for activity in (x[:, 0], contrast(x)):
             found = per_tile(activity, size, tile, grow)[0]
-            rows = [k for k in range(found.shape[0])
-                    if tile * k - grow <= place[0] < tile * (k + 1) + grow]  # fmt: skip
-            columns = [k for k in range(found.shape[1])
-                       if tile * k - grow <= place[1] < tile * (k + 1) + grow]  # fmt: skip
+            rows = [k for k in range(found.shape[0]) if tile * k - grow <= place[0] < tile * (k + 1) + grow]
+            columns = [k for k in range(found.shape[1]) if tile * k - grow <= place[1] < tile * (k + 1) + grow]
             assert all(found[r, c] == 1 for r in rows for c in columns)
 
 
@@ -279,9 +284,7 @@ def test_what_is_no_number_is_run():
 
 def net(*more: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1), *more
-    ).eval()
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1), *more).eval()
 
 
 def spots(count: int = 2, size: int = 96) -> Tensor:
@@ -381,9 +384,9 @@ def test_what_was_missed_is_told():
     assert Regions.missed(model(x), model(x), here.last.where, 1e-4).recall == 1
 
 
-@pytest.mark.parametrize("layer", [
-    nn.GroupNorm(1, 3), nn.InstanceNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "layer", [nn.GroupNorm(1, 3), nn.InstanceNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten()], ids=str
+)
 def test_networks_that_read_the_whole_image_are_refused(layer):
     with pytest.raises(BadInput, match="cannot be run in regions"):
         Regions(fill=0.0).applied(net(layer), (spots(1),), None, None, TABLE)

@@ -308,10 +308,7 @@ def test_a_calibration_says_do_not_use() -> None:
         (lambda f, p, x: Route(0.5, "hope"), "expected a confidence of"),
         (lambda f, p, x: Route(0.5, answer="none"), "expected an answer of"),
         (lambda f, p, x: Route(math.nan), "got nan"),
-        (
-            lambda f, p, x: Route(0.5).applied(f, (x,), None, None, TABLE),
-            "needs a pilot that answers",
-        ),
+        (lambda f, p, x: Route(0.5).applied(f, (x,), None, None, TABLE), "needs a pilot that answers"),
         (lambda f, p, x: Route(0.5).applied(f, (x,), None, nn.Linear(8, 3), TABLE), "same outputs"),
         (lambda f, p, x: Router(nn.Flatten(0), nn.Flatten(0), Route(0.5))(x), r"got \[48\]"),
         (lambda f, p, x: Router(f, p, Route(0.5)).stream([x], batch=0), "batch >= 1"),

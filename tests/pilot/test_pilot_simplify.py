@@ -23,16 +23,20 @@ def leaves(out):
     return [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
 
 
-EVERY = [(name, text) for name in NETWORKS
-         for text in (*TEXTS, "downsample:2", "downsample:2:area")]  # fmt: skip
-QUICK = {("residual", "bits:8"), ("depthwise", "rank:0.5"), ("recurrent", "bits:3:5"),
-         ("recurrent", "downsample:2"), ("unet", "channels:0.5"), ("flat", "downsample:2"),
-         ("tokens", "downsample:2:area")}  # fmt: skip
+EVERY = [(name, text) for name in NETWORKS for text in (*TEXTS, "downsample:2", "downsample:2:area")]
+QUICK = {
+    ("residual", "bits:8"),
+    ("depthwise", "rank:0.5"),
+    ("recurrent", "bits:3:5"),
+    ("recurrent", "downsample:2"),
+    ("unet", "channels:0.5"),
+    ("flat", "downsample:2"),
+    ("tokens", "downsample:2:area"),
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.nightly]) for one in EVERY],
+    ("name", "text"), [pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.nightly]) for one in EVERY]
 )
 def test_same_call_same_shapes_and_the_model_stays(name, text):
     model, args = NETWORKS[name]
@@ -47,9 +51,7 @@ def test_same_call_same_shapes_and_the_model_stays(name, text):
         with torch.no_grad():
             made, full = leaves(slim(*small)), leaves(model(*small))
         assert [t.shape for t in made] == [t.shape for t in full]
-        assert all(
-            t.dtype == f.dtype and t.isfinite().all() for t, f in zip(made, full, strict=True)
-        )
+        assert all(t.dtype == f.dtype and t.isfinite().all() for t, f in zip(made, full, strict=True))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -156,9 +158,8 @@ def test_factors_are_the_best_of_their_rank(shape):
 
 
 @pytest.mark.parametrize(
-    "name", ["residual", "flat", *(pytest.param(n, marks=pytest.mark.nightly)
-                                   for n in ("tokens", "unet"))]
-)  # fmt: skip
+    "name", ["residual", "flat", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("tokens", "unet"))]
+)
 def test_a_network_of_low_rank_keeps_its_outputs(name):
     """Weights that have half the rank are found again, in layers that are thinner."""
     model, args = networks()[name]
@@ -308,9 +309,8 @@ def test_a_size_that_cannot_shrink_is_refused_with_the_call():
 
 
 @pytest.mark.parametrize(
-    "one", [Bits(8), Bits(4, 64), Exponents(), LowRank(0.25), Channels(0.5), Downsample(2),
-            Downsample(1.5, "area")]
-)  # fmt: skip
+    "one", [Bits(8), Bits(4, 64), Exponents(), LowRank(0.25), Channels(0.5), Downsample(2), Downsample(1.5, "area")]
+)
 def test_a_text_gives_its_simplifier(one):
     assert simplifier(one.text()) == one == simplifier(one)
 
@@ -333,8 +333,11 @@ def test_layers_and_rows_of_a_network():
     program = capture_program(*NETWORKS["unet"], None, None)
     found = layers.layers_of(Analysis(program, TABLE))
     assert [(one.name, one.rows, one.axis) for one in found] == [
-        ("a", (0,), 1), ("b", (0,), 1), ("up", (1,), 1), ("c", (0,), 1)
-    ]  # fmt: skip
+        ("a", (0,), 1),
+        ("b", (0,), 1),
+        ("up", (1,), 1),
+        ("c", (0,), 1),
+    ]
     for one in found:
         weight = program.constants[one.weight].tensor
         matrix = layers.by_rows(weight, one.rows)

@@ -131,9 +131,7 @@ def built(program: Program, places: list[tuple[fx.Node, int]], kinds: list[str])
     picks = {}
     for k, (node, axis) in enumerate(places):
         fill = fill_of(kinds[k], node.meta["val"], axis, k)
-        picks[key_of(mapping[node])] = IndexedSupport(
-            axis, RunTimeIndex(inputs[f"index_{k}"], sizes[k]), fill
-        )
+        picks[key_of(mapping[node])] = IndexedSupport(axis, RunTimeIndex(inputs[f"index_{k}"], sizes[k]), fill)
     analysis = Analysis(wide, TABLE)
     small, whole = emit_indexed(analysis, picks), emit_masked(analysis, picks)
     marks = [n.meta["effect"] for n in small.graph.nodes if "effect" in n.meta]
@@ -199,10 +197,7 @@ def test_masked_is_the_mask_by_hand():
     hidden[:, index] = torch.relu(net[0](x))[:, index]
     assert torch.allclose(made.whole(x, index), net[2](hidden), rtol=1e-12)
     assert torch.allclose(made.small(x, index), net[2](hidden), rtol=1e-12)
-    assert (
-        made.small.graph.find_nodes(op="call_function", target=torch.ops.aten.index_copy.default)
-        == []
-    )
+    assert made.small.graph.find_nodes(op="call_function", target=torch.ops.aten.index_copy.default) == []
 
 
 def test_work_is_left_out():
@@ -258,10 +253,7 @@ def check_op(name: str, number: int, case, seed: int) -> None:
 def test_the_law_finds_a_wrong_letter(monkeypatch: pytest.MonkeyPatch):
     """A fault planted: windows count as carried, so positions next to them are forgotten."""
     right = planning.pointwise_letters
-    monkeypatch.setattr(
-        planning, "pointwise_letters",
-        lambda r: right(r) | (r.window & r.letters(r.outs[0])),
-    )  # fmt: skip
+    monkeypatch.setattr(planning, "pointwise_letters", lambda r: right(r) | (r.window & r.letters(r.outs[0])))
     net = nn.Sequential(nn.ReLU(), nn.AvgPool1d(3, 1, 1), nn.ReLU()).double()
     x = torch.randn(2, 4, 9, dtype=torch.float64)
     program = canonicalize(capture_program(net, (x,), None, None), TABLE)

@@ -228,8 +228,12 @@ class Drawn(nn.Module):
                 width = widths[first]
                 self.layers.append(nn.BatchNorm2d(width))
             else:  # a sum; a join; a part; a pad; a roll
-                width = {3: widths[first], 4: widths[first] + widths[second],
-                         5: widths[first] // 2 + 1, 6: widths[first] + 3}[kind]  # fmt: skip
+                width = {
+                    3: widths[first],
+                    4: widths[first] + widths[second],
+                    5: widths[first] // 2 + 1,
+                    6: widths[first] + 3,
+                }[kind]
                 self.layers.append(nn.Identity())
                 if kind == 3:
                     same = [k for k, n in enumerate(widths) if n == width]
@@ -294,9 +298,7 @@ def randomized(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def broken_law(
-    model: nn.Module, args=(), kwargs=None, structure="channel", seed=0, *, wasteful=False
-) -> list[str]:
+def broken_law(model: nn.Module, args=(), kwargs=None, structure="channel", seed=0, *, wasteful=False) -> list[str]:
     """What differs from the law of groups, in words: half of the slices of every group are zero in
     the weights that compute them; then demask removes them, everywhere, and nothing else.
 
@@ -352,10 +354,7 @@ def _differences(stays, record) -> list[str]:
 def _other_sizes(coupling, masks, record) -> list[str]:
     wrong = []
     cost = RemovalCost.of(coupling)
-    for what, mine, real in (
-        ("before", cost.masked({}), record.before),
-        ("after", cost.masked(masks), record.after),
-    ):
+    for what, mine, real in (("before", cost.masked({}), record.before), ("after", cost.masked(masks), record.after)):
         if (mine.parameters, mine.macs) != (real.parameters, real.macs):
             wrong.append(f"{what}: {mine}, not {real}")
     return wrong

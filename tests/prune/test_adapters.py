@@ -26,9 +26,7 @@ class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(
-            nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
-        )
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
     def forward(self, x, labels=None):
         logits = self.layers(x)
@@ -85,8 +83,10 @@ def check_slim(model, slim, optimizer):
     mine = {id(p) for p in slim.parameters()}
     assert mine == {id(p) for group in optimizer.param_groups for p in group["params"]}
     states = [optimizer.state[p] for p in slim.parameters()]
-    assert all(state["exp_avg"].shape == p.shape and state["step"] > 0
-               for p, state in zip(slim.parameters(), states, strict=True))  # fmt: skip
+    assert all(
+        state["exp_avg"].shape == p.shape and state["step"] > 0
+        for p, state in zip(slim.parameters(), states, strict=True)
+    )
 
 
 # -- Lightning ------------------------------------------------------------------------------------
@@ -131,19 +131,21 @@ def fit(tmp_path, steps, callback_options=None, ckpt_path=None, score=None, chec
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of loaders with few workers, and of versions
         trainer = pl.Trainer(
-            max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False,
-            enable_model_summary=False, enable_checkpointing=bool(more),
+            max_steps=steps,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=bool(more),
             callbacks=[callback, *more],
             default_root_dir=tmp_path,
-        )  # fmt: skip
+        )
         trainer.fit(module, data, ckpt_path=ckpt_path)
     return module, callback, trainer
 
 
 def test_lightning_prunes_by_schedule_and_demasks_at_the_end(tmp_path):
-    module, callback, trainer = fit(
-        tmp_path, STEPS, {"demask_with": (X[:2],)}, score=prune.Taylor()
-    )
+    module, callback, trainer = fit(tmp_path, STEPS, {"demask_with": (X[:2],)}, score=prune.Taylor())
     assert left_of(callback) == [14, 12, 8]
     assert trainer.callback_metrics["pruned_macs"] == callback.history[-1].after.macs
     [optimizer] = trainer.optimizers
@@ -190,13 +192,22 @@ def train(tmp_path, steps, stop=None, resume=None, score=None, **options):
         trainer = transformers.Trainer(
             model,
             transformers.TrainingArguments(
-                output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=8,
-                learning_rate=1e-2, report_to=[], disable_tqdm=True, use_cpu=True, save_steps=6,
-                save_strategy="steps" if stop else "no", logging_strategy="no",
-                dataloader_pin_memory=False, seed=0,
+                output_dir=str(tmp_path),
+                max_steps=steps,
+                per_device_train_batch_size=8,
+                learning_rate=1e-2,
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+                save_steps=6,
+                save_strategy="steps" if stop else "no",
+                logging_strategy="no",
+                dataloader_pin_memory=False,
+                seed=0,
             ),
-            train_dataset=Rows(), callbacks=[callback, Stop()],
-        )  # fmt: skip
+            train_dataset=Rows(),
+            callbacks=[callback, Stop()],
+        )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return model, callback, trainer
 

@@ -141,10 +141,7 @@ def state_of(model: nn.Module, score=None, **changes) -> dict:
             lambda: state_of(small(), statistics={"9.weight": {"count": 1}}),
             "statistics of the layers 2.weight, got some of '9.weight'",
         ),
-        (
-            lambda: state_of(small(), statistics={"2.weight": {"count": 1}}),
-            "this is the state of another pruner",
-        ),
+        (lambda: state_of(small(), statistics={"2.weight": {"count": 1}}), "this is the state of another pruner"),
     ],
 )
 def test_states_of_other_pruners(unchanged, state, words):
@@ -227,8 +224,7 @@ def test_an_optimizer_of_another_network_stays_as_it_is():
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     with pytest.raises(BadInput, match="no parameter of the network that was demasked"):
         demask.carry(slim, optimizer)
-    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], other.parameters(),
-                                      strict=True))  # fmt: skip
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], other.parameters(), strict=True))
 
 
 def test_what_is_no_small_network_cannot_be_expanded():

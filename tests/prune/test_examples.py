@@ -14,8 +14,15 @@ DATA = ROOT.parent / "shared" / "data" / "cifar_resnet20.safetensors"
 def written(script, output):
     """The text of the page that a script writes in a short run."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    words = [sys.executable, str(ROOT / "examples" / f"{script}.py"), "--quick", "--threads", "1",
-             "--output", str(output)]  # fmt: skip
+    words = [
+        sys.executable,
+        str(ROOT / "examples" / f"{script}.py"),
+        "--quick",
+        "--threads",
+        "1",
+        "--output",
+        str(output),
+    ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -28,8 +35,7 @@ def test_resnet20_has_half_of_its_macs(tmp_path):
     if not DATA.exists():
         pytest.skip("shared/data is not next to the project")
     pytest.importorskip("PIL", reason="Pillow is not installed")
-    rows = [line.split(" | ") for line in written("resnet20_cifar", tmp_path).splitlines()
-            if line.startswith("| ")]  # fmt: skip
+    rows = [line.split(" | ") for line in written("resnet20_cifar", tmp_path).splitlines() if line.startswith("| ")]
     shares = {row[0].strip("| "): float(row[3].rstrip(" %")) for row in rows[2:]}
     assert shares["dense"] == 100
     assert 45 < shares["demask.prune, channels"] <= 50
@@ -39,8 +45,7 @@ def test_resnet20_has_half_of_its_macs(tmp_path):
 @pytest.mark.nightly
 def test_the_loss_of_the_encoder_is_continuous_with_carry(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    rows = [line.split(" | ") for line in written("encoder_trainer", tmp_path).splitlines()
-            if line.startswith("| ")]  # fmt: skip
+    rows = [line.split(" | ") for line in written("encoder_trainer", tmp_path).splitlines() if line.startswith("| ")]
     changes = {row[0].strip("| "): row[3].strip(" |") for row in rows[2:]}
     assert float(changes["demasked, carried"]) < 1e-3
     assert float(changes["demasked, new optimizer"]) > 5e-3

@@ -11,16 +11,7 @@ import demask
 from demask import BadInput, NotExportable
 from demask.prune import groups
 from demask.prune.coupling.axis_ties import AxisTies
-from prune_networks import (
-    IMAGE,
-    NETWORKS,
-    Attention,
-    Drawn,
-    Residual,
-    broken_law,
-    network,
-    randomized,
-)
+from prune_networks import IMAGE, NETWORKS, Attention, Drawn, Residual, broken_law, network, randomized
 
 # By network: its groups of channels and of heads: name, number of slices, members.
 EXPECTED = {
@@ -41,8 +32,10 @@ EXPECTED = {
 
 
 def summary(model: nn.Module, inputs, structure: str) -> list[str]:
-    return [f"{g.name} {g.size} {len({(m.parameter, m.axis) for m in g.members})}"
-            for g in groups(model, inputs, structure=structure)]  # fmt: skip
+    return [
+        f"{g.name} {g.size} {len({(m.parameter, m.axis) for m in g.members})}"
+        for g in groups(model, inputs, structure=structure)
+    ]
 
 
 def members(model: nn.Module, inputs) -> list[set[tuple[str, int, bool]]]:
@@ -157,14 +150,7 @@ def test_masked_and_parametrized_weights_have_their_plain_names() -> None:
 def test_groups_print_as_a_table() -> None:
     model, inputs = network("grouped")
     lines = str(groups(model, inputs)).splitlines()
-    assert lines[2].split() == [
-        "stem",
-        "6",
-        "channel",
-        "stem.weight,",
-        "grouped.weight",
-        "up.weight",
-    ]
+    assert lines[2].split() == ["stem", "6", "channel", "stem.weight,", "grouped.weight", "up.weight"]
 
 
 def test_the_model_is_not_changed() -> None:
@@ -218,10 +204,7 @@ def test_experts_and_their_units() -> None:
     assert (experts.size, experts.kind) == (3, "expert")
     assert [(m.parameter, m.axis) for m in experts.members] == [("gate_up", 0), ("down", 0)]
     (units,) = groups(model, inputs, structure="unit")
-    assert [(m.parameter, m.axis, m.produces) for m in units.members] == [
-        ("gate_up", 1, True),
-        ("down", 2, False),
-    ]
+    assert [(m.parameter, m.axis, m.produces) for m in units.members] == [("gate_up", 1, True), ("down", 2, False)]
     assert units.members[0].positions(1).tolist() == [1, 17]
     pruned = demask.prune.Pruner(model, inputs, structure="expert").step(0.34)
     assert pruned.before == pruned.after  # demask leaves them: tokens may select a zero expert

@@ -28,9 +28,7 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def masks_of(score: Score, allocation: object, device: str) -> dict[str, torch.Tensor]:
     """Masks after two steps with gradients and inputs."""
     model, x = network().to(device), X.to(device)
-    pruner = prune.Pruner(
-        model, x[:2], score=score, allocation=allocation, schedule=prune.Cubic(0.0, 0.5, steps=2)
-    )
+    pruner = prune.Pruner(model, x[:2], score=score, allocation=allocation, schedule=prune.Cubic(0.0, 0.5, steps=2))
     for _ in range(2):
         model(x).square().sum().backward()
         pruner.step()
@@ -100,9 +98,7 @@ def test_training_goes_on_after_demask(optimizer: type, device: str) -> None:
 
 
 def _step_with_nccl(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group(
-        "nccl", f"file://{folder}/meeting", rank=rank, world_size=1
-    )
+    torch.distributed.init_process_group("nccl", f"file://{folder}/meeting", rank=rank, world_size=1)
     model = network().cuda()
     pruner = prune.Pruner(model, X[:2].cuda(), score=prune.Fluctuation())
     model(X.cuda())

@@ -44,17 +44,13 @@ def test_what_it_predicts_is_what_demask_removes(name: str) -> None:
     model, inputs = network(name)
     pruned = Pruner(model, inputs).step(0.5)
     record = demask.demask(model, inputs, result="graph").demasked
-    assert (pruned.after.parameters, pruned.after.macs) == (
-        record.after.parameters, record.after.macs)  # fmt: skip
-    assert (pruned.before.parameters, pruned.before.macs) == (
-        record.before.parameters, record.before.macs)  # fmt: skip
+    assert (pruned.after.parameters, pruned.after.macs) == (record.after.parameters, record.after.macs)
+    assert (pruned.before.parameters, pruned.before.macs) == (record.before.parameters, record.before.macs)
     assert pruned.after.macs < pruned.before.macs
 
 
 @pytest.mark.parametrize("structure", ["channel", "element", "block:2x1", "2:4"])
-def test_masked_weights_stay_zero_in_training_and_parameters_stay_the_same_objects(
-    structure: str,
-) -> None:
+def test_masked_weights_stay_zero_in_training_and_parameters_stay_the_same_objects(structure: str) -> None:
     model = mlp()
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters, weight_decay=0.1)
@@ -151,9 +147,7 @@ def test_parametrized_tensors_keep_their_parametrization() -> None:
     pruner = Pruner(model, X)
     pruner.step(0.5)
     assert int((model[2].weight == 0).all(1).sum()) == 3
-    assert demask.demask(model, (X,)).demasked.after.parameters == pruner.removal_cost.masked(
-        pruner.masks()
-    ).parameters  # fmt: skip
+    assert demask.demask(model, (X,)).demasked.after.parameters == pruner.removal_cost.masked(pruner.masks()).parameters
 
 
 def test_state_is_saved_and_loaded() -> None:
@@ -178,8 +172,7 @@ def test_two_pruners_of_one_model() -> None:
     Pruner(model, inputs, structure="head").step(0.5)
     pruned = Pruner(model, inputs, structure="unit").step(0.5)
     record = demask.demask(model, inputs).demasked
-    assert (pruned.after.parameters, pruned.after.macs) == (
-        record.after.parameters, record.after.macs)  # fmt: skip
+    assert (pruned.after.parameters, pruned.after.macs) == (record.after.parameters, record.after.macs)
 
 
 def test_allocations() -> None:
@@ -216,14 +209,17 @@ def nothing_changes(model: nn.Module, text: str, step) -> None:
     assert all(torch.equal(t, after[k]) or bool(t.isnan().any()) for k, t in before.items())
 
 
-@pytest.mark.parametrize(("score", "text"), [
-    (lambda view: torch.full((view.candidates.units,), float("nan")), "8 of 8 scores of 0 are NaN"),
-    (lambda view: torch.ones(3), "expected 8 scores for 0"),
-    (lambda view: None, "expected 8 scores for 0, got None"),
-    (Taylor(), "0.weight has no gradient: run loss.backward"),
-    (Activation(), "no inputs of the layer of 2.weight were seen"),
-    (Fluctuation(), "no inputs of the layer of 2.weight were seen"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("score", "text"),
+    [
+        (lambda view: torch.full((view.candidates.units,), float("nan")), "8 of 8 scores of 0 are NaN"),
+        (lambda view: torch.ones(3), "expected 8 scores for 0"),
+        (lambda view: None, "expected 8 scores for 0, got None"),
+        (Taylor(), "0.weight has no gradient: run loss.backward"),
+        (Activation(), "no inputs of the layer of 2.weight were seen"),
+        (Fluctuation(), "no inputs of the layer of 2.weight were seen"),
+    ],
+)
 def test_scores_that_cannot_be_used(score, text: str) -> None:
     model = mlp()
     nothing_changes(model, text, Pruner(model, X, score=score).step)
@@ -269,11 +265,13 @@ def test_states_of_others() -> None:
     model = mlp()
     pruner = Pruner(model, X)
     state = pruner.state_dict()
-    nothing_changes(model, "Pruner of channel, got one element",
-                    lambda: pruner.load_state_dict({**state, "structure": "element"}))  # fmt: skip
+    nothing_changes(
+        model, "Pruner of channel, got one element", lambda: pruner.load_state_dict({**state, "structure": "element"})
+    )
     wrong = {"0.weight": torch.ones(3, 4, dtype=torch.bool)}
-    nothing_changes(model, r"bool mask of \(8, 4\) for 0.weight",
-                    lambda: pruner.load_state_dict({**state, "masks": wrong}))  # fmt: skip
+    nothing_changes(
+        model, r"bool mask of \(8, 4\) for 0.weight", lambda: pruner.load_state_dict({**state, "masks": wrong})
+    )
 
 
 def test_training_mode_is_left_as_it_is() -> None:

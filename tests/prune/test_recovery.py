@@ -46,9 +46,7 @@ def test_statistics_are_the_mean_over_the_batches():
     torch.testing.assert_close(model.first.running_var, variance)
     assert model.first.num_batches_tracked == model.second.num_batches_tracked == 3
     assert (model.first.momentum, model.second.momentum) == (0.3, 0.1)
-    assert [m.training for m in (model, model.first, model.drop, model.second)] == [
-        True, True, True, False
-    ]  # fmt: skip
+    assert [m.training for m in (model, model.first, model.drop, model.second)] == [True, True, True, False]
     unchanged = [name for name in before if "running" not in name and "num_" not in name]
     assert all(torch.equal(before[name], model.state_dict()[name]) for name in unchanged)
     assert not model.first.running_mean.requires_grad
@@ -102,9 +100,7 @@ def test_the_loss_is_that_of_the_paper():
     student.grad = None
     distillation_loss(student, teacher, 1e5).backward()
     centred = [x - x.mean(-1, keepdim=True) for x in (student, teacher)]
-    torch.testing.assert_close(
-        student.grad, ((centred[0] - centred[1]) / 30).detach(), rtol=1e-3, atol=1e-6
-    )
+    torch.testing.assert_close(student.grad, ((centred[0] - centred[1]) / 30).detach(), rtol=1e-3, atol=1e-6)
 
 
 def test_targets_are_mixed_in_and_ignored_positions_count_nowhere():

@@ -38,9 +38,7 @@ def check(batches: list[Tensor], axis: int, rtol: float) -> None:
         torch.testing.assert_close(getattr(mine, key), expected[key], rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize(
-    "mean, deviation", [(0, 1), (3, 0.5), (1000, 0.1), (-3e4, 1), (1e-6, 1e-9)]
-)
+@pytest.mark.parametrize("mean, deviation", [(0, 1), (3, 0.5), (1000, 0.1), (-3e4, 1), (1e-6, 1e-9)])
 def test_variances_are_right_where_the_mean_is_large(mean, deviation):
     """float32 sums of squares would lose all of a variance that is 1e-8 of the squared mean."""
     torch.manual_seed(0)

@@ -36,8 +36,7 @@ def test_norms_of_rows() -> None:
     model = mlp()
     close(scores_of(model, L1())["0"], model[0].weight.detach().abs().sum(1))
     close(scores_of(model, L2())["0"], model[0].weight.detach().norm(dim=1))
-    close(scores_of(model, L2(), structure="element")["2.weight"], model[2].weight.detach().abs()[
-        :].flatten())  # fmt: skip
+    close(scores_of(model, L2(), structure="element")["2.weight"], model[2].weight.detach().abs()[:].flatten())
 
 
 def test_taylor_multiplies_weights_and_gradients() -> None:

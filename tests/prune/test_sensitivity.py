@@ -20,9 +20,8 @@ def found():
 def test_rows_are_all_groups_and_amounts(found):
     assert list(found.by_group) == list(SIZES)
     assert [(r.group, r.removed, r.size) for r in found.rows] == [
-        (name, max(int(share * size), 1), size)
-        for name, size in SIZES.items() for share in (0.25, 0.5, 0.9)
-    ]  # fmt: skip
+        (name, max(int(share * size), 1), size) for name, size in SIZES.items() for share in (0.25, 0.5, 0.9)
+    ]
     assert found.dense.accuracy == 0 and found.dense.removed == 0
     assert all(row.accuracy < 0 for row in found.rows)
 
@@ -30,16 +29,19 @@ def test_rows_are_all_groups_and_amounts(found):
 def test_the_real_removal_is_what_the_pruner_predicted(found):
     for row in found.rows[::2]:  # of every group and every amount
         model = network()
-        pruner = prune.Pruner(model, (X,), allocation=lambda s, f, p, row=row: {
-            name: len(x) - (row.removed if name == row.group else 0) for name, x in s.items()
-        })  # fmt: skip
+        pruner = prune.Pruner(
+            model,
+            (X,),
+            allocation=lambda s, f, p, row=row: {
+                name: len(x) - (row.removed if name == row.group else 0) for name, x in s.items()
+            },
+        )
         after = pruner.step().after
         assert (row.parameters, row.macs) == (after.parameters, after.macs)
         assert row.accuracy == closeness(model)
         pruner.remove()
         slim = demask.demask(model, (X,))
-        assert (row.parameters, row.macs) == (slim.demasked.after.parameters,
-                                              slim.demasked.after.macs)  # fmt: skip
+        assert (row.parameters, row.macs) == (slim.demasked.after.parameters, slim.demasked.after.macs)
     before = prune.Pruner(network(), (X,)).step().before
     assert (found.dense.parameters, found.dense.macs) == (before.parameters, before.macs)
 
@@ -51,9 +53,11 @@ def test_single_weights_cost_what_demask_leaves():
         model = network()
         left = {row.group: row.size - row.removed}
         pruner = prune.Pruner(
-            model, (X,), structure="element",
+            model,
+            (X,),
+            structure="element",
             allocation=lambda s, f, p, left=left: {n: left.get(n, len(x)) for n, x in s.items()},
-        )  # fmt: skip
+        )
         pruner.step()
         pruner.remove()
         after = demask.demask(model, (X,)).demasked.after
@@ -89,9 +93,7 @@ def test_the_model_is_unchanged():
 def test_recovery_helps():
     """The norm after the layer that reads masked channels has other statistics then."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4), nn.Flatten()
-    ).eval()
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4), nn.Flatten()).eval()
     prune.recalibrate_norms(model, [X])
     reference = model(X).detach()
 
@@ -139,7 +141,5 @@ def test_an_evaluation_that_fails_is_named():
             raise RuntimeError("no luck")
         return 1.0
 
-    with pytest.raises(
-        BadInput, match=r"evaluate failed on 3 without 4 of 8: RuntimeError: no luck"
-    ):
+    with pytest.raises(BadInput, match=r"evaluate failed on 3 without 4 of 8: RuntimeError: no luck"):
         prune.sensitivity(network(), evaluate, (X,), amounts=(0.5,))

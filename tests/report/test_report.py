@@ -57,14 +57,7 @@ def test_reasons_are_grouped_by_text_with_their_counts():
 
 def test_every_effect_is_counted():
     scatters = report(demasked(**FULL)).scatters
-    assert scatters == {
-        "scatter": 0,
-        "scatter-add": 2,
-        "gather": 0,
-        "slice": 0,
-        "pad": 1,
-        "border map": 0,
-    }
+    assert scatters == {"scatter": 0, "scatter-add": 2, "gather": 0, "slice": 0, "pad": 1, "border map": 0}
 
 
 def test_the_text():
@@ -212,9 +205,7 @@ def test_the_page_is_whole_and_stands_alone(tmp_path):
 def test_names_in_the_page_are_escaped(tmp_path):
     path = tmp_path / "report.html"
     evil = "<script>alert(1)</script>"
-    shown = report(
-        demasked(removed={evil: 1}, notes=(evil,), reasons=(Reason(evil, "", 0, 1, evil),))
-    )
+    shown = report(demasked(removed={evil: 1}, notes=(evil,), reasons=(Reason(evil, "", 0, 1, evil),)))
     shown.to_html(path)
     page = Page(path.read_text(encoding="utf-8"))
     assert "script" not in page.tags
@@ -236,9 +227,8 @@ def pruned() -> nn.Module:
     """A network with masks of torch.nn.utils.prune, a norm to fold and two thirds of it zero."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 12, 3), nn.Flatten(),
-        nn.Linear(48, 5),
-    )  # fmt: skip
+        nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 12, 3), nn.Flatten(), nn.Linear(48, 5)
+    )
     for name in ("weight", "bias"):
         mask = torch.ones_like(getattr(model[0], name))
         mask[:8] = 0

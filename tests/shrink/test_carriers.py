@@ -15,14 +15,7 @@ from demask.facts.carriers import CarriedChannels
 from test_class_layout import check_class
 from test_micro import difference
 
-SIZES = (
-    (9, 9),
-    (14, 7),
-    (1, 1),
-    (2, 5),
-    (1, 3),
-    (4, 4),
-)  # of images
+SIZES = ((9, 9), (14, 7), (1, 1), (2, 5), (1, 3), (4, 4))  # of images
 
 
 class Padded(nn.Module):
@@ -71,7 +64,7 @@ class Padded(nn.Module):
         # Of the constants' channels, every other one has a scale that no input decides: 8 of them.
         ("excite", 3, 1, 16 + 16),
     ],
-)  # fmt: skip
+)
 def test_channels_are_carried(kind: str, kernel: int, stride: int, channels: int) -> None:
     net, x = Padded(kind, kernel, stride).double().eval(), torch.randn(2, 3, 9, 9).double()
     slim: Any = demask.demask(net, (x,), dynamic_shapes="all", result="class")

@@ -98,8 +98,16 @@ MEETS: dict[str, Callable[[Hard, Tensor], Tensor]] = {
     "twice": lambda net, x: F.relu(net.m(net.b(F.relu(net.m(net.b(x)))))),
 }
 AFTER: dict[str, Callable[[Hard, Tensor], Any]] = {
-    "plain": pooled, "glu": pooled, "gelu": pooled, "quotient": pooled, "softmax": pooled,
-    "group_norm": pooled, "cat": pooled, "twice": pooled, "groups": pooled, "reflect": pooled,
+    "plain": pooled,
+    "glu": pooled,
+    "gelu": pooled,
+    "quotient": pooled,
+    "softmax": pooled,
+    "group_norm": pooled,
+    "cat": pooled,
+    "twice": pooled,
+    "groups": pooled,
+    "reflect": pooled,
     "circular": pooled,
     "transposed": inner(lambda net, x: net.t(x)),
     "pad": inner(lambda net, x: F.pad(x, (1, 1, 1, 1))),
@@ -119,7 +127,7 @@ AFTER: dict[str, Callable[[Hard, Tensor], Any]] = {
     "flat": lambda net, x: net.last(F.relu(net.c(x)).flatten(1)),
     "sum": lambda net, x: net.last(net.c(x).flatten(1).sum(1, keepdim=True)),
     "two_outputs": lambda net, x: (pooled(net, x), x),
-}  # fmt: skip
+}
 
 
 def graphs(network: nn.Module) -> list[str]:
@@ -185,8 +193,9 @@ def test_every_call_stays_one_call(case: Micro) -> None:
 
     def families(graph: fx.Graph) -> list[str]:
         calls = [node for node in graph.nodes if node.op == "call_function"]
-        names = [str(node.target).partition(".default")[0] for node in calls
-                 if isinstance(node.meta.get("val"), Tensor)]  # fmt: skip
+        names = [
+            str(node.target).partition(".default")[0] for node in calls if isinstance(node.meta.get("val"), Tensor)
+        ]
         return sorted(name.replace("reshape", "view").replace("_unsafe_", "") for name in names)
 
     if record.after.parameters < record.before.parameters:  # else the program as it was captured
@@ -264,8 +273,7 @@ def grouped(ins: list[int], outs: list[int], groups: int, **options: Any) -> nn.
     that it reads are constants other than 0."""
     torch.manual_seed(0)
     middle = nn.Conv2d(8, 8, 3, groups=groups, **options)
-    net = nn.Sequential(nn.Conv2d(3, 8, 1), norm(8), nn.ReLU(), middle, nn.ReLU(),
-                        nn.Conv2d(8, 2, 1))  # fmt: skip
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), norm(8), nn.ReLU(), middle, nn.ReLU(), nn.Conv2d(8, 2, 1))
     with torch.no_grad():
         net[0].weight[ins] = net[0].bias[ins] = middle.weight[outs] = 0
         net[1].bias[:] = 1
@@ -278,22 +286,14 @@ def test_groups_have_equally_many_channels() -> None:
     net = grouped([0, 1, 2, 4], [0, 4], 2)  # three of the first group are dead, one of the second
     slim = check_class(net, (torch.randn(2, 3, 8, 8).double(),))
     # One group of 4 inputs and 6 outputs would have 216 weights, two of 3 and 3 have 162.
-    assert (slim[0].out_channels, tuple(slim[3].weight.shape), slim[3].groups) == (
-        6,
-        (6, 3, 3, 3),
-        2,
-    )
+    assert (slim[0].out_channels, tuple(slim[3].weight.shape), slim[3].groups) == (6, (6, 3, 3, 3), 2)
 
 
 def test_uneven_groups_become_one() -> None:
     net = grouped([0, 1, 2, 4], [0, 1, 2, 4], 2)
     slim = check_class(net, (torch.randn(2, 3, 8, 8).double(),))
     # Two groups of 3 and 3, filled up, would have 162 weights; one of 4 and 4 has 144.
-    assert (slim[0].out_channels, tuple(slim[3].weight.shape), slim[3].groups) == (
-        4,
-        (4, 4, 3, 3),
-        1,
-    )
+    assert (slim[0].out_channels, tuple(slim[3].weight.shape), slim[3].groups) == (4, (4, 4, 3, 3), 1)
 
 
 def test_one_channel_of_each_group_carries_its_constants() -> None:
@@ -365,8 +365,7 @@ def test_blocks_become_graphs_where_that_saves_much() -> None:
     assert sizes[0] < count(slim) < sizes[1] < count(net)
     assert difference(net(x), slim(x)) <= 1e-12 and len(slim.demasked.graph_reasons) == 2
     saved = slim.demasked.before.parameters - slim.demasked.after.parameters
-    assert saved == sum(p.numel() for p in net.parameters()) - sum(
-        p.numel() for p in slim.parameters())  # fmt: skip
+    assert saved == sum(p.numel() for p in net.parameters()) - sum(p.numel() for p in slim.parameters())
 
     shown = demask.report(slim)
     assert sum(shown.removed.values()) == saved and shown.added == shown.uncalled == 0
@@ -421,12 +420,7 @@ def test_what_comes_back_is_chosen_by_parameters_or_by_macs() -> None:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.n, self.b, self.m = (
-            conv(N, N, bias=False),
-            norm(),
-            conv(N, N, bias=False),
-            norm(),
-        )
+        self.a, self.n, self.b, self.m = (conv(N, N, bias=False), norm(), conv(N, N, bias=False), norm())
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x + self.m(self.b(F.relu(self.n(self.a(x))))))
@@ -472,9 +466,7 @@ class FrozenNorm(nn.Module):
             self.register_buffer(name, torch.rand(size) + 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias, mean, variance = (
-            buffer.reshape(1, -1, 1, 1) for buffer in self._buffers.values()
-        )
+        weight, bias, mean, variance = (buffer.reshape(1, -1, 1, 1) for buffer in self._buffers.values())
         scale = weight * (variance + 1e-5).rsqrt()
         return x * scale + (bias - mean * scale)
 

@@ -38,10 +38,7 @@ def checked(seeds, *, dynamic: bool = False) -> None:
     if failures:
         program, outcome, slow = failures[0]
         failing = [p.seed for p, _, _ in failures]
-        pytest.fail(
-            f"seeds {failing} fail; the first:\n{explained(program, outcome, slow=slow)}",
-            pytrace=False,
-        )
+        pytest.fail(f"seeds {failing} fail; the first:\n{explained(program, outcome, slow=slow)}", pytrace=False)
 
 
 def chunks(start: int, count: int) -> list[range]:
@@ -102,9 +99,7 @@ def few_missed(seeds) -> None:
         total.missed.update(outcome.missed)
         total.slices.update(outcome.slices)
         total.declined.update(outcome.declined)
-    lines = [
-        f"{op}: {total.missed[op]} of {n} slices missed" for op, n in total.slices.most_common()
-    ]
+    lines = [f"{op}: {total.missed[op]} of {n} slices missed" for op, n in total.slices.most_common()]
     lines += [f"{text}: {n} declined" for text, n in total.declined.most_common()]
     print("\n".join(lines))
     assert total.missed.total() <= 0.01 * total.slices.total(), "\n".join(lines)
@@ -141,10 +136,17 @@ def convs(between: str, *more: str) -> Program:
 
 
 SELECTED = network(
-    step("linear", "v0", "v1", "self.a(v0)", "self.a = nn.Linear(9, 8)",
-         "self.a.weight.data[[1, 3]] = 0", "self.a.bias.data[[1, 3]] = 0"),
+    step(
+        "linear",
+        "v0",
+        "v1",
+        "self.a(v0)",
+        "self.a = nn.Linear(9, 8)",
+        "self.a.weight.data[[1, 3]] = 0",
+        "self.a.bias.data[[1, 3]] = 0",
+    ),
     step("take", "v1", "v2", "v1[..., [7, 0, 5, 2]]"),
-)  # fmt: skip
+)
 
 
 def broken(program: Program, **options) -> str:
@@ -180,9 +182,7 @@ def test_a_dropped_border_map_is_noticed(monkeypatch):
 
 def test_a_swapped_index_is_noticed(monkeypatch):
     def swapped(self, node, axis, take):
-        return self.editor.call(
-            adapt.aten.index_select.default, node, axis, self.store.index(take[::-1])
-        )
+        return self.editor.call(adapt.aten.index_select.default, node, axis, self.store.index(take[::-1]))
 
     monkeypatch.setattr(adapt.Adapter, "select", swapped)
     assert any("differs by" in broken(generate(seed)) for seed in range(12))

@@ -18,9 +18,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "scatter_add": lambda zero, to, y: zero.scatter_add(0, to[:, None].expand_as(y), y),
     "in place": lambda zero, to, y: zero.scatter_add_(0, to[:, None].expand_as(y), y),
     "index_put": lambda zero, to, y: zero.index_put((to,), y, accumulate=True),
-    "scatter_reduce": lambda zero, to, y: zero.scatter_reduce(
-        0, to[:, None].expand_as(y), y, "sum"
-    ),
+    "scatter_reduce": lambda zero, to, y: zero.scatter_reduce(0, to[:, None].expand_as(y), y, "sum"),
 }
 
 
@@ -130,9 +128,7 @@ class Segments(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         y = F.relu(self.a(x))
-        parts = [
-            torch.segment_reduce(y, how, lengths=lengths, initial=0) for how in ("sum", "mean")
-        ]
+        parts = [torch.segment_reduce(y, how, lengths=lengths, initial=0) for how in ("sum", "mean")]
         return self.c(torch.cat(parts, 1))
 
 
@@ -197,12 +193,11 @@ NETWORKS = {
     **{how: (lambda how=how: convolution(how), graph, 8 * 6 + 8 + 3 * 8 + 3, True) for how in SUMS},
     "edge_conv": (edge_conv, graph, 8 * 13 + 4 * 9 + 16 * 9 + 3 * 17, True),
     "isomorphism": (isomorphism, graph, 2 + 8 * 7 + 4 * 9 + 16 * 5 + 3 * 17, True),
-    "aggregators": (
-        aggregators, graph, 4 * 13 + 4 * (1 + 6 + 16) + 8 * 9 + 3 * (1 + 4 + 32), True),
+    "aggregators": (aggregators, graph, 4 * 13 + 4 * (1 + 6 + 16) + 8 * 9 + 3 * (1 + 4 + 32), True),
     "attention": (attention, graph, 3 * 8 * 7 + 16 * 9 + 3 * 3 * 17 + 3 * 4, True),
     "pooled": (lambda: pooled(Pooled()), members, 8 * 7 + 3 * 25, False),  # 16 is in its code
     "segments": (lambda: pooled(Segments()), lengths, 8 * 7 + 3 * 17, True),
-}  # fmt: skip
+}
 
 
 def check(net: nn.Module, slim: nn.Module, inputs: Callable, sizes: tuple) -> None:
@@ -257,12 +252,22 @@ def test_features_that_nobody_reads():
     check(net, slim, graph, ((), (17, 30)))
 
 
-@pytest.mark.parametrize(("how", "initial", "constant", "is_known"), [
-    ("sum", 0.0, 0.0, True), ("sum", 1.0, 0.0, True), ("sum", 0.0, 0.5, False),
-    ("amax", 2.0, 0.5, True), ("amax", 0.0, 0.5, False), ("amin", 0.0, 0.5, True),
-    ("prod", 0.0, 0.5, True), ("prod", 2.0, 1.0, True), ("prod", 2.0, 0.5, False),
-    ("mean", 0.5, 0.5, True), ("mean", 0.0, 0.5, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "initial", "constant", "is_known"),
+    [
+        ("sum", 0.0, 0.0, True),
+        ("sum", 1.0, 0.0, True),
+        ("sum", 0.0, 0.5, False),
+        ("amax", 2.0, 0.5, True),
+        ("amax", 0.0, 0.5, False),
+        ("amin", 0.0, 0.5, True),
+        ("prod", 0.0, 0.5, True),
+        ("prod", 2.0, 1.0, True),
+        ("prod", 2.0, 0.5, False),
+        ("mean", 0.5, 0.5, True),
+        ("mean", 0.0, 0.5, False),
+    ],
+)
 def test_what_any_number_of_values_leaves_alike(how, initial, constant, is_known):
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -39,10 +39,17 @@ def reduced(net: nn.Module) -> nn.Module:
     return slim
 
 
-@pytest.mark.parametrize("read", [
-    lambda a, b: a - b, lambda a, b: b - a, lambda a, b: a + b,
-    lambda a, b: torch.add(a, b, alpha=3), lambda a, b: torch.sub(a, b, alpha=0.5),
-], ids=["a - b", "b - a", "a + b", "a + 3 b", "a - b / 2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda a, b: a - b,
+        lambda a, b: b - a,
+        lambda a, b: a + b,
+        lambda a, b: torch.add(a, b, alpha=3),
+        lambda a, b: torch.sub(a, b, alpha=0.5),
+    ],
+    ids=["a - b", "b - a", "a + b", "a + 3 b", "a - b / 2"],
+)
 @pytest.mark.parametrize("dead", [([0, 1, 5], [2, 6, 7]), ([0, 1, 2, 3], [4, 5, 6, 7])], ids=str)
 def test_sums_of_operands_cut_differently(read: Callable[..., Tensor], dead: list[list[int]]):
     reduced(Net(read, dead))

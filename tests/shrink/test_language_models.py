@@ -39,10 +39,11 @@ def llama(more: int, **options: Any) -> tuple[Any, Tensor]:
     pytest.importorskip("transformers")
     transformers = architectures.transformers()
     config = transformers.LlamaConfig(
-        vocab_size=60, intermediate_size=64, max_position_embeddings=64,
-        **({"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2} | options),
-    )  # fmt: skip
+        vocab_size=60,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        **({"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2} | options),
+    )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
     with torch.no_grad():
@@ -132,9 +133,13 @@ def test_zeros_are_written_where_no_config_describes_the_sizes(tmp_path: Path) -
 def test_three_rounds_of_an_encoder() -> None:
     transformers = architectures.transformers()
     config = transformers.BertConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        vocab_size=50, max_position_embeddings=7,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=50,
+        max_position_embeddings=7,
+    )
     torch.manual_seed(0)
     net = transformers.BertForSequenceClassification(config)
     ids = torch.arange(14).reshape(2, 7)
@@ -186,9 +191,14 @@ def test_a_dead_layer_and_units_by_modules_are_saved(tmp_path: Path) -> None:
 
 def test_a_config_that_derives_the_width_of_heads_says_it(tmp_path: Path) -> None:
     transformers = architectures.transformers()
-    sizes: Any = {"vocab_size": 60, "hidden_size": 64, "intermediate_size": 64,
-                  "num_hidden_layers": 2, "num_key_value_heads": 4,
-                  "max_position_embeddings": 64}  # fmt: skip
+    sizes: Any = {
+        "vocab_size": 60,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+    }
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**sizes, num_attention_heads=8)
     model: Any = transformers.Qwen2ForCausalLM(config).eval()
@@ -298,9 +308,14 @@ def test_a_scale_that_a_config_derives_otherwise_is_not_saved() -> None:
     """Heads of 5 that were cut from 8 keep the scale of 8, which a config with 5 does not say."""
     transformers = architectures.transformers()
     config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8,
-        image_size=8, patch_size=8, head_dim=5,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=8,
+        image_size=8,
+        patch_size=8,
+        head_dim=5,
+    )
     model: Any = transformers.ViTModel(config)
     assert fitted(copy.deepcopy(model), head_dim=8).head_dim == 5
     model.layers[0].attention.scaling = 8**-0.5

@@ -38,9 +38,7 @@ def difference(a: object, b: object) -> float:
         assert x.shape == y.shape
         assert x.dtype == y.dtype
         assert torch.equal(x.isnan(), y.isnan())
-        worst = max(
-            worst, float((x - y).detach().abs().max() / x.detach().abs().max().clamp(min=1e-300))
-        )
+        worst = max(worst, float((x - y).detach().abs().max() / x.detach().abs().max().clamp(min=1e-300)))
     return worst
 
 

@@ -144,12 +144,7 @@ def test_a_wrong_number_is_refused() -> None:
     net, x = half_of_heads(), torch.randn(2, 5, 32)
     slim: Any = demask.demask(net, (x,))
     right = canonicalize(capture_program(slim, (x,), None, None), demask.ops.TABLE)
-    assert (
-        find_difference(
-            right, canonicalize(capture_program(slim, (x,), None, None), demask.ops.TABLE)
-        )
-        is None
-    )
+    assert find_difference(right, canonicalize(capture_program(slim, (x,), None, None), demask.ops.TABLE)) is None
     slim.heads, slim.width = 1, 16
     wrong = canonicalize(capture_program(slim, (x,), None, None), demask.ops.TABLE)
     assert find_difference(right, wrong) is not None
@@ -261,8 +256,7 @@ def test_the_model_is_not_changed(kind: str) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
     assert torch.equal(net(x), expected)
     assert type(slim) is Net and type(slim.a) is nn.Linear
-    assert {name for name, _ in slim.named_parameters()} == {
-        "a.weight", "a.bias", "b.weight", "b.bias"}  # fmt: skip
+    assert {name for name, _ in slim.named_parameters()} == {"a.weight", "a.bias", "b.weight", "b.bias"}
     torch.testing.assert_close(slim(x), expected)
 
 
@@ -442,9 +436,7 @@ class Casting(nn.Module):
         return y.double()
 
 
-def test_types_that_a_network_computes_in_decide_what_rounding_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_types_that_a_network_computes_in_decide_what_rounding_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A millionth is rounding where a part of the network is float32, and none in float64."""
     x = torch.randn(3, 8, dtype=torch.float64)
     plain, casting = half(Net()).double(), half(Casting())

@@ -67,9 +67,7 @@ def shrunk(model: nn.Module, d: int, **options: object) -> nn.Module:
     """The demasked network, checked in float64 on two batches (and sizes, where they are free)."""
     model = model.eval().double()
     torch.manual_seed(1)
-    slim = demask.demask(
-        model, (torch.randn(2, 3, *SIZES[d], dtype=torch.float64),), result="graph", **options
-    )
+    slim = demask.demask(model, (torch.randn(2, 3, *SIZES[d], dtype=torch.float64),), result="graph", **options)
     more = 2 if options else 0
     for batch, grown in ((3, 0), (1, more)):
         x = torch.randn(batch, 3, *(n + grown for n in SIZES[d]), dtype=torch.float64)
@@ -88,9 +86,7 @@ DAILY += [(1, "zeros behind", "dense"), (3, "zeros and crop", "strided")]
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("d", "pad", "window"), [*DAILY, *at_night(*(case for case in ALL if case not in DAILY))]
-)
+@pytest.mark.parametrize(("d", "pad", "window"), [*DAILY, *at_night(*(case for case in ALL if case not in DAILY))])
 def test_constants_leave_through_pads(d: int, pad: str, window: str) -> None:
     torch.manual_seed(0)
     slim = shrunk(Padded(d, pad, window, (0.5, -1.0, 0.25)), d)
@@ -144,11 +140,9 @@ CHAINS = {
     "a function that moves the pad's value": (padded(1, 1, value=-0.5), torch.relu),
     "two pads": (padded(0, 1), padded(1, 0, 1, 1)),
     "another number": (padded(1, 1, 1, 1, value=0.7),),
-    "a maximum over pads below every number": (padded(0, 1, 0, 1, value=-INF),
-                                               lambda x: F.max_pool2d(x, 2, 1)),
-    "a maximum over zeros, of what is not below": (torch.relu, padded(1, 1, 1, 1),
-                                                   lambda x: F.max_pool2d(x, 3, 2)),
-}  # fmt: skip
+    "a maximum over pads below every number": (padded(0, 1, 0, 1, value=-INF), lambda x: F.max_pool2d(x, 2, 1)),
+    "a maximum over zeros, of what is not below": (torch.relu, padded(1, 1, 1, 1), lambda x: F.max_pool2d(x, 3, 2)),
+}
 
 
 @pytest.mark.sampled(2)
@@ -178,21 +172,29 @@ def test_several_readers_share_a_pad() -> None:
 def test_constants_leave_a_file_whose_convolutions_pad_one_side(tmp_path) -> None:
     """As converters of TensorFlow write it: `auto_pad`, an op `Pad` in front of a convolution."""
     torch.manual_seed(0)
-    weights = {"w": torch.randn(8, 3, 1, 1), "b": torch.randn(8), "v": torch.randn(8, 8, 3, 3),
-               "u": torch.randn(4, 8, 3, 3)}  # fmt: skip
+    weights = {
+        "w": torch.randn(8, 3, 1, 1),
+        "b": torch.randn(8),
+        "v": torch.randn(8, 8, 3, 3),
+        "u": torch.randn(4, 8, 3, 3),
+    }
     weights["w"][:3] = 0
     weights["v"][:2] = 0
     constants = [onnx_files.constant(name, w.numpy()) for name, w in weights.items()]
     constants.append(onnx_files.constant("pads", np.array([0, 0, 0, 0, 0, 0, 1, 1])))
     bias = onnx_files.constant("c", np.arange(8, dtype=np.float32))
     graph = onnx.helper.make_graph(
-        [onnx_files.node("Conv", ["x", "w", "b"], ["h"]),
-         onnx_files.node("Conv", ["h", "v", "c"], ["i"], auto_pad="SAME_UPPER", strides=[2, 2]),
-         onnx_files.node("Pad", ["i", "pads"], ["p"]),
-         onnx_files.node("Conv", ["p", "u"], ["y"], strides=[2, 2])],
-        "g", [onnx_files.value("x", sizes=("n", 3, 16, 16))],
-        [onnx_files.value("y", sizes=None)], [*constants, bias],
-    )  # fmt: skip
+        [
+            onnx_files.node("Conv", ["x", "w", "b"], ["h"]),
+            onnx_files.node("Conv", ["h", "v", "c"], ["i"], auto_pad="SAME_UPPER", strides=[2, 2]),
+            onnx_files.node("Pad", ["i", "pads"], ["p"]),
+            onnx_files.node("Conv", ["p", "u"], ["y"], strides=[2, 2]),
+        ],
+        "g",
+        [onnx_files.value("x", sizes=("n", 3, 16, 16))],
+        [onnx_files.value("y", sizes=None)],
+        [*constants, bias],
+    )
     opset = onnx.helper.make_opsetid("", 18)
     path = tmp_path / "net.onnx"
     onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=9), path)

@@ -33,10 +33,12 @@ def network(kind: str) -> nn.Sequential:
     """Units 0 to 2 of the first layer and 1 and 4 of the second are masked, as is what reads
     them."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(),
-                        nn.Linear(8, 3)).double()  # fmt: skip
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     masked: list[tuple[Any, list[int], list[int]]] = [
-        (net[0], [0, 1, 2], []), (net[2], [1, 4], [0, 1, 2]), (net[4], [], [1, 4])]  # fmt: skip
+        (net[0], [0, 1, 2], []),
+        (net[2], [1, 4], [0, 1, 2]),
+        (net[4], [], [1, 4]),
+    ]
     for layer, rows, columns in masked:
         layer.weight.data[:, columns] = 0
         layer.bias.data[rows] = 0
@@ -50,8 +52,10 @@ def network(kind: str) -> nn.Sequential:
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    return [tuple(torch.randn(20, n, generator=draw, dtype=torch.float64) for n in (6, 3))  # type: ignore[misc]
-            for _ in range(count)]  # fmt: skip
+    return [
+        tuple(torch.randn(20, n, generator=draw, dtype=torch.float64) for n in (6, 3))  # type: ignore[misc]
+        for _ in range(count)
+    ]
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, rows: list[Any]) -> None:
@@ -96,15 +100,14 @@ def test_files_and_state_dicts_have_the_parametrization(kind: str, tmp_path: Pat
     slim, x = slimmed(network(kind)).eval(), torch.randn(4, 6, dtype=torch.float64)
     demask.save(slim, tmp_path / "net.demask")
     fresh = network(kind)
-    for loaded in (
-        demask.load(tmp_path / "net.demask", into=fresh),
-        demask.resize(fresh, slim.state_dict()),
-    ):
+    for loaded in (demask.load(tmp_path / "net.demask", into=fresh), demask.resize(fresh, slim.state_dict())):
         assert list(loaded.state_dict()) == list(slim.state_dict())
         assert loaded[2].out_features == 6
         assert torch.equal(loaded.eval()(x), slim(x))
-    plain = demask.load(tmp_path / "net.demask", into=nn.Sequential(
-        nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))  # fmt: skip
+    plain = demask.load(
+        tmp_path / "net.demask",
+        into=nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)),
+    )
     torch.testing.assert_close(plain(x), slim(x), rtol=1e-12, atol=1e-12)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a graph comes back: the file has no code
@@ -178,8 +181,7 @@ class Gate(nn.Module):
 
 def masked_alike() -> nn.Sequential:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(),
-                        nn.Linear(8, 3)).double()  # fmt: skip
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     layers: Any = net[0], net[2], net[4]
     for layer in layers[:2]:
         layer.weight.data[:3] = 0
@@ -255,8 +257,14 @@ def test_masks_below_a_norm_become_plain_and_the_norm_stays() -> None:
     prune.ln_structured(net[4], "weight", amount=3, n=2, dim=1)
     slim = slimmed(net)
     assert sorted(name for name, _ in slim.named_parameters()) == [
-        "0.bias", "0.weight", "2.bias", "2.parametrizations.weight.original0",
-        "2.parametrizations.weight.original1", "4.bias", "4.weight"]  # fmt: skip
+        "0.bias",
+        "0.weight",
+        "2.bias",
+        "2.parametrizations.weight.original0",
+        "2.parametrizations.weight.original1",
+        "4.bias",
+        "4.weight",
+    ]
 
 
 class Lora(nn.Module):
@@ -286,9 +294,15 @@ def test_adapters_of_plain_layers_are_cut() -> None:
     second.b.weight.data[:, 2] = 0
     slim = slimmed(net)
     assert {name: tuple(tensor.shape) for name, tensor in slim.named_parameters()} == {
-        "0.base.weight": (5, 6), "0.base.bias": (5,), "0.a.weight": (3, 6), "0.b.weight": (5, 3),
-        "2.base.weight": (5, 5), "2.base.bias": (5,), "2.a.weight": (3, 5), "2.b.weight": (5, 3),
-    }  # fmt: skip
+        "0.base.weight": (5, 6),
+        "0.base.bias": (5,),
+        "0.a.weight": (3, 6),
+        "0.b.weight": (5, 3),
+        "2.base.weight": (5, 5),
+        "2.base.bias": (5,),
+        "2.a.weight": (3, 5),
+        "2.b.weight": (5, 3),
+    }
     first.b.weight.data[:] = 0  # a new adapter
     whole = slimmed(net, masks="declared")
     assert whole[0].a.weight.shape == (4, 6) and whole[0].b.weight.shape == (8, 4)

@@ -80,8 +80,7 @@ def test_only_the_blocks_where_streams_meet_are_graphs():
     assert type(slim.blocks[0]) is Block and slim.blocks[0].first.out_channels == 7
     assert torch.equal(slim.predict(X), net.predict(X))
     assert demask.verify(net, slim, (X,)).ok
-    sizes = [demask.demask(net, (X,), result=result).demasked.after.parameters
-             for result in ("graph", "class")]  # fmt: skip
+    sizes = [demask.demask(net, (X,), result=result).demasked.after.parameters for result in ("graph", "class")]
     assert sizes[0] <= slim.demasked.after.parameters < sizes[1]
     assert any("blocks.1 is a graph" in why for why in slim.demasked.graph_reasons)
 
@@ -262,9 +261,8 @@ def test_an_encoder_with_parts_of_heads_masked_is_of_its_class():
     hub = transformers()
     torch.manual_seed(0)
     config = hub.BertConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        vocab_size=50,
-    )  # fmt: skip
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
+    )
     net = hub.BertModel(config).eval()
     with torch.no_grad():
         for k, layer in enumerate(net.encoder.layer):
@@ -389,13 +387,15 @@ def without_heads() -> Vit:
     return net
 
 
-@pytest.mark.parametrize("net, fresh, x, named", [
-    (pruned(), Mobile, torch.randn(2, 3, 9, 9), "blocks.0, blocks.1 are graphs"),
-    (without_heads(), Vit, torch.randn(2, 6, 32), "attn is a graph"),
-], ids=["convolutions", "fused attention"])  # fmt: skip
-def test_a_class_refuses_what_graphs_compute(
-    net: nn.Module, fresh: Any, x: Tensor, named: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "net, fresh, x, named",
+    [
+        (pruned(), Mobile, torch.randn(2, 3, 9, 9), "blocks.0, blocks.1 are graphs"),
+        (without_heads(), Vit, torch.randn(2, 6, 32), "attn is a graph"),
+    ],
+    ids=["convolutions", "fused attention"],
+)
+def test_a_class_refuses_what_graphs_compute(net: nn.Module, fresh: Any, x: Tensor, named: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="of its modules as graphs"):
         slim: Any = demask.demask(net, (x,))
     file, refused = tmp_path / "net.demask", f"{named} in the demasked network, and the class does"
@@ -415,10 +415,7 @@ def test_a_class_refuses_what_graphs_compute(
     torch.testing.assert_close(demask.resize(slim, slim.state_dict())(x), slim(x))
     own: Any = demask.demask(net, (x,), result="class")
     demask.save(own, file)
-    for other in (
-        demask.load(file, into=fresh()),
-        demask.resize(fresh(), own.state_dict(), own.demasked.numbers),
-    ):
+    for other in (demask.load(file, into=fresh()), demask.resize(fresh(), own.state_dict(), own.demasked.numbers)):
         assert torch.equal(other.eval()(x), own(x))
 
 
@@ -426,8 +423,10 @@ def test_a_class_gets_what_one_graph_computes_only_if_it_does(tmp_path: Path) ->
     net, x = without_heads(), torch.randn(2, 6, 32)
     graph = demask.demask(net, (x,), result="graph")
     demask.save(graph, tmp_path / "net.demask")
-    for put in (lambda: demask.load(tmp_path / "net.demask", into=Vit()),
-                lambda: demask.resize(Vit(), graph.state_dict())):  # fmt: skip
+    for put in (
+        lambda: demask.load(tmp_path / "net.demask", into=Vit()),
+        lambda: demask.resize(Vit(), graph.state_dict()),
+    ):
         with pytest.raises(demask.BadInput, match="all of it is a graph"):
             put()
     layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()

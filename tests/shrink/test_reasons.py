@@ -37,9 +37,7 @@ class Layered(nn.Module):
 
 
 def declined(model, *shape) -> list[Decline]:
-    return list(
-        demask.report(demask.demask(model.eval(), (torch.randn(shape),), result="graph")).declined
-    )
+    return list(demask.report(demask.demask(model.eval(), (torch.randn(shape),), result="graph")).declined)
 
 
 @pytest.mark.parametrize(

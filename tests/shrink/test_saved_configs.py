@@ -42,18 +42,22 @@ def bert(t: Any) -> tuple[Any, dict[str, int]]:
 
 
 def gpt2(t: Any) -> tuple[Any, dict[str, int]]:
-    model = t.GPT2LMHeadModel(t.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=60,
-                                           n_positions=64, n_inner=48, bos_token_id=0,
-                                           eos_token_id=0))  # fmt: skip
+    model = t.GPT2LMHeadModel(
+        t.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=60, n_positions=64, n_inner=48, bos_token_id=0, eos_token_id=0
+        )
+    )
     zero(model, "mlp.c_proj.weight", "attn.c_proj.weight", along=0)
     return model, {"n_inner": 40, "n_head": 4}
 
 
 def opt(t: Any) -> tuple[Any, dict[str, int]]:
     """One of three layers is dead, which for OPT's code is one of small sizes."""
-    model = t.OPTForCausalLM(t.OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=3,
-                                         num_attention_heads=4, word_embed_proj_dim=32,
-                                         **TEXT))  # fmt: skip
+    model = t.OPTForCausalLM(
+        t.OPTConfig(
+            hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=32, **TEXT
+        )
+    )
     zero(model, "fc2.weight")
     last = model.model.decoder.layers[2]
     for part in (last.fc2, last.self_attn.out_proj):
@@ -64,8 +68,9 @@ def opt(t: Any) -> tuple[Any, dict[str, int]]:
 def phi3(t: Any) -> tuple[Any, dict[str, int]]:
     """Joined rows of queries, keys and values; three heads do not divide the width, which the
     config then says of a head."""
-    config = t.Phi3Config(num_hidden_layers=2, num_key_value_heads=4, pad_token_id=0,
-                          bos_token_id=1, eos_token_id=2, **WIDTHS, **TEXT)  # fmt: skip
+    config = t.Phi3Config(
+        num_hidden_layers=2, num_key_value_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2, **WIDTHS, **TEXT
+    )
     model = t.Phi3ForCausalLM(config)
     zero(model, "mlp.down_proj.weight", "self_attn.o_proj.weight")
     return model, {"intermediate_size": 40, "num_attention_heads": 3}
@@ -82,9 +87,15 @@ def qwen3(t: Any) -> tuple[Any, dict[str, int]]:
 
 def wav2vec2(t: Any) -> tuple[Any, dict[str, int]]:
     """Positions pass a convolution with a norm of weights."""
-    config = t.Wav2Vec2Config(num_hidden_layers=2, conv_dim=(16, 16, 16), conv_stride=(5, 2, 2),
-                              conv_kernel=(10, 3, 3), num_conv_pos_embeddings=16,
-                              num_conv_pos_embedding_groups=4, **WIDTHS)  # fmt: skip
+    config = t.Wav2Vec2Config(
+        num_hidden_layers=2,
+        conv_dim=(16, 16, 16),
+        conv_stride=(5, 2, 2),
+        conv_kernel=(10, 3, 3),
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+        **WIDTHS,
+    )
     model = t.Wav2Vec2Model(config)
     zero(model, "feed_forward.output_dense.weight")
     return model, {"intermediate_size": 40}

@@ -52,9 +52,7 @@ def tensors_of(network):
 
 
 @pytest.mark.parametrize("zeros", [True, False])
-@pytest.mark.parametrize(
-    "options", [{"result": "class"}, {"result": "graph"}, {"modules": ["second", "first"]}]
-)
+@pytest.mark.parametrize("options", [{"result": "class"}, {"result": "graph"}, {"modules": ["second", "first"]}])
 def test_a_result_has_memory_of_its_own(residual, options, zeros):
     network, args = residual
     model = network if zeros else Residual().eval()
@@ -69,9 +67,7 @@ def test_a_result_has_memory_of_its_own(residual, options, zeros):
 
 @pytest.fixture
 def chain():
-    network = nn.Sequential(
-        nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 4)
-    ).eval()
+    network = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 4)).eval()
     with torch.no_grad():
         network[0].weight[:2], network[0].bias[:2] = 0, 0
     return network, capture_program(network, (torch.randn(2, 3),), None, None)
@@ -153,8 +149,7 @@ def test_views_of_one_tensor_are_not_tied_by_a_copy(chain):
     program, tensor = chain[1], torch.randn(2, 3)
     first, second, third = list(program.constants.values())[:3]
     constants = {
-        c.name: c.moved(lambda _, t=t: t)
-        for c, t in ((first, tensor), (second, tensor.view(6)), (third, tensor))
+        c.name: c.moved(lambda _, t=t: t) for c, t in ((first, tensor), (second, tensor.view(6)), (third, tensor))
     }
     copied = copy_tensors(program.with_graph(program.graph, constants), []).constants.values()
     one, two, three = (c.tensor for c in copied)

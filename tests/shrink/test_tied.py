@@ -130,9 +130,7 @@ def test_twice_is_once() -> None:
     once = slimmed(masked())
     twice = slimmed(once)
     check_tied(twice)
-    assert {n: c.source for n, c in twice.demasked.cuts.items()} == {
-        n: c.source for n, c in once.demasked.cuts.items()
-    }
+    assert {n: c.source for n, c in twice.demasked.cuts.items()} == {n: c.source for n, c in once.demasked.cuts.items()}
     assert twice.demasked.after == once.demasked.after
 
 
@@ -153,13 +151,9 @@ def test_cut_two_ways_each_name_goes_with_its_module() -> None:
     assert slim.embed.weight.shape == (3, WIDTH)
     assert slim.head.weight.shape == (3, WIDTH - MASKED)
     assert set(slim.state_dict()) == set(model.state_dict())
-    assert {slim.demasked.cuts[n].source for n in ("embed.weight", "head.weight")} == {
-        "embed.weight"
-    }
+    assert {slim.demasked.cuts[n].source for n in ("embed.weight", "head.weight")} == {"embed.weight"}
     twice = to_graph(slim, (tokens,))
-    assert {n: t.shape for n, t in twice.state_dict().items()} == {
-        n: t.shape for n, t in slim.state_dict().items()
-    }
+    assert {n: t.shape for n, t in twice.state_dict().items()} == {n: t.shape for n, t in slim.state_dict().items()}
 
 
 def test_a_mask_on_one_of_two_uses_leaves_each_its_name() -> None:

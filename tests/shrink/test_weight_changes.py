@@ -77,8 +77,7 @@ def in_inference_mode(module: nn.Module, name: str, tensor: Tensor) -> None:
         tensor.mul_(0.5)
 
 
-WAYS = (scaled_in_place, copied_to, data_scaled, data_set, another, through_a_state,
-        in_inference_mode)  # fmt: skip
+WAYS = (scaled_in_place, copied_to, data_scaled, data_set, another, through_a_state, in_inference_mode)
 
 
 def change(network: nn.Module, way: Callable[[nn.Module, str, Tensor], None]) -> None:
@@ -160,8 +159,7 @@ def test_a_counted_parameter_is_a_parameter() -> None:
     network = optimized()
     assert all(type(p) is CountedParameter for p in network.parameters())
     weight = network.head.weight
-    assert isinstance(weight, nn.Parameter) and type(pickle.loads(pickle.dumps(weight))) is (
-        nn.Parameter)  # fmt: skip
+    assert isinstance(weight, nn.Parameter) and type(pickle.loads(pickle.dumps(weight))) is (nn.Parameter)
     assert type(copy.deepcopy(weight)) is CountedParameter
     assert type(weight * 1) is type(weight.data) is Tensor
     state = network.state_dict()
@@ -175,8 +173,7 @@ def test_exported(strict: bool) -> None:
     expected = network(X)
     program = torch.export.export(network, (X,), strict=strict)
     assert difference(expected, program.module()(X).detach()) < 1e-5
-    targets = [str(node.target) for node in program.graph.nodes
-               if node.op == "call_function"]  # fmt: skip
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert all(target.startswith("aten.") for target in targets), targets
     assert torch.equal(network(X), expected)
 

@@ -11,9 +11,7 @@ import dlmc
 import networks
 import sparse_networks
 
-there = pytest.mark.skipif(
-    not dlmc.DATA.exists(), reason="the masks are in shared/data beside the project"
-)
+there = pytest.mark.skipif(not dlmc.DATA.exists(), reason="the masks are in shared/data beside the project")
 
 
 @pytest.mark.parametrize("module", [dlmc, sparse_networks], ids=lambda module: module.__name__)
@@ -85,9 +83,7 @@ def test_every_layer_has_its_mask(sparsity: float) -> None:
     assert masks.keys() == layers.keys()
     assert len(masks) == 54
     kept = sum(int(dlmc.shaped(m, layers[n].weight.shape).sum()) for n, m in masks.items())
-    assert kept / sum(mask.numel() for mask in masks.values()) == pytest.approx(
-        1 - sparsity, abs=2e-6
-    )
+    assert kept / sum(mask.numel() for mask in masks.values()) == pytest.approx(1 - sparsity, abs=2e-6)
 
 
 @there

@@ -146,15 +146,15 @@ def test_steps_of_single_ops_in_files_and_other_dtypes(tmp_path):
     fast = build(segmented(smaller, always, always), provenance, Optimized)
     (program,) = [p for _, p in segments_of(fast.graph)]
     assert {"permute", "reshape", "join", "softmax", "times", "exp"} <= {
-        getattr(step, "call", "") for step in program.steps}  # fmt: skip
+        getattr(step, "call", "") for step in program.steps
+    }
     demask.save(fast, tmp_path / "fast.demask")
     loaded = demask.load(tmp_path / "fast.demask")
     wide = demask.load(tmp_path / "fast.demask").double()
     demask.to_onnx(loaded, tmp_path / "fast.onnx", (x,))
     assert not has_segments(wide)
     for images in (x, torch.randn(5, 3, 9, 8)):
-        for a, b, c, d in zip(model(images), fast(images), loaded(images), wide(images.double()),
-                              strict=True):  # fmt: skip
+        for a, b, c, d in zip(model(images), fast(images), loaded(images), wide(images.double()), strict=True):
             close(b, a)
             assert torch.equal(b, c)
             close(d.float(), a)
@@ -232,9 +232,7 @@ HOSTILE = {
     "another tensor": step(lambda s: s["weight"].__setitem__(0, [9, 0, s["weight"][0][2]])),
     "fewer rows": step(lambda s: s.update(out=s["out"] + 1)),
     "a bias beyond the tensor": step(lambda s: s.update(bias=[0, 2**30, 2**30 + s["out"]])),
-    "row starts that are columns": step(
-        lambda s: s["weight"].__setitem__(1, [1, 3, s["out"] + 1 + 3])
-    ),
+    "row starts that are columns": step(lambda s: s["weight"].__setitem__(1, [1, 3, s["out"] + 1 + 3])),
     "no such step": step(lambda s: s.update(op="exec")),
     "an unknown field": step(lambda s: s.update(path="x")),
     "a name that is code": step(lambda s: s.update(name='a", exec("raise SystemExit")) #')),
@@ -245,7 +243,7 @@ HOSTILE = {
     "no inputs": lambda d: segment(d)["args"].__setitem__(0, []),
     "no text": lambda d: segment(d)["args"].__setitem__(2, 7),
     "another op of demask's": lambda d: segment(d).update(target="demask.no_such.default"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -455,8 +453,18 @@ def test_a_warm_cache_needs_no_measurement(model, monkeypatch, tmp_path):
 
 
 def test_the_command_line(run, saved, tmp_path):
-    outcome = run("optimize", saved / "masked.pt2", "-o", "fast.demask", "--precision", "int8",
-                  "--threads", 1, "--cache", "costs.json")  # fmt: skip
+    outcome = run(
+        "optimize",
+        saved / "masked.pt2",
+        "-o",
+        "fast.demask",
+        "--precision",
+        "int8",
+        "--threads",
+        1,
+        "--cache",
+        "costs.json",
+    )
     assert outcome.code == 0, outcome.err
     assert demask.load(tmp_path / "fast.demask").demasked.notes
     wrong = run("optimize", saved / "masked.pt2", "-o", "x.demask", "--precision", "int3")

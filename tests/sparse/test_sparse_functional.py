@@ -17,14 +17,7 @@ from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
 from demask.kernels.llvm.jit import assembly
 from demask.ops.activations import activation_module, presets
 from demask.sparse import DCSR, spmm
-from demask.sparse.products.spmm_cpu import (
-    CsrMatrix,
-    Options,
-    SpmmTask,
-    deal_rows,
-    dealt,
-    multiplied,
-)
+from demask.sparse.products.spmm_cpu import CsrMatrix, Options, SpmmTask, deal_rows, dealt, multiplied
 from guarded import guarded
 from night import at_night
 from sparse_cases import csr, matrix
@@ -63,9 +56,7 @@ def close(found, wanted):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("density", [0.0, 0.05, 0.5, 1.0])
-@pytest.mark.parametrize(
-    "index", [torch.int32, pytest.param(torch.int64, marks=pytest.mark.nightly)], ids=str
-)
+@pytest.mark.parametrize("index", [torch.int32, pytest.param(torch.int64, marks=pytest.mark.nightly)], ids=str)
 def test_products_with_any_number_of_columns(size, density, index):
     w = uneven(*size, density)
     given, short = as_csr(w, index), DCSR.from_csr(as_csr(w, index))
@@ -105,12 +96,16 @@ def test_threads(threads):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda x: x.T.contiguous().T, lambda x: x.repeat(1, 2)[:, : x.shape[1]],
-     lambda x: x.repeat_interleave(2, 1)[:, ::2], lambda x: x.repeat_interleave(2, 0)[::2],
-     lambda x: torch.cat([torch.zeros(1), x.flatten()])[1:].reshape(x.shape),
-     lambda x: x[:1].expand(x.shape)],
+    [
+        lambda x: x.T.contiguous().T,
+        lambda x: x.repeat(1, 2)[:, : x.shape[1]],
+        lambda x: x.repeat_interleave(2, 1)[:, ::2],
+        lambda x: x.repeat_interleave(2, 0)[::2],
+        lambda x: torch.cat([torch.zeros(1), x.flatten()])[1:].reshape(x.shape),
+        lambda x: x[:1].expand(x.shape),
+    ],
     ids=["transposed", "part", "every other column", "every other row", "misaligned", "expanded"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("n", COLUMNS)
 def test_inputs_of_any_strides(change, n):
     w, x = uneven(20, 33, 0.3), change(torch.randn(33, n))
@@ -159,11 +154,11 @@ def test_products_of_two_sparse_matrices(density, dtype):
     a, b = uneven(13, 20, density, dtype), matrix(20, 17, density, 3, dtype)
     found = spmm(as_csr(a), as_csr(b))
     assert found.layout == torch.sparse_csr
-    torch.sparse_csr_tensor(found.crow_indices(), found.col_indices(), found.values(), found.shape,
-                            check_invariants=True)  # fmt: skip
+    torch.sparse_csr_tensor(
+        found.crow_indices(), found.col_indices(), found.values(), found.shape, check_invariants=True
+    )
     allowed = 0.01 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(found.to_dense().double(), a.double() @ b.double(),
-                               rtol=allowed, atol=allowed)  # fmt: skip
+    torch.testing.assert_close(found.to_dense().double(), a.double() @ b.double(), rtol=allowed, atol=allowed)
     there = (a != 0).double() @ (b != 0).double()
     assert found.values().numel() == there.count_nonzero()
 
@@ -237,16 +232,10 @@ def test_what_does_not_fit_is_refused(name):
 
 HOSTILE = {
     "a column beyond": lambda crow, col: (crow, torch.cat([col[:-1], col[-1:] * 0 + 30])),
-    "a column far beyond": lambda crow, col: (
-        crow,
-        torch.cat([col[:-1], col[-1:] * 0 + 2**31 - 1]),
-    ),
+    "a column far beyond": lambda crow, col: (crow, torch.cat([col[:-1], col[-1:] * 0 + 2**31 - 1])),
     "a negative column": lambda crow, col: (crow, torch.cat([col[:-1], col[-1:] * 0 - 1])),
     "a start beyond": lambda crow, col: (torch.cat([crow[:-1], crow[-1:] + 1]), col),
-    "a start far beyond": lambda crow, col: (
-        torch.cat([crow[:-1], crow[-1:] * 0 + 2**31 - 1]),
-        col,
-    ),
+    "a start far beyond": lambda crow, col: (torch.cat([crow[:-1], crow[-1:] * 0 + 2**31 - 1]), col),
     "a negative start": lambda crow, col: (torch.cat([crow[:1] - 1, crow[1:]]), col),
     "starts that fall": lambda crow, col: (crow.flip(0), col),
 }
@@ -265,10 +254,7 @@ def test_hostile_indices_are_refused(name, index, dtype):
         for _ in range(2):
             with pytest.raises(BadInput):
                 spmm(bad, guarded(torch.ones(30, n, dtype=dtype)))
-    close(
-        spmm(as_csr(w, index), torch.ones(30, 3, dtype=dtype)),
-        w.double().sum(1, True).expand(40, 3),
-    )
+    close(spmm(as_csr(w, index), torch.ones(30, 3, dtype=dtype)), w.double().sum(1, True).expand(40, 3))
 
 
 def test_indices_that_change_unseen_are_refused():
@@ -287,20 +273,16 @@ def test_indices_that_change_unseen_are_refused():
 @pytest.mark.parametrize("end", [True, False], ids=["end", "beginning"])
 @pytest.mark.parametrize(
     ("index", "named"),
-    [(torch.int64, True),
-     *at_night((torch.int32, False), (torch.int32, True), (torch.int64, False))],
+    [(torch.int64, True), *at_night((torch.int32, False), (torch.int32, True), (torch.int64, False))],
     ids=str,
-)  # fmt: skip
+)
 def test_kernels_stay_in_their_buffers(end, index, named):
     for rows, columns, density in ((1, 1, 1.0), (5, 7, 0.5), (37, 50, 0.2), (6, 40, 0.0)):
         w = uneven(rows, columns, density)
         values, crow, col = (guarded(t, end) for t in csr(w))
         crow, col = (guarded(t.to(index), end) for t in (crow, col))
         names = guarded(torch.arange(rows, dtype=index), end) if named else None
-        m, bias = (
-            CsrMatrix(crow, col, values, names, (rows, columns)),
-            guarded(torch.randn(rows), end),
-        )
+        m, bias = (CsrMatrix(crow, col, values, names, (rows, columns)), guarded(torch.randn(rows), end))
         for n in (*COLUMNS, 31, 33):
             x, made = guarded(torch.randn(columns, n), end), guarded(torch.empty(rows, n), end)
             deal = deal_rows(crow.numpy(), 2, max(1, 16 // n))
@@ -443,8 +425,7 @@ def test_torch_compile():
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(values, x), run(values, x))
     found, wanted = (
-        torch.autograd.grad(function(values, x).square().sum(), (values, x))
-        for function in (compiled, run)
+        torch.autograd.grad(function(values, x).square().sum(), (values, x)) for function in (compiled, run)
     )
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b)

@@ -14,13 +14,7 @@ from torch import nn
 import demask.sparse
 from demask.errors import BadInput
 from demask.ops.activations import ACTIVATIONS, act_of, activation_module, presets
-from demask.sparse import (
-    SparseConv1d,
-    SparseConv2d,
-    SparseConvTranspose1d,
-    SparseConvTranspose2d,
-    SparseLinear,
-)
+from demask.sparse import SparseConv1d, SparseConv2d, SparseConvTranspose1d, SparseConvTranspose2d, SparseLinear
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
@@ -55,9 +49,8 @@ LAYERS = [
     (lambda: nn.ConvTranspose1d(6, 4, 3), [(2, 6, 7)]),
     (lambda: nn.ConvTranspose2d(6, 4, 2, 2), [(2, 6, 5, 4), (6, 5, 4)]),
     (lambda: nn.ConvTranspose2d(6, 4, 3, 2, 1, 1), [(2, 6, 5, 4)]),
-    (lambda: nn.ConvTranspose2d(6, 4, (3, 2), (3, 2), (0, 1), (2, 0), 2, False, (1, 2)),
-     [(2, 6, 5, 4)]),
-]  # fmt: skip
+    (lambda: nn.ConvTranspose2d(6, 4, (3, 2), (3, 2), (0, 1), (2, 0), 2, False, (1, 2)), [(2, 6, 5, 4)]),
+]
 
 
 def pruned(layer: nn.Module, density: float = 0.4) -> nn.Module:
@@ -71,9 +64,7 @@ def pruned(layer: nn.Module, density: float = 0.4) -> nn.Module:
 
 
 @pytest.mark.parametrize(("make", "shapes"), LAYERS, ids=lambda a: str(a()) if callable(a) else "")
-@pytest.mark.parametrize(
-    "density", [0.4, *(pytest.param(d, marks=pytest.mark.nightly) for d in (0.0, 1.0))]
-)
+@pytest.mark.parametrize("density", [0.4, *(pytest.param(d, marks=pytest.mark.nightly) for d in (0.0, 1.0))])
 def test_layers_compute_what_torch_computes(make, shapes, density):
     layer = pruned(make(), density)
     sparse = KINDS[type(layer)].from_dense(layer)
@@ -94,16 +85,12 @@ def test_layers_come_back(make):
     back = sparse.to_dense()
     assert repr(back) == repr(layer)
     assert back.state_dict().keys() == layer.state_dict().keys()
-    assert all(
-        torch.equal(a, b) for a, b in zip(back.parameters(), layer.parameters(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), layer.parameters(), strict=True))
     assert torch.equal(sparse.weight, layer.get_parameter("weight"))
     assert sparse.values.numel() == int((layer.get_parameter("weight") != 0).sum())
 
 
-@pytest.mark.parametrize(
-    "activation", [*presets(), nn.Hardtanh(-0.5, 0.25), nn.GELU("tanh")], ids=str
-)
+@pytest.mark.parametrize("activation", [*presets(), nn.Hardtanh(-0.5, 0.25), nn.GELU("tanh")], ids=str)
 @pytest.mark.parametrize("make", [lambda: nn.Linear(9, 7), lambda: nn.Conv2d(3, 4, 3)])
 def test_activations(make, activation):
     layer = pruned(make())
@@ -160,10 +147,8 @@ WRONG = [
     (lambda: SparseConv2d(torch.ones(3, 9), kernel_size=3, groups=2), "groups"),
     (lambda: SparseConv2d(torch.ones(3, 9), kernel_size=3, padding_mode="wrap"), "padding mode"),
     (lambda: SparseConv2d(torch.ones(3, 9), kernel_size=3, output_padding=1), "output_padding"),
-    (lambda: SparseConvTranspose2d(torch.ones(3, 9), kernel_size=3, stride=2, output_padding=2),
-     "output_padding"),
-    (lambda: SparseConvTranspose2d(torch.ones(3, 9), kernel_size=3, padding_mode="reflect"),
-     "padding mode"),
+    (lambda: SparseConvTranspose2d(torch.ones(3, 9), kernel_size=3, stride=2, output_padding=2), "output_padding"),
+    (lambda: SparseConvTranspose2d(torch.ones(3, 9), kernel_size=3, padding_mode="reflect"), "padding mode"),
     (lambda: SparseLinear(torch.ones(3, 2))(torch.ones(4, 3)), r"expected x \[..., 2\], got"),
     (lambda: SparseLinear(torch.ones(3, 2))(torch.tensor(1.0)), r"expected x \[..., 2\], got"),
     (lambda: SparseLinear(torch.ones(3, 2))(torch.ones(4, 2).double()), "torch.float32, got"),
@@ -172,7 +157,7 @@ WRONG = [
     (lambda: SparseConv2d(torch.ones(3, 9), kernel_size=3)(torch.ones(5, 5)), "batch, 1, height"),
     (lambda: SparseConv2d(torch.ones(3, 9), kernel_size=3)(torch.ones(1, 1, 2, 5)), "fit into"),
     (lambda: SparseConv1d(torch.ones(3, 3), kernel_size=3)(torch.ones(1, 1, 1, 5)), "length"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("wrong", "words"), WRONG, ids=[str(k) for k in range(len(WRONG))])
@@ -210,8 +195,7 @@ def test_copies_and_pickles():
     file = io.BytesIO()
     torch.save(net, file)
     file.seek(0)
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)),
-                  torch.load(file, weights_only=False)):  # fmt: skip
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.load(file, weights_only=False)):
         assert torch.equal(other(x), net(x))
         with torch.no_grad():
             other[0].values.mul_(2)

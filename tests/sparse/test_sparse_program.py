@@ -32,18 +32,14 @@ from sparse_cases import convolved, csr, layer, matrix, weight
 EVERY = SegmentProgram(
     ("image",),
     (
-        ConvStep(
-            0, weight(4, 9), (3, 0, 4), 4, (3, 3), (2, 2), ((1, 1), (0, 2)), (1, 2), 2, name="c"
-        ),
+        ConvStep(0, weight(4, 9), (3, 0, 4), 4, (3, 3), (2, 2), ((1, 1), (0, 2)), (1, 2), 2, name="c"),
         ActivationStep(1, ("leaky_relu", (0.1,))),
         PoolStep(2, True, (2, 2), (2, 2), (1, 0), ceil=True, counted=False),
         AddStep(3, 3, ("clamp", (0.0, 6.0))),
         ConcatStep((4, 3)),
         MeanStep(5, True),
         FlattenStep(6),
-        LinearStep(
-            7, SparseWeight((0, 0, 4), (1, 0, 6), (2, 0, 4), (4, 0, 5)), None, 5, ("gelu", ())
-        ),
+        LinearStep(7, SparseWeight((0, 0, 4), (1, 0, 6), (2, 0, 4), (4, 0, 5)), None, 5, ("gelu", ())),
     ),
     (8, 5),
 )
@@ -78,8 +74,7 @@ def test_shapes_of_values():
 
 def changed(**fields) -> dict:
     """The text of a convolution with other fields, as JSON."""
-    step = {"op": "conv", "x": 0, "weight": [[0, 0, 9], [1, 0, 5], [2, 0, 9]], "bias": None,
-            "out": 4, "kernel": [3, 3]}  # fmt: skip
+    step = {"op": "conv", "x": 0, "weight": [[0, 0, 9], [1, 0, 5], [2, 0, 9]], "bias": None, "out": 4, "kernel": [3, 3]}
     return {"inputs": ["image"], "steps": [step | fields], "outputs": [1]}
 
 
@@ -143,20 +138,30 @@ def test_a_step_that_makes_no_sense_is_refused(fields):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "3", "null", "{}", "[" * 100_000, '{"inputs": ["image"]}', " " * 5_000_000,
-     '{"inputs":["image"],"steps":[],"outputs":[]}',
-     '{"inputs":["image"],"steps":[],"outputs":[1]}',
-     '{"inputs":["video"],"steps":[],"outputs":[0]}', '{"inputs":[],"steps":[],"outputs":[0]}',
-     '{"inputs":["image"],"steps":[{"op":"pool","x":0,"mean":true,"kernel":[2,2],"stride":[1,1],'
-     '"dilation":[2,1]}],"outputs":[0]}',
-     '{"inputs":["image"],"steps":[{"op":"cat","xs":[]}],"outputs":[0]}',
-     '{"inputs":["image"],"steps":[{"op":"mean","x":0,"keep":1}],"outputs":[0]}',
-     '{"inputs":["image"],"steps":[{"op":"add","x":0,"z":null}],"outputs":[0]}',
-     '{"inputs":["image","tokens"],"steps":[{"op":"add","x":0,"z":1}],"outputs":[0]}',
-     '{"inputs":["tokens"],"steps":[{"op":"flat","x":0}],"outputs":[0]}',
-     '{"inputs":["signal"],"steps":[{"op":"map","x":0,"act":null}],"outputs":[0]}'],
+    [
+        "",
+        "[]",
+        "3",
+        "null",
+        "{}",
+        "[" * 100_000,
+        '{"inputs": ["image"]}',
+        " " * 5_000_000,
+        '{"inputs":["image"],"steps":[],"outputs":[]}',
+        '{"inputs":["image"],"steps":[],"outputs":[1]}',
+        '{"inputs":["video"],"steps":[],"outputs":[0]}',
+        '{"inputs":[],"steps":[],"outputs":[0]}',
+        '{"inputs":["image"],"steps":[{"op":"pool","x":0,"mean":true,"kernel":[2,2],"stride":[1,1],'
+        '"dilation":[2,1]}],"outputs":[0]}',
+        '{"inputs":["image"],"steps":[{"op":"cat","xs":[]}],"outputs":[0]}',
+        '{"inputs":["image"],"steps":[{"op":"mean","x":0,"keep":1}],"outputs":[0]}',
+        '{"inputs":["image"],"steps":[{"op":"add","x":0,"z":null}],"outputs":[0]}',
+        '{"inputs":["image","tokens"],"steps":[{"op":"add","x":0,"z":1}],"outputs":[0]}',
+        '{"inputs":["tokens"],"steps":[{"op":"flat","x":0}],"outputs":[0]}',
+        '{"inputs":["signal"],"steps":[{"op":"map","x":0,"act":null}],"outputs":[0]}',
+    ],
     ids=lambda text: text[:30],
-)  # fmt: skip
+)
 def test_text_that_is_no_program_is_refused(text):
     with pytest.raises(BadInput):
         SegmentProgram.parse(text)
@@ -164,18 +169,7 @@ def test_text_that_is_no_program_is_refused(text):
 
 def test_random_damage_gives_a_program_or_bad_input():
     draw, text = random.Random(0), EVERY.text()
-    parts = [
-        "-1",
-        "0",
-        "1e99",
-        "null",
-        "[]",
-        "{}",
-        '"relu"',
-        "99999999999",
-        "true",
-        "[[0,0],[0,0]]",
-    ]
+    parts = ["-1", "0", "1e99", "null", "[]", "{}", '"relu"', "99999999999", "true", "[[0,0],[0,0]]"]
     whole = json.loads(text)
     for _ in range(3000):
         found = json.loads(json.dumps(whole))
@@ -202,15 +196,14 @@ def flipped(text: str, draw: random.Random) -> str:
         (ConvStep(0, weight(2, 1), None, 2, (3, 3)), [(1, 2, 2, 9)]),
         (ConvStep(0, weight(2, 1), None, 2, (1, 1), groups=2), [(1, 3, 4, 4)]),
         (ConvStep(0, weight(2, 1), None, 2, (1, 1)), [(1, 2, 4)]),
-        (ConvStep(0, weight(2, 1), None, 2, (2, 2), padding=((3, 3), (0, 0)), transposed=True),
-         [(1, 2, 3, 3)]),
+        (ConvStep(0, weight(2, 1), None, 2, (2, 2), padding=((3, 3), (0, 0)), transposed=True), [(1, 2, 3, 3)]),
         (PoolStep(0, False, (3, 3), (1, 1)), [(1, 1, 2, 2)]),
         (FlattenStep(0), [(1, 2, 1, 2)]),
         (AddStep(0, 1), [(1, 2, 3, 3), (1, 2, 3, 4)]),
         (ConcatStep((0, 1)), [(1, 2, 3, 3), (1, 2, 3, 4)]),
         (ConvStep(0, weight(2, 1), None, 2, (1, 1), add=1), [(1, 3, 3, 3), (1, 3, 3, 3)]),
     ],
-)  # fmt: skip
+)
 def test_sizes_that_do_not_fit_are_refused(step, shapes):
     program = SegmentProgram(("image",) * len(shapes), (step,), (len(shapes),))
     with pytest.raises(BadInput):
@@ -232,9 +225,8 @@ CONVS = [
     {"kernel": (3, 2), "stride": (2, 3), "transposed": True, "padding": ((1, 1), (0, 1))},
     {"kernel": (3, 3), "stride": (2, 2), "transposed": True, "padding": ((1, 0), (0, -1))},
     {"kernel": (2, 2), "dilation": (2, 3), "transposed": True, "padding": ((0, -1), (2, -2))},
-    {"kernel": (3, 3), "stride": (2, 1), "transposed": True, "groups": 3,
-     "padding": ((0, 2), (3, 0))},
-]  # fmt: skip
+    {"kernel": (3, 3), "stride": (2, 1), "transposed": True, "groups": 3, "padding": ((0, 2), (3, 0))},
+]
 
 
 @pytest.mark.parametrize("fields", CONVS, ids=str)
@@ -255,8 +247,7 @@ def test_convolutions_by_their_definition(fields, density):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_signal_is_an_image_of_height_one(transposed):
-    fields = {"kernel": (1, 3), "stride": (1, 2), "padding": ((0, 0), (1, 0)), "groups": 2,
-              "transposed": transposed}  # fmt: skip
+    fields = {"kernel": (1, 3), "stride": (1, 2), "padding": ((0, 0), (1, 0)), "groups": 2, "transposed": transposed}
     w, x = matrix(4, 9, 0.5), torch.randn(2, 6, 8, dtype=torch.float64)
     program, weights = layer("signal", w, **fields)
     (found,) = dense.run(program, [x], weights)
@@ -267,8 +258,11 @@ def test_a_signal_is_an_image_of_height_one(transposed):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_those_of_torch(name):
     numbers = {"leaky_relu": (0.2,), "clamp": (-0.5, 1.5)}.get(name, ())
-    plain = {"leaky_relu": lambda x: F.leaky_relu(x, 0.2), "clamp": lambda x: x.clamp(-0.5, 1.5),
-             "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}  # fmt: skip
+    plain = {
+        "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+        "clamp": lambda x: x.clamp(-0.5, 1.5),
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }
     function = plain.get(name) or getattr(torch, name, None) or getattr(F, name)
     x, z = torch.randn(3, 5), torch.randn(3, 4)
     program, weights = layer("tokens", matrix(4, 5, 0.5, dtype=torch.float32), act=(name, numbers))
@@ -282,14 +276,17 @@ def test_activations_are_those_of_torch(name):
 
 def test_pools_means_and_joins():
     x, z = torch.randn(2, 3, 7, 6), torch.randn(2, 3, 7, 6)
-    pools = [(PoolStep(0, False, (3, 2), (2, 2), (1, 1), (2, 1), ceil=True),
-              F.max_pool2d(x, (3, 2), 2, 1, (2, 1), True)),
-             (PoolStep(0, True, (3, 3), (2, 1), (1, 0), ceil=True, counted=False),
-              F.avg_pool2d(x, 3, (2, 1), (1, 0), True, False)),
-             (MeanStep(0, True), x.mean((2, 3), keepdim=True)),
-             (MeanStep(0, False), x.mean((2, 3))),
-             (ConcatStep((0, 1, 0)), torch.cat([x, z, x], 1)),
-             (AddStep(0, 1, ("relu", ())), (x + z).relu())]  # fmt: skip
+    pools = [
+        (PoolStep(0, False, (3, 2), (2, 2), (1, 1), (2, 1), ceil=True), F.max_pool2d(x, (3, 2), 2, 1, (2, 1), True)),
+        (
+            PoolStep(0, True, (3, 3), (2, 1), (1, 0), ceil=True, counted=False),
+            F.avg_pool2d(x, 3, (2, 1), (1, 0), True, False),
+        ),
+        (MeanStep(0, True), x.mean((2, 3), keepdim=True)),
+        (MeanStep(0, False), x.mean((2, 3))),
+        (ConcatStep((0, 1, 0)), torch.cat([x, z, x], 1)),
+        (AddStep(0, 1, ("relu", ())), (x + z).relu()),
+    ]
     for step, wanted in pools:
         program = SegmentProgram(("image", "image"), (step,), (2,))
         (found,) = dense.run(program, [x, z], [])
@@ -322,10 +319,7 @@ def test_stored_types():
 
 
 def test_entries_that_are_there_twice_are_summed():
-    weights = [
-        torch.tensor([1.0, 2.0]),
-        *(torch.tensor(n, dtype=torch.int32) for n in ([0, 2], [1, 1])),
-    ]
+    weights = [torch.tensor([1.0, 2.0]), *(torch.tensor(n, dtype=torch.int32) for n in ([0, 2], [1, 1]))]
     found = dense.weight(LinearStep(0, weight(1, 2), None, 1), weights, (3,))
     assert found.tolist() == [[0.0, 3.0, 0.0]]
 
@@ -335,16 +329,18 @@ HOSTILE = {
     "a negative column": lambda v, crow, col: (v, crow, col - 1),
     "row starts that fall": lambda v, crow, col: (v, crow.flip(0), col),
     "row starts from 1": lambda v, crow, col: (v, crow + 1, col),
-    "a row start beyond the end": lambda v, crow, col: (
-        v, crow.index_fill(0, torch.tensor(2), 99), col),
+    "a row start beyond the end": lambda v, crow, col: (v, crow.index_fill(0, torch.tensor(2), 99), col),
     "differences that overflow": lambda v, crow, col: (
-        v, torch.tensor([0, 2**31 - 1, -(2**31), -1, len(v)], dtype=torch.int32), col),
+        v,
+        torch.tensor([0, 2**31 - 1, -(2**31), -1, len(v)], dtype=torch.int32),
+        col,
+    ),
     "64-bit columns": lambda v, crow, col: (v, crow, col.long()),
     "whole numbers without a scale": lambda v, crow, col: (v.to(torch.int8), crow, col),
     "values too short": lambda v, crow, col: (v[:-1], crow, col),
     "columns too short": lambda v, crow, col: (v, crow, col[:-1]),
     "no columns": lambda v, crow, col: (v, crow),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -359,10 +355,14 @@ def test_hostile_weights_are_refused(name):
 
 @pytest.mark.parametrize(
     "x",
-    [torch.ones(2, 6, dtype=torch.int64), torch.ones(2, 5), torch.ones(2, 6).to_sparse(),
-     torch.ones(2, 6, dtype=torch.complex64)],
+    [
+        torch.ones(2, 6, dtype=torch.int64),
+        torch.ones(2, 5),
+        torch.ones(2, 6).to_sparse(),
+        torch.ones(2, 6, dtype=torch.complex64),
+    ],
     ids=["integers", "five columns", "sparse", "complex"],
-)  # fmt: skip
+)
 def test_inputs_that_do_not_fit_are_refused(x):
     w = matrix(4, 6, 0.6, dtype=torch.float32)
     w[0, 5] = 1.0
@@ -379,9 +379,7 @@ def test_gradients_reach_values_biases_and_inputs():
     weights[0].requires_grad_()
     _, crow, col, _ = weights
     assert torch.autograd.gradcheck(
-        lambda x, v, b: dense.run(program, [x], [v, crow, col, b])[0],
-        (x, weights[0], bias),
-        fast_mode=True,
+        lambda x, v, b: dense.run(program, [x], [v, crow, col, b])[0], (x, weights[0], bias), fast_mode=True
     )
 
 
@@ -390,11 +388,7 @@ def test_calls_are_traced_with_dense_weights():
     (step,) = program.steps
     x = torch.randn(2, 3, 6, 6)
     w = dense.weight(step, weights, x.shape)
-    traced = make_fx(
-        lambda x: dense.call(step, "image", [x], w),
-        tracing_mode="symbolic",
-        _allow_non_fake_inputs=True,
-    )
+    traced = make_fx(lambda x: dense.call(step, "image", [x], w), tracing_mode="symbolic", _allow_non_fake_inputs=True)
     graph = traced(x)
     called = {node.target for node in graph.graph.nodes if node.op == "call_function"}
     assert torch.ops.aten.convolution.default in called

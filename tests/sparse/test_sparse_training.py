@@ -14,13 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.library import opcheck
 
 from demask.errors import BadInput
-from demask.sparse import (
-    SparseConv1d,
-    SparseConv2d,
-    SparseConvTranspose1d,
-    SparseConvTranspose2d,
-    SparseLinear,
-)
+from demask.sparse import SparseConv1d, SparseConv2d, SparseConvTranspose1d, SparseConvTranspose2d, SparseLinear
 from demask.sparse.segment import segment_op as op
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.training import conv_offsets as planes
@@ -88,13 +82,7 @@ CONVS = {
     "strided, odd": ({"kernel_size": 3, "padding": 1, "stride": 2}, (3, 6, 11, 12)),
     "strided, even": ({"kernel_size": 3, "padding": 1, "stride": 2}, (3, 6, 12, 11)),
     "all at once": (
-        {
-            "kernel_size": (5, 2),
-            "padding": (2, 3),
-            "dilation": (1, 3),
-            "stride": (3, 2),
-            "groups": 2,
-        },
+        {"kernel_size": (5, 2), "padding": (2, 3), "dilation": (1, 3), "stride": (3, 2), "groups": 2},
         (3, 6, 14, 17),
     ),
     "depthwise": ({"kernel_size": 3, "padding": 1, "groups": 6}, (2, 6, 9, 8)),
@@ -127,19 +115,10 @@ def test_convolutions(name, threads, by_kernels):
 TRANSPOSED = {
     "3x3": ({"kernel_size": 3, "padding": 1}, (3, 6, 9, 7)),
     "strided": ({"kernel_size": 3, "stride": 2, "padding": 1}, (3, 6, 6, 5)),
-    "output_padding": (
-        {"kernel_size": 3, "stride": 3, "padding": 1, "output_padding": (1, 2)},
-        (2, 6, 5, 4),
-    ),
+    "output_padding": ({"kernel_size": 3, "stride": 3, "padding": 1, "output_padding": (1, 2)}, (2, 6, 5, 4)),
     "gaps": ({"kernel_size": 2, "stride": 4, "output_padding": 1}, (2, 6, 5, 4)),
     "all at once": (
-        {
-            "kernel_size": (5, 2),
-            "padding": (2, 1),
-            "dilation": (1, 3),
-            "stride": (3, 2),
-            "groups": 2,
-        },
+        {"kernel_size": (5, 2), "padding": (2, 1), "dilation": (1, 3), "stride": (3, 2), "groups": 2},
         (3, 6, 7, 9),
     ),
     "depthwise": ({"kernel_size": 4, "stride": 2, "padding": 1, "groups": 6}, (2, 6, 5, 8)),
@@ -300,14 +279,16 @@ def test_a_network_trains_as_its_masked_dense_twin():
     """The same losses, step by step, within float32's noise."""
     torch.manual_seed(0)
     dense = nn.Sequential(
-        pruned(nn.Conv2d(3, 8, 3, padding=1)), nn.BatchNorm2d(8), nn.ReLU(),
-        pruned(nn.Conv2d(8, 8, 3, stride=2, padding=1)), nn.ReLU(), nn.Flatten(),
+        pruned(nn.Conv2d(3, 8, 3, padding=1)),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        pruned(nn.Conv2d(8, 8, 3, stride=2, padding=1)),
+        nn.ReLU(),
+        nn.Flatten(),
         pruned(nn.Linear(8 * 4 * 4, 10), 0.2),
-    )  # fmt: skip
-    kinds = {nn.Conv2d: SparseConv2d, nn.Linear: SparseLinear}
-    sparse = nn.Sequential(
-        *(kinds[type(m)].from_dense(m) if type(m) in kinds else copy.deepcopy(m) for m in dense)
     )
+    kinds = {nn.Conv2d: SparseConv2d, nn.Linear: SparseLinear}
+    sparse = nn.Sequential(*(kinds[type(m)].from_dense(m) if type(m) in kinds else copy.deepcopy(m) for m in dense))
     masks = [(m.weight, m.weight.detach() != 0) for m in dense if type(m) in kinds]
     optimizers = [torch.optim.SGD(net.parameters(), 0.05, momentum=0.9) for net in (dense, sparse)]
     images, labels = torch.randn(64, 3, 8, 8), torch.randint(0, 10, (64,))
@@ -331,10 +312,8 @@ def test_a_network_trains_as_its_masked_dense_twin():
 COMPILED = {
     "linear": lambda: (nn.Linear(64, 48), SparseLinear, torch.randn(5, 64)),
     "conv": lambda: (nn.Conv2d(8, 12, 3, 2), SparseConv2d, torch.randn(3, 8, 9, 9)),
-    "transposed": lambda: (
-        nn.ConvTranspose2d(8, 12, 3, 2), SparseConvTranspose2d, torch.randn(3, 8, 5, 5),
-    ),
-}  # fmt: skip
+    "transposed": lambda: (nn.ConvTranspose2d(8, 12, 3, 2), SparseConvTranspose2d, torch.randn(3, 8, 5, 5)),
+}
 
 
 @pytest.mark.sampled(2)

@@ -112,12 +112,12 @@ def fault(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.Monke
 def a_pad_not_widened(monkeypatch):
     on = grid_windows.SpacedWindow.on
 
-    def wrong(self, source):  # fmt: skip
+    def wrong(self, source):
         pads, made = on(self, source)
         front = self.before
         return (front, pads[1] + pads[0] - front), made
 
-    monkeypatch.setattr(grid_windows.SpacedWindow, "on", wrong)  # fmt: skip
+    monkeypatch.setattr(grid_windows.SpacedWindow, "on", wrong)
 
 
 @fault
@@ -178,9 +178,7 @@ def test_a_planted_fault_is_found(monkeypatch, name):
 
 
 def read(model: nn.Module, *args: Tensor, shapes: Any = None) -> Program:
-    return canonicalize_calls(
-        fold_constants(functionalize(capture(model.eval(), args, None, shapes)))
-    )
+    return canonicalize_calls(fold_constants(functionalize(capture(model.eval(), args, None, shapes))))
 
 
 def pushed(model: nn.Module, x: Tensor, name: str) -> Program | str:
@@ -214,9 +212,7 @@ def test_both_ways_of_a_residual_block_are_pushed():
     program = pushed(model, x, "select")
     assert isinstance(program, Program)
     assert not any(map(is_strided, program.graph.nodes))
-    assert [n.args[5] for n in calls(program, aten.conv2d.default) if len(n.args) > 5][-1:] == [
-        [2, 2]
-    ]
+    assert [n.args[5] for n in calls(program, aten.conv2d.default) if len(n.args) > 5][-1:] == [[2, 2]]
     for batch in (1, 2, 5):  # the batch stays dynamic
         x = torch.randn(batch, 3, 15, 16, dtype=torch.float64)
         with torch.no_grad():
@@ -225,9 +221,14 @@ def test_both_ways_of_a_residual_block_are_pushed():
 
 def lenet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(2, 2), nn.Conv2d(4, 6, 3, 2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(6 * 9, 5),
-    )  # fmt: skip
+        nn.Conv2d(1, 4, 3, 2, 1),
+        nn.ReLU(),
+        nn.MaxPool2d(2, 2),
+        nn.Conv2d(4, 6, 3, 2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(6 * 9, 5),
+    )
 
 
 def test_strides_compose_and_weights_behind_a_view_are_spread():
@@ -369,9 +370,4 @@ def test_where_a_grid_stands():
     assert SpacedAxis.even(1, 3, 2).gap == 2
     assert part.valid_mask().nonzero().flatten().tolist() == [0, 3, 6, 9]
     assert part.nearest().tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
-    assert grid.merge_axes([SpacedAxis.even(2, 2, 3), SpacedAxis.even(2, 1, 2)]).positions == (
-        0,
-        1,
-        4,
-        5,
-    )
+    assert grid.merge_axes([SpacedAxis.even(2, 2, 3), SpacedAxis.even(2, 1, 2)]).positions == (0, 1, 4, 5)

@@ -49,10 +49,16 @@ def images(count: int, seed: int, largest: int, rank: int) -> list[tuple[ConvAxi
     draw, made = random.Random(seed), []
     while len(made) < count:
         axes = tuple(
-            ConvAxis(draw.randint(1, largest), draw.randint(1, 7 - 2 * rank + 2),
-                     draw.randint(1, 4), draw.randint(1, 2), draw.randint(0, 3), draw.randint(0, 3))
+            ConvAxis(
+                draw.randint(1, largest),
+                draw.randint(1, 7 - 2 * rank + 2),
+                draw.randint(1, 4),
+                draw.randint(1, 2),
+                draw.randint(0, 3),
+                draw.randint(0, 3),
+            )
             for _ in range(rank)
-        )  # fmt: skip
+        )
         if all(axis.wide > 0 for axis in axes):
             made.append(axes)
     return made
@@ -65,11 +71,7 @@ def test_images_have_no_misses(seed: int, channels: int, groups: int) -> None:
 
 
 def test_volumes_have_no_misses() -> None:
-    small = (
-        ConvAxis(3, 1, 2),
-        ConvAxis(3, 2, 3),
-        ConvAxis(1, 1, 4, 1, 0, 1),
-    )  # than the windows of its pools
+    small = (ConvAxis(3, 1, 2), ConvAxis(3, 2, 3), ConvAxis(1, 1, 4, 1, 0, 1))  # than the windows of its pools
     for axes in [*images(5, 0, 3, 3), small]:
         assert found(axes) == []
 
@@ -91,9 +93,8 @@ def changed(name: str, **changes: Any) -> dict[str, StrideForm]:
 
 
 @pytest.mark.parametrize(
-    "name", ["mask_max_pool", "two_masks", "mask_sum_pool", "mask_avg_pool", "split",
-             "space_to_depth"]
-)  # fmt: skip
+    "name", ["mask_max_pool", "two_masks", "mask_sum_pool", "mask_avg_pool", "split", "space_to_depth"]
+)
 def test_an_unsound_form_that_is_accepted_is_a_miss(name: str) -> None:
     wrong = changed(name, refused=lambda site, target, known: None)
     assert any("accepted" in miss for miss in found(AXES, wrong))
@@ -124,8 +125,7 @@ def test_a_mask_is_one_where_the_stride_computes_and_zero_elsewhere() -> None:
     site = Cell((ConvAxis(8, 3, 2, 1, 1, 1), ConvAxis(9, 3, 3, 1, 1, 1))).site()
     mask = selected(site)
     assert mask.shape == (8, 9)
-    assert mask.int().tolist() == [[int(i % 2 == 0 and j % 3 == 0) for j in range(9)]
-                                   for i in range(8)]  # fmt: skip
+    assert mask.int().tolist() == [[int(i % 2 == 0 and j % 3 == 0) for j in range(9)] for i in range(8)]
     pooled = torch.nn.functional.avg_pool2d(mask[None].float(), (2, 3), divisor_override=1)
     assert bool((pooled == 1).all())
 
@@ -146,12 +146,11 @@ def test_a_refusal_says_why() -> None:
     assert "rounds" in reason("two_masks", site(0, 1), ops, finite=True, mask=3.0)
     assert "overflow" in reason("two_masks", site(0, 3e38), ops, finite=True)
     assert "no 1 / 2" in reason("two_masks", site(0, 1, WHOLE), ops)
-    assert "as large as their stride" in reason(
-        "pool_1x1", site(0, 1), "max_pool", pool_windows="stride"
-    )
+    assert "as large as their stride" in reason("pool_1x1", site(0, 1), "max_pool", pool_windows="stride")
     assert "up to 1" in reason("select_max_pool", site(0, 1), "max_pool select", pool_size=1)
-    assert "cannot pad" in reason("mask_sum_pool", replace(site(0, 1), axes=(ConvAxis(9, 3, 2),)),
-                                  "sum_pool select", pool_ceil=False)  # fmt: skip
+    assert "cannot pad" in reason(
+        "mask_sum_pool", replace(site(0, 1), axes=(ConvAxis(9, 3, 2),)), "sum_pool select", pool_ceil=False
+    )
     assert "negative" in reason("split", site(-(2.0**31), 1, WHOLE), f"{ops} relu add")
     assert "zero weights" in reason("space_to_depth", site(0, 1), "space_to_depth pad")
     assert "run time" in reason("phase_split", site(0, 1, constant=False), "slice add pad")
@@ -164,10 +163,16 @@ def test_a_target_whose_numbers_are_bounded_takes_two_masks() -> None:
 
 @pytest.mark.parametrize(
     ("axis", "expected"),
-    [(ConvAxis(8, 2, 2), False), (ConvAxis(8, 4, 4), False), (ConvAxis(8, 3, 2), True),
-     (ConvAxis(8, 1, 2), True), (ConvAxis(1, 1, 2), False), (ConvAxis(8, 2, 2, 2), True),
-     (ConvAxis(9, 3, 3), False)],
-)  # fmt: skip
+    [
+        (ConvAxis(8, 2, 2), False),
+        (ConvAxis(8, 4, 4), False),
+        (ConvAxis(8, 3, 2), True),
+        (ConvAxis(8, 1, 2), True),
+        (ConvAxis(1, 1, 2), False),
+        (ConvAxis(8, 2, 2, 2), True),
+        (ConvAxis(9, 3, 3), False),
+    ],
+)
 def test_zero_taps_are_found_where_they_meet_the_input(axis: ConvAxis, expected: bool) -> None:
     assert zero_taps(Cell((axis,)).site()) is expected
 

@@ -24,8 +24,11 @@ MASKING = ("max_pool", "avg_pool", "slice", "space_to_depth", "matrix_unit")
 
 
 def strides(module: Any) -> list[Any]:
-    return [n.args[3] for n in graph_of_calls(module).nodes if n.target in CONVS and len(n.args) > 3
-            and any(s > 1 for s in n.args[3])]  # fmt: skip
+    return [
+        n.args[3]
+        for n in graph_of_calls(module).nodes
+        if n.target in CONVS and len(n.args) > 3 and any(s > 1 for s in n.args[3])
+    ]
 
 
 def generator() -> torch.Generator:
@@ -86,8 +89,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 
 QUICK = [("resnet", "matrix_unit")]
-PAIRS = [pytest.param(name, goal, marks=() if (name, goal) in QUICK else pytest.mark.nightly)
-         for name in NETWORKS for goal in MASKING]  # fmt: skip
+PAIRS = [
+    pytest.param(name, goal, marks=() if (name, goal) in QUICK else pytest.mark.nightly)
+    for name in NETWORKS
+    for goal in MASKING
+]
 
 
 @pytest.mark.parametrize(("name", "goal"), PAIRS)
@@ -116,9 +122,11 @@ def choices(model: nn.Module, shape: tuple[int, ...], goal: str | Target) -> lis
     assert strides(made) == []
     equal(model, made, x)
     names = [*TARGETS, "mask", "two_masks", "pool", "slice", "split", "rotate", "dilation", "phase"]
-    return [note.split(": ")[1].split(",")[0] for note in made.demasked.notes
-            if any(note.split(": ")[1].startswith(n) for n in (*names, "select", "space"))
-            ]  # fmt: skip
+    return [
+        note.split(": ")[1].split(",")[0]
+        for note in made.demasked.notes
+        if any(note.split(": ")[1].startswith(n) for n in (*names, "select", "space"))
+    ]
 
 
 def stem(*behind: nn.Module, stride: Any = 2) -> nn.Sequential:
@@ -200,8 +208,7 @@ def test_transposed_convolutions_and_pools_stay() -> None:
 
 
 def test_constants_are_shared_and_the_model_is_not_changed() -> None:
-    model = drawn(nn.Sequential(nn.Conv2d(3, 3, 3, 2, 1), nn.Upsample(scale_factor=2),
-                                nn.Conv2d(3, 3, 3, 2, 1)))  # fmt: skip
+    model = drawn(nn.Sequential(nn.Conv2d(3, 3, 3, 2, 1), nn.Upsample(scale_factor=2), nn.Conv2d(3, 3, 3, 2, 1)))
     x = torch.randn(1, 3, 8, 8, generator=generator())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     made = lower(model, (x,))
@@ -215,30 +222,36 @@ def test_a_program_can_be_lowered() -> None:
     from demask.graph.normalize.canonical_calls import canonicalize_calls
     from demask.shrink.pipeline import capture_program
 
-    program = canonicalize_calls(
-        capture_program(stem(nn.ReLU()), (torch.ones(2, 3, 8, 8),), None, None)
-    )
+    program = canonicalize_calls(capture_program(stem(nn.ReLU()), (torch.ones(2, 3, 8, 8),), None, None))
     after, (choice,) = lowered(program, "slice")
     assert (choice.node, choice.module, choice.form) == ("conv2d", "0", "slice")
     assert choice.cost is not None and choice.cost.macs == 4 * 64 * 27  # of one image
     assert "has no max_pool" in choice.refused["mask_max_pool"]
-    assert next(n for n in program.graph.nodes if n.target in CONVS).args[3] == [
-        2,
-        2,
-    ]
+    assert next(n for n in program.graph.nodes if n.target in CONVS).args[3] == [2, 2]
     assert not strides(after)
 
 
 def test_strides_go_downstream_where_nothing_else_is_left() -> None:
     """And average pools are convolutions where a target has none."""
-    model = drawn(nn.Sequential(
-        nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AvgPool2d(3, 2, 1), nn.Conv2d(4, 6, 3, 2, 1),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)))  # fmt: skip
+    model = drawn(
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3, 2, 1),
+            nn.ReLU(),
+            nn.AvgPool2d(3, 2, 1),
+            nn.Conv2d(4, 6, 3, 2, 1),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(6, 5),
+        )
+    )
     for goal in ("no_pool", "fhe"):
         assert set(choices(model, (2, 3, 31, 30), goal)) == {"dilation"}
     made = lower(model, (torch.ones(2, 3, 31, 30),), target="fhe")
-    assert not any("pool" in str(n.target) and "adaptive" not in str(n.target)
-                   for n in graph_of_calls(made).nodes if n.op == "call_function")  # fmt: skip
+    assert not any(
+        "pool" in str(n.target) and "adaptive" not in str(n.target)
+        for n in graph_of_calls(made).nodes
+        if n.op == "call_function"
+    )
     assert choices(stem(nn.ReLU()), (2, 3, 11, 9), "fhe") == ["rotate"]  # what it returns is dense
 
 
@@ -341,8 +354,15 @@ def test_no_such_target() -> None:
 
 
 def test_every_built_in_target_says_what_it_is() -> None:
-    assert list(demask.stride.TARGETS) == ["max_pool", "avg_pool", "slice", "no_pool",
-                                           "space_to_depth", "fhe", "matrix_unit"]  # fmt: skip
+    assert list(demask.stride.TARGETS) == [
+        "max_pool",
+        "avg_pool",
+        "slice",
+        "no_pool",
+        "space_to_depth",
+        "fhe",
+        "matrix_unit",
+    ]
     assert all(name == goal.name for name, goal in TARGETS.items())
 
 

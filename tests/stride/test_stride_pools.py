@@ -26,10 +26,14 @@ def drawn(seed: int) -> tuple[AveragePool, tuple[int, ...], int]:
     rank = rng.choice([1, 1, 2, 2, 2, 3])
     while True:
         kernel = tuple(rng.randint(1, 7 if rank < 3 else 4) for _ in range(rank))
-        pool = AveragePool(kernel, tuple(rng.randint(1, 4) for _ in range(rank)),
-                    tuple(rng.randint(0, k // 2) for k in kernel), rng.random() < 0.5,
-                    rng.random() < 0.5,
-                    rng.randint(1, 60) if rank > 1 and rng.random() < 0.3 else None)  # fmt: skip
+        pool = AveragePool(
+            kernel,
+            tuple(rng.randint(1, 4) for _ in range(rank)),
+            tuple(rng.randint(0, k // 2) for k in kernel),
+            rng.random() < 0.5,
+            rng.random() < 0.5,
+            rng.randint(1, 60) if rank > 1 and rng.random() < 0.3 else None,
+        )
         sizes = tuple(rng.randint(1, 20 if rank < 3 else 9) for _ in range(rank))
         if rng.random() < 0.1 and rank < 3:  # larger than any image
             pool = replace(pool, kernel=(40,) * rank, stride=(40,) * rank, ceil=True)
@@ -101,8 +105,9 @@ def test_lengths_and_counts_are_those_of_aten():
 def test_a_planted_fault_is_found(monkeypatch, name):
     """Windows that begin beyond the image; padding counted; no zeros behind for ceil_mode."""
     if name == "_length":
-        monkeypatch.setattr(pools, "_length", lambda n, k, s, p, ceil:
-                            (n + 2 * p - k + (s - 1 if ceil else 0)) // s + 1)  # fmt: skip
+        monkeypatch.setattr(
+            pools, "_length", lambda n, k, s, p, ceil: (n + 2 * p - k + (s - 1 if ceil else 0)) // s + 1
+        )
     elif name == "_counts":
         monkeypatch.setattr(pools, "_counts", lambda n, k, s, p, count, include: [k] * count)
     else:
@@ -139,8 +144,9 @@ def convolved(seed: int, *, dense: bool = False, bias: bool = False):
     x = net.input((2, channels, *sizes))
     weight = net.constant(taps)
     offset = net.constant(torch.ones(channels, dtype=torch.float64)) if bias else None
-    made = net.call(_CONV[rank], x, weight, offset, list(pool.stride), list(pool.padding),
-                    [1] * rank, 1 if dense else channels)  # fmt: skip
+    made = net.call(
+        _CONV[rank], x, weight, offset, list(pool.stride), list(pool.padding), [1] * rank, 1 if dense else channels
+    )
     given = torch.randn((2, channels, *sizes), generator=generator, dtype=torch.float64)
     return net.program(made), given
 
@@ -163,8 +169,9 @@ def _one(weight: torch.Tensor, groups: int, *, bias: bool = False, dilation: int
     channels = weight.shape[1] * groups
     offset = net.constant(torch.zeros(len(weight))) if bias else None
     x = net.input((1, channels, 8, 8), torch.float32)
-    return net.program(net.call(aten.conv2d.default, x, net.constant(weight), offset, [2, 2],
-                                [pad, pad], [dilation, dilation], groups))  # fmt: skip
+    return net.program(
+        net.call(aten.conv2d.default, x, net.constant(weight), offset, [2, 2], [pad, pad], [dilation, dilation], groups)
+    )
 
 
 def _changed(weight: torch.Tensor, at: tuple[int, ...], value: float) -> torch.Tensor:
@@ -191,7 +198,7 @@ _DENSE = _OWN * torch.eye(4).reshape(4, 4, 1, 1)
         _one(_OWN, 4, pad=2),  # more than half a window
         _one(_DENSE.flip(0), 1),  # channels change places
     ],
-)  # fmt: skip
+)
 def test_others_stay_convolutions(program):
     assert len(calls(convs_to_pools(program), aten.conv2d.default)) == 1
 
@@ -228,8 +235,11 @@ def _has_map(seed: int) -> bool:
 
 
 def test_adaptive_pools_whose_windows_have_one_size():
-    net = nn.Sequential(nn.AdaptiveAvgPool2d((4, 6)), nn.AdaptiveAvgPool2d(2), nn.Flatten(2),
-                        nn.AdaptiveAvgPool1d(1)).double().eval()  # fmt: skip
+    net = (
+        nn.Sequential(nn.AdaptiveAvgPool2d((4, 6)), nn.AdaptiveAvgPool2d(2), nn.Flatten(2), nn.AdaptiveAvgPool1d(1))
+        .double()
+        .eval()
+    )
     x = torch.randn(2, 3, 8, 12, dtype=torch.float64)
     program = capture(net, (x,), dynamic_shapes={})
     there = pools_to_convs(program)

@@ -42,23 +42,17 @@ WAYS = {
     "pool of one": (lambda y, s: F.max_pool2d(y, 1, s), False),
     "mask and pool": (lambda y, s: pooled(y * grid(y, s), s), True),
     "two masks": (lambda y, s: pooled(y * grid(y, s, 4.0), s) * 0.25, True),
-    "select and pool": (
-        lambda y, s: pooled(torch.where(grid(y, s) > 0, y, -math.inf), s), False),
+    "select and pool": (lambda y, s: pooled(torch.where(grid(y, s) > 0, y, -math.inf), s), False),
     "select zero and pool": (lambda y, s: pooled(torch.where(grid(y, s) > 0, y, 0.0), s), True),
-    "filled and pool": (
-        lambda y, s: pooled(y.masked_fill(grid(y, s) == 0, -math.inf), s), False),
+    "filled and pool": (lambda y, s: pooled(y.masked_fill(grid(y, s) == 0, -math.inf), s), False),
     "mask and sum": (lambda y, s: summed(y * grid(y, s), s), False),
     "mask and average": (
-        lambda y, s: F.avg_pool2d(y * grid(y, s), s, s, ceil_mode=True, divisor_override=s * s)
-        * float(s * s), False),
+        lambda y, s: F.avg_pool2d(y * grid(y, s), s, s, ceil_mode=True, divisor_override=s * s) * float(s * s),
+        False,
+    ),
     "split": (split, False),
-}  # fmt: skip
-ACTS = {
-    "linear": nn.Identity(),
-    "ReLU": nn.ReLU(),
-    "leaky": nn.LeakyReLU(),
-    "sigmoid": nn.Sigmoid(),
 }
+ACTS = {"linear": nn.Identity(), "ReLU": nn.ReLU(), "leaky": nn.LeakyReLU(), "sigmoid": nn.Sigmoid()}
 
 
 class Sampled(nn.Module):
@@ -99,8 +93,7 @@ def test_every_way_to_subsample_becomes_a_stride_where_it_is_sound(way, s, act):
         assert (made(x) - model(x)).abs().max() <= 1e-12
 
 
-GEOMETRY = [(1, 2, 1, 0, 1), (3, 2, 2, 0, 1), (5, 3, 1, 2, 4), (2, 2, 1, 1, 2), (7, 4, 1, 3, 1),
-            (3, 2, 3, 2, 4)]  # fmt: skip
+GEOMETRY = [(1, 2, 1, 0, 1), (3, 2, 2, 0, 1), (5, 3, 1, 2, 4), (2, 2, 1, 1, 2), (7, 4, 1, 3, 1), (3, 2, 3, 2, 4)]
 
 
 @pytest.mark.parametrize("k,s,d,p,g", GEOMETRY)

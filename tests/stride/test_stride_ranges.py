@@ -41,9 +41,7 @@ def told(function: Function, *args: Tensor, table: Table = TABLE, **buffers: Ten
     """The range of what a function of inputs makes."""
     net = Net(function, **buffers).eval()
     program = canonicalize_calls(fold_constants(functionalize(capture(net, args))))
-    found = compute_ranges(
-        program.graph.nodes, {k: c.tensor for k, c in program.constants.items()}, table
-    )
+    found = compute_ranges(program.graph.nodes, {k: c.tensor for k, c in program.constants.items()}, table)
     (made,) = program.graph.output_node().args[0]  # type: ignore[misc,union-attr]
     return found[made]  # type: ignore[index]
 
@@ -121,7 +119,7 @@ CASES: list[tuple[Function, Range]] = [
     (lambda m, x: x.nan_to_num(), ANY),
     (lambda m, x: torch.rand_like(x), ANY),
     (lambda m, x: torch.add(x.relu(), x.relu(), alpha=2), ANY),
-]  # fmt: skip
+]
 
 
 @pytest.mark.sampled(4)
@@ -190,8 +188,11 @@ def outside(name: str, table: Table, bounds: Range) -> list[str]:
             if isinstance(value, Shape):
                 node = graph.placeholder(f"x{len(env)}")
                 whole = isinstance(value.of, int)
-                env[node] = (torch.randint(0, value.of, value.sizes, generator=draw)  # type: ignore[arg-type]
-                             if whole else drawn(value, bounds, draw))  # fmt: skip
+                env[node] = (
+                    torch.randint(0, value.of, value.sizes, generator=draw)  # type: ignore[arg-type]
+                    if whole
+                    else drawn(value, bounds, draw)
+                )
                 node.meta["val"] = env[node]
                 node.meta["positions"] = env[node]
                 return node
@@ -203,8 +204,7 @@ def outside(name: str, table: Table, bounds: Range) -> list[str]:
         call = graph.call_function(target, args, dict(case.kwargs))
         args, kwargs = fx.node.map_arg((call.args, call.kwargs), env.__getitem__)
         call.meta["val"] = made = target(*args, **kwargs)
-        values = {n: bounds if t.is_floating_point() else dtype_range(t.dtype)
-                  for n, t in env.items()}  # fmt: skip
+        values = {n: bounds if t.is_floating_point() else dtype_range(t.dtype) for n, t in env.items()}
         from demask.facts import ranges as module
 
         (low, high) = module._call_range(call, values, {}, table)
@@ -213,8 +213,7 @@ def outside(name: str, table: Table, bounds: Range) -> list[str]:
                 continue
             numbers = part.double()[~part.double().isnan()]
             if numbers.numel() and not low <= float(numbers.min()) <= float(numbers.max()) <= high:
-                found.append(f"{case}: {float(numbers.min())} to {float(numbers.max())} "
-                             f"beyond {low} to {high}")  # fmt: skip
+                found.append(f"{case}: {float(numbers.min())} to {float(numbers.max())} beyond {low} to {high}")
     return found
 
 
@@ -225,10 +224,16 @@ def test_no_call_goes_beyond_its_bounds(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("aten.sin.default", "ends"), ("aten.silu.default", 0.0), ("aten.gelu.default", -0.1),
-     ("aten.upsample_bicubic2d.vec", "hull"), ("aten.exp.default", (0.0, 1.0)),
-     ("aten.add.Tensor", "hull"), ("aten.relu.default", (1.0, inf))],
-)  # fmt: skip
+    [
+        ("aten.sin.default", "ends"),
+        ("aten.silu.default", 0.0),
+        ("aten.gelu.default", -0.1),
+        ("aten.upsample_bicubic2d.vec", "hull"),
+        ("aten.exp.default", (0.0, 1.0)),
+        ("aten.add.Tensor", "hull"),
+        ("aten.relu.default", (1.0, inf)),
+    ],
+)
 def test_a_wrong_rule_is_noticed(name: str, rule: Any) -> None:
     wrong: Entry = replace(TABLE[name], range=rule)
     table = Table([(key, wrong if key == name else entry) for key, entry in TABLE.items()])

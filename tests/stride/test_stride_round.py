@@ -77,9 +77,7 @@ def _call(node: torch.fx.Node) -> tuple[str, dict[str, Any]]:
     if name.startswith("aten.conv"):
         rank = len(plain["stride"])
         kernel = given["weight"].meta["val"].shape[2:]
-        plain["dilation"] = [
-            d if n > 1 else 1 for d, n in zip(plain["dilation"], kernel, strict=True)
-        ]
+        plain["dilation"] = [d if n > 1 else 1 for d, n in zip(plain["dilation"], kernel, strict=True)]
         out = node.meta["val"].shape[-rank:]
         plain["stride"] = [s if n > 1 else 1 for s, n in zip(plain["stride"], out, strict=True)]
         if isinstance(plain["padding"], str):
@@ -109,14 +107,18 @@ def test_small_networks(make, target):
 POOLS = {
     "plain": {"kernel_size": 2},
     "padded": {"kernel_size": 3, "stride": 2, "padding": 1},
-    "without its padding": {"kernel_size": 3, "stride": 2, "padding": 1,
-                            "count_include_pad": False},
+    "without its padding": {"kernel_size": 3, "stride": 2, "padding": 1, "count_include_pad": False},
     "ceil": {"kernel_size": 3, "stride": 2, "ceil_mode": True},
     "ceil, padded": {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
-    "ceil, without its padding": {"kernel_size": (3, 2), "stride": 2, "padding": (1, 0),
-                                  "ceil_mode": True, "count_include_pad": False},
+    "ceil, without its padding": {
+        "kernel_size": (3, 2),
+        "stride": 2,
+        "padding": (1, 0),
+        "ceil_mode": True,
+        "count_include_pad": False,
+    },
     "another divisor": {"kernel_size": 2, "divisor_override": 3},
-}  # fmt: skip
+}
 NO_MEAN = Target("no mean", frozenset({"slice", "multiply"}), forbidden=("avg_pool",))
 
 
@@ -125,8 +127,9 @@ NO_MEAN = Target("no mean", frozenset({"slice", "multiply"}), forbidden=("avg_po
 def test_average_pools_become_convolutions_and_come_back(name, stride):
     torch.manual_seed(0)
     pool = nn.AvgPool2d(**POOLS[name])
-    net = nn.Sequential(nn.Conv2d(3, 4, 3, stride, 1), nn.ReLU(), pool, nn.Conv2d(4, 2, 1),
-                        nn.AdaptiveAvgPool2d(1)).eval()  # fmt: skip
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride, 1), nn.ReLU(), pool, nn.Conv2d(4, 2, 1), nn.AdaptiveAvgPool2d(1)
+    ).eval()
     x = torch.randn(2, 3, 24, 17)  # so that ceil_mode makes a difference
     lowered = lower(net, (x,), target=NO_MEAN)
     targets = [n.target for n in lowered.graph.nodes]
@@ -139,8 +142,7 @@ def test_trained_weights_stay_a_convolution():
     blur = nn.Conv2d(2, 2, 2, 2, groups=2, bias=False)
     nn.init.constant_(blur.weight, 0.25)
     made = raise_strides(blur.eval(), (torch.randn(1, 2, 8, 8),))
-    assert [str(n.target) for n in made.graph.nodes if n.op == "call_function"] == [
-        "aten.conv2d.default"]  # fmt: skip
+    assert [str(n.target) for n in made.graph.nodes if n.op == "call_function"] == ["aten.conv2d.default"]
 
 
 @pytest.mark.nightly

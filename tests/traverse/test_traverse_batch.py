@@ -135,11 +135,7 @@ NETWORKS = (Head, Middle, Tied, Matrices, Attention, Recurrent, Computed)
 PLACES = ("module", "file", "folder")
 EVERY = list(itertools.product(NETWORKS, PLACES))
 # Each network at one place by day.
-PLACED = [
-    *EVERY[::4],
-    EVERY[11],
-    *at_night(*(case for k, case in enumerate(EVERY) if k % 4 and k != 11)),
-]
+PLACED = [*EVERY[::4], EVERY[11], *at_night(*(case for k, case in enumerate(EVERY) if k % 4 and k != 11))]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the largest
 
 
@@ -290,13 +286,16 @@ class Vgg(nn.Module):
     def __init__(self, units):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 24, 3, padding=1, bias=False), nn.ReLU(), nn.MaxPool2d(2),
-        )  # fmt: skip
+            nn.Conv2d(3, 16, 3, padding=1, bias=False),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 24, 3, padding=1, bias=False),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        )
         self.classifier = nn.Sequential(
-            nn.Linear(24 * 16, units), nn.ReLU(), nn.Linear(units, 96), nn.ReLU(),
-            nn.Linear(96, 11),
-        )  # fmt: skip
+            nn.Linear(24 * 16, units), nn.ReLU(), nn.Linear(units, 96), nn.ReLU(), nn.Linear(96, 11)
+        )
 
     def forward(self, x):
         return self.classifier(self.features(x).flatten(1))

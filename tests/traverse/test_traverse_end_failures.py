@@ -40,10 +40,7 @@ def hostile(path, kind):
         path.mkdir()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["pickle", "short", "zip", "nested", "structure", "text", "folder", "missing"],
-)
+@pytest.mark.parametrize("kind", ["pickle", "short", "zip", "nested", "structure", "text", "folder", "missing"])
 def test_a_file_that_is_no_array_is_refused_by_name(tmp_path, kind):
     path = tmp_path / "x.npy"
     hostile(path, kind)
@@ -61,9 +58,8 @@ def test_a_file_cut_short_while_it_is_read_is_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "stored"),
-    [("float32", "int32"), ("int64", "int32"), ("int8", "uint8"), ("int64", "bool"),
-     ("complex64", "float32")],
-)  # fmt: skip
+    [("float32", "int32"), ("int64", "int32"), ("int8", "uint8"), ("int64", "bool"), ("complex64", "float32")],
+)
 def test_a_conversion_that_loses_numbers_is_refused(tmp_path, values, stored):
     kinds = getattr(torch, values), getattr(torch, stored)
     sink = array_sink(tmp_path / "y.npy", (1, 2, 3, 4), (2, 3), *kinds)

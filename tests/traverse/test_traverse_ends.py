@@ -37,9 +37,7 @@ AXES = [  # of a value of sizes 1 3 4 5 or fewer: rows and columns
     ((2, 9), (None, None)),
 ]
 NUMBERS = {"float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "uint16"}
-relaxed = settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+relaxed = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def drawn(shape, dtype="float32", seed=0):
@@ -93,8 +91,7 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs))
-                 if isinstance(t, torch.Tensor)}  # fmt: skip
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known | {0}:
                 self.sizes.append(t.untyped_storage().nbytes())
@@ -104,8 +101,7 @@ class Allocated(TorchDispatchMode):
 def in_bytes(y):
     """The rule of 8-bit images, element by element."""
     y = y.astype(np.float64 if y.dtype == np.float64 else np.float32)
-    scaled = [0 if math.isnan(v) else round(float(np.clip(v, 0, 1) * y.dtype.type(255)))
-              for v in y.ravel()]  # fmt: skip
+    scaled = [0 if math.isnan(v) else round(float(np.clip(v, 0, 1) * y.dtype.type(255))) for v in y.ravel()]
     return np.array(scaled, np.uint8).reshape(y.shape)
 
 
@@ -181,9 +177,7 @@ def test_a_spill_gives_back_what_it_was_given(tmp_path, data):
 @relaxed
 @given(st.data())
 def test_pieces_cover_a_box_once_and_the_first_is_the_largest(data):
-    box = data.draw(
-        st.lists(st.tuples(st.integers(0, 3), st.integers(3, 9)), min_size=1, max_size=4)
-    )
+    box = data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(3, 9)), min_size=1, max_size=4))
     dims = data.draw(st.permutations(range(len(box))))
     limit = data.draw(st.integers(1, 200))
     seen = np.zeros([9] * len(box), int)
@@ -217,21 +211,7 @@ def test_images_of_a_batch_are_ends_of_their_own(tmp_path):
 
 # -- eight bits ------------------------------------------------------------------------------------
 
-EDGES = [
-    -math.inf,
-    -1,
-    -0.0,
-    0,
-    0.5 / 255,
-    1.5 / 255,
-    2.5 / 255,
-    0.5,
-    1,
-    1.0001,
-    7,
-    math.inf,
-    math.nan,
-]
+EDGES = [-math.inf, -1, -0.0, 0, 0.5 / 255, 1.5 / 255, 2.5 / 255, 0.5, 1, 1.0001, 7, math.inf, math.nan]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

@@ -38,12 +38,13 @@ class Setting:
 
 
 def setting(seed: int, mode: str) -> Setting:
-    rows, columns = {BANDS: ([1, 2, 3, 5, 8][seed % 5], 0), LAYERWISE: (0, 0),
-                     FRUSTUMS: ([3, 5, 8, 16][seed % 4], [4, 7, 16][seed % 3])}[mode]  # fmt: skip
+    rows, columns = {
+        BANDS: ([1, 2, 3, 5, 8][seed % 5], 0),
+        LAYERWISE: (0, 0),
+        FRUSTUMS: ([3, 5, 8, 16][seed % 4], [4, 7, 16][seed % 3]),
+    }[mode]
     workers = [1, 1, 2, 3][seed // 2 % 4] if mode == BANDS else 1
-    return Setting(
-        mode, rows, columns, seed if seed % 3 else 0, seed % 5 == 1, seed % 4 == 3, workers
-    )
+    return Setting(mode, rows, columns, seed if seed % 3 else 0, seed % 5 == 1, seed % 4 == 3, workers)
 
 
 def network(seed: int) -> Images:
@@ -58,8 +59,17 @@ def in_float32(seed: int) -> Images:
 def broken(model: Images, chosen: Setting, count: int = 1) -> str:
     """What is wrong with a network executed as told; "" where nothing is. count: images."""
     x = model.example
-    made = executed(model, x, chosen.mode, chosen.rows, chosen.columns, seed=chosen.cuts,
-                    spills=chosen.spills, again=chosen.again, workers=chosen.workers)  # fmt: skip
+    made = executed(
+        model,
+        x,
+        chosen.mode,
+        chosen.rows,
+        chosen.columns,
+        seed=chosen.cuts,
+        spills=chosen.spills,
+        again=chosen.again,
+        workers=chosen.workers,
+    )
     made.plan = replace(made.plan, images=True)
     found = difference(model, x if count == 1 else model.batch(count), made)
     is_exact = model.exact and x.dtype == torch.float64
@@ -97,9 +107,7 @@ def test_random_networks_in_every_mode(seeds):
     checked(seeds)
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(5, 9), *at_night(range(5), *chunks(9, 400, NIGHT))], ids=str
-)
+@pytest.mark.parametrize("seeds", [range(5, 9), *at_night(range(5), *chunks(9, 400, NIGHT))], ids=str)
 def test_random_networks_in_float32(seeds):
     checked(seeds, in_float32)
 
@@ -192,9 +200,7 @@ def test_a_halo_one_column_short_is_noticed(monkeypatch):
         return found
 
     monkeypatch.setattr(sweep.SegmentExecutor, "_rows", short)
-    assert "differs by" in seen(
-        Chain(nn.Conv2d(2, 2, (1, 7), padding=(0, 3))).eval(), Setting(FRUSTUMS, 24, 7)
-    )
+    assert "differs by" in seen(Chain(nn.Conv2d(2, 2, (1, 7), padding=(0, 3))).eval(), Setting(FRUSTUMS, 24, 7))
 
 
 def test_a_moment_counted_twice_is_noticed(monkeypatch):
@@ -213,7 +219,5 @@ def test_work_done_twice_is_noticed(monkeypatch):
     from fuzz import traversed
 
     plan = traversed.packed_plan
-    monkeypatch.setattr(
-        traversed, "packed_plan", lambda *args: replace(plan(*args), macs=plan(*args).macs - 1)
-    )
+    monkeypatch.setattr(traversed, "packed_plan", lambda *args: replace(plan(*args), macs=plan(*args).macs - 1))
     assert "planned" in seen(chain(), Setting(BANDS, 5))

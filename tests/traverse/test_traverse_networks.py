@@ -24,9 +24,7 @@ from benchmarks.traverse import traverse_memory as memory
 from benchmarks.traverse import traverse_speed as speed
 from benchmarks.traverse.traverse_memory import MIB, Failed
 
-trained = pytest.mark.skipif(
-    not networks.WEIGHTS.exists(), reason="TAEF2's weights are not in shared/data"
-)
+trained = pytest.mark.skipif(not networks.WEIGHTS.exists(), reason="TAEF2's weights are not in shared/data")
 pytestmark = pytest.mark.nightly  # of benchmarks, not of the library
 SLOW = ("SD decoder", "SD encoder")
 CASES = [
@@ -68,14 +66,16 @@ def test_a_network_is_the_same_each_time(name: str) -> None:
     ("make", "count"),
     # As published: TAESD's decoder, RealESRGAN_x4plus, realesr-animevideov3, and Stable
     # Diffusion's autoencoder without its 1 x 1 convolutions at the latent.
-    [(lambda: networks.tiny_decoder(4, pooled=False), 1_222_531), (networks.RRDB, 16_697_987),
-     (networks.SRVGG, 621_424), (networks.sd_decoder, 49_490_179),
-     (networks.sd_encoder, 34_163_592)],
+    [
+        (lambda: networks.tiny_decoder(4, pooled=False), 1_222_531),
+        (networks.RRDB, 16_697_987),
+        (networks.SRVGG, 621_424),
+        (networks.sd_decoder, 49_490_179),
+        (networks.sd_encoder, 34_163_592),
+    ],
     ids=["TAESD", "RRDB-23", "SRVGG-16", "SD decoder", "SD encoder"],
-)  # fmt: skip
-def test_networks_have_as_many_parameters_as_published(
-    make: Callable[[], nn.Module], count: int
-) -> None:
+)
+def test_networks_have_as_many_parameters_as_published(make: Callable[[], nn.Module], count: int) -> None:
     with torch.device("meta"):
         model = make()
     assert sum(p.numel() for p in model.parameters()) == count
@@ -146,9 +146,8 @@ def test_multiply_adds_of_convolutions_in_place_are_counted() -> None:
     x, weight = torch.rand(1, 8, 9, 7), torch.rand(4, 8, 3, 3)
     with torch.no_grad(), memory.Counted() as mode:
         torch.ops.mkldnn._convolution_pointwise_.binary(
-            torch.zeros(1, 4, 9, 7), x, weight, None, [1, 1], [1, 1], [1, 1], 1, "add", 1.0,
-            None, [], "",
-        )  # fmt: skip
+            torch.zeros(1, 4, 9, 7), x, weight, None, [1, 1], [1, 1], [1, 1], 1, "add", 1.0, None, [], ""
+        )
     assert mode.macs == 4 * 9 * 7 * 8 * 9
 
 
@@ -250,9 +249,7 @@ STAND_IN = """
 Rows = list[dict[str, Any]]
 
 
-def run(
-    script, monkeypatch, folder: Path, *words: str, extra: int = 0, shift: float = 0.0
-) -> list[Rows]:
+def run(script, monkeypatch, folder: Path, *words: str, extra: int = 0, shift: float = 0.0) -> list[Rows]:
     """The rows of each table of a script's page, by column, run with a stand-in that is wrong as
     told."""
     text = dedent(STAND_IN).format(extra=extra, shift=shift)
@@ -270,10 +267,7 @@ def run(
     monkeypatch.setattr(sys, "argv", ["script", *words, *shared])
     script.main()
     assert output.read_text().startswith("# ")
-    return [
-        [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-        for _, table in ledger.tables(pages[-1])
-    ]
+    return [[dict(zip(table.columns, row, strict=True)) for row in table.rows] for _, table in ledger.tables(pages[-1])]
 
 
 @pytest.mark.nightly

@@ -19,11 +19,7 @@ from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.ops import TABLE
 from demask.ops.laws import check_scatter_law, law_cases
-from demask.traverse.analysis.split_global_ops import (
-    folded_scale,
-    global_calls,
-    split_global_calls,
-)
+from demask.traverse.analysis.split_global_ops import folded_scale, global_calls, split_global_calls
 from demask.traverse.axes import axes_of
 from night import at_night
 from test_traverse_reductions import EXACT, ROWS_AND_COLUMNS, SPLIT, gap, in_parts
@@ -73,7 +69,8 @@ NETWORKS = {
     "group norm, bare": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(8, 8, affine=False)),
     "instance norm": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True)),
     "batch norm of its batch": lambda: nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, track_running_stats=False), nn.GroupNorm(4, 8)),
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, track_running_stats=False), nn.GroupNorm(4, 8)
+    ),
     "layer norm": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.LayerNorm([8, 11, 8])),
     "layer norm, bare": lambda: nn.LayerNorm([13, 10], elementwise_affine=False),
     "layer norm, no bias": lambda: nn.LayerNorm([13, 10], bias=False),
@@ -83,10 +80,15 @@ NETWORKS = {
     "gated": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), Gated()),
     "softmax": lambda: Applied(lambda x: (F.softmax(x, 2), F.log_softmax(x.flatten(2), -1))),
     "extrema": lambda: Applied(lambda x: (*x.max(2), *x.min(3, keepdim=True), x.argmax(1))),
-    "pools": lambda: Applied(lambda x: F.avg_pool2d(x, (13, 10)) + F.adaptive_max_pool2d(x, 1)
-                             + F.max_pool2d(x, (13, 10)) + F.adaptive_avg_pool2d(x, (1, 5))
-                             .amax(3, keepdim=True)),
-}  # fmt: skip
+    "pools": lambda: Applied(
+        lambda x: (
+            F.avg_pool2d(x, (13, 10))
+            + F.adaptive_max_pool2d(x, 1)
+            + F.max_pool2d(x, (13, 10))
+            + F.adaptive_avg_pool2d(x, (1, 5)).amax(3, keepdim=True)
+        )
+    ),
+}
 
 
 def program_of(network: str, dtype: torch.dtype = torch.float64) -> tuple[Program, Tensor]:
@@ -141,18 +143,14 @@ def test_single_precision_is_in_the_class_of_torch(network):
     single, x = program_of(network, torch.float32)
     double, _ = program_of(network)
     exact = run(double, x.double())
-    for e, plain, mine in zip(
-        exact, run(single, x), run(split_global_calls(single, SPLIT), x), strict=True
-    ):
+    for e, plain, mine in zip(exact, run(single, x), run(split_global_calls(single, SPLIT), x), strict=True):
         assert gap(e, mine.double()) <= max(2 * gap(e, plain.double()), 3e-7)
 
 
 @pytest.mark.parametrize("network", ["group norm", "layer norm", "softmax", "rms norm"])
 def test_half_precision_is_rounded_once(network):
     program, x = program_of(network, torch.bfloat16)
-    for plain, mine in zip(
-        run(program, x), run(split_global_calls(program, SPLIT), x), strict=True
-    ):
+    for plain, mine in zip(run(program, x), run(split_global_calls(program, SPLIT), x), strict=True):
         assert gap(plain, mine) <= 2 * torch.finfo(torch.bfloat16).eps
 
 
@@ -218,9 +216,7 @@ def test_a_norm_goes_into_the_weights_before_it(bias):
     assert counts == [2, 3]
     assert gap(run(program, x)[0], run(changed, x, 1)[0]) <= EXACT
     wide, _ = program_of("group norm")  # a 3x3 convolution: nothing to fold
-    assert spelling(folded_scale(split_global_calls(wide, SPLIT))) == spelling(
-        split_global_calls(wide, SPLIT)
-    )
+    assert spelling(folded_scale(split_global_calls(wide, SPLIT))) == spelling(split_global_calls(wide, SPLIT))
 
 
 shrink = partial(demask.demask, check=False)  # the law is the check
@@ -228,8 +224,7 @@ shrink = partial(demask.demask, check=False)  # the law is the check
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("name", "index", "case"),
-    [pytest.param(*c, id=f"{c[0]}-{c[1]}") for c in law_cases(SPLIT) if c[0] not in TABLE],
+    ("name", "index", "case"), [pytest.param(*c, id=f"{c[0]}-{c[1]}") for c in law_cases(SPLIT) if c[0] not in TABLE]
 )
 @pytest.mark.parametrize("seed", [0, *at_night(1, 2, 3)])
 def test_entries_of_the_wider_table_keep_the_scatter_law(name, index, case, seed):
@@ -242,7 +237,5 @@ def test_moments_are_an_op_with_a_fake():
     torch.library.opcheck(own.moments.default, (x, [0, -1]), test_utils=checks)
     variance, mean = torch.var_mean(x.double(), (0, 3), correction=0, keepdim=True)
     wanted = torch.stack([mean, variance])
-    unit = torch.finfo(torch.float32).eps * float(
-        wanted.abs().max()
-    )  # pieces are summed in float32
+    unit = torch.finfo(torch.float32).eps * float(wanted.abs().max())  # pieces are summed in float32
     assert gap(wanted, own.moments(x, [0, -1])) <= unit

@@ -19,9 +19,7 @@ def edited(path, edit) -> None:
     """The archive at `path` with its plan edited."""
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
-    name = next(
-        name for name, data in files.items() if data.startswith(b"{") and b"segments" in data
-    )
+    name = next(name for name, data in files.items() if data.startswith(b"{") and b"segments" in data)
     document = json.loads(files[name])
     edit(document["extra"])
     files[name] = json.dumps(document).encode()
@@ -49,9 +47,7 @@ def unsafe(plan) -> None:
     """Each map is written over all that is read where it is made."""
     kept = [name for s in plan["segments"] for name in s["keeps"]]
     for segment in plan["segments"]:
-        segment["over"] = {
-            mine: other for mine in segment["keeps"] for other in kept if other != mine
-        }
+        segment["over"] = {mine: other for mine in segment["keeps"] for other in kept if other != mine}
 
 
 HOSTILE = {

@@ -50,14 +50,23 @@ FLOATS = [
     (aten.adaptive_avg_pool2d.default, ([1, 1],), {}),
 ]  # fmt: skip
 INTEGERS = [
-    (aten.sum.default, (), {}), (aten.sum.dim_IntList, ([2, 3],), {}),
-    (aten.sum.dim_IntList, ([2],), {"dtype": torch.int32}), (aten.prod.default, (), {}),
-    (aten.amax.default, ([2, 3],), {}), (aten.amin.default, ([2],), {}),
-    (aten.max.default, (), {}), (aten.any.dims, ([2, 3],), {}), (aten.argmax.default, (), {}),
+    (aten.sum.default, (), {}),
+    (aten.sum.dim_IntList, ([2, 3],), {}),
+    (aten.sum.dim_IntList, ([2],), {"dtype": torch.int32}),
+    (aten.prod.default, (), {}),
+    (aten.amax.default, ([2, 3],), {}),
+    (aten.amin.default, ([2],), {}),
+    (aten.max.default, (), {}),
+    (aten.any.dims, ([2, 3],), {}),
+    (aten.argmax.default, (), {}),
     (aten.argmin.default, (2,), {}),
-]  # fmt: skip
-TRUTHS = [(aten.any.default, (), {}), (aten.all.dim, (2,), {}), (aten.sum.default, (), {}),
-          (aten.amax.default, ([2, 3],), {})]  # fmt: skip
+]
+TRUTHS = [
+    (aten.any.default, (), {}),
+    (aten.all.dim, (2,), {}),
+    (aten.sum.default, (), {}),
+    (aten.amax.default, ([2, 3],), {}),
+]
 PARTICULAR = (aten.logsumexp.default, aten.argmax.default, aten.argmin.default, aten.amax.default)
 ROUTINE = settings(max_examples=25, deadline=None)
 
@@ -277,8 +286,7 @@ MASKS = {
 def test_attention_over_blocks_of_keys_equals_attention(kind, seed, t, s):
     generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
     for dtype, bound in ((torch.float64, EXACT), (torch.float32, 1e-6)):
-        q, k, v = (torch.randn(1, 2, n, d, generator=generator, dtype=dtype)
-                   for n, d in ((t, 8), (s, 8), (s, 5)))  # fmt: skip
+        q, k, v = (torch.randn(1, 2, n, d, generator=generator, dtype=dtype) for n, d in ((t, 8), (s, 8), (s, 5)))
         mask = MASKS[kind](t, s, dtype)
         blocks = [end - start for start, end in cuts(s, draw)]
         found = attention(q, k.split(blocks, 2), v.split(blocks, 2), scale=0.3, mask=mask)

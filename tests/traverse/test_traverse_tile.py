@@ -38,10 +38,7 @@ def test_the_result_within_budgets_from_the_least_to_plenty(name: str) -> None:
     low = least(model, x)
     for budget in (low, low + (2**30 - low) // 2000, 2**30):
         module = tile(model, (x,), memory=budget)
-        assert (
-            module.plan.peak <= budget
-            and module.plan.live + module.plan.overhead == module.plan.peak
-        )
+        assert module.plan.peak <= budget and module.plan.live + module.plan.overhead == module.plan.peak
         same(model, module, x)
         assert module.counted.macs == module.plan.macs
 
@@ -107,8 +104,7 @@ def test_the_layout_of_the_input_is_that_of_the_result(form) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, *(pytest.param(d, marks=pytest.mark.nightly) for d in EPS if d.itemsize < 8)],
+    "dtype", [torch.float64, *(pytest.param(d, marks=pytest.mark.nightly) for d in EPS if d.itemsize < 8)]
 )
 @pytest.mark.parametrize("name", ["decoder", pytest.param("U-Net", marks=pytest.mark.nightly)])
 def test_other_types(name: str, dtype: torch.dtype) -> None:
@@ -146,8 +142,7 @@ class Several(nn.Module):
         y = self.first(x) + self.time(t)[:, :, None, None]
         y = y if mask is None else y * mask
         z = self.last(F.relu(y))
-        return {"z": z * gain, "same": x, "pooled": z.mean((2, 3)), "one": torch.ones(2),
-                "more": [y, 7, y]}  # fmt: skip
+        return {"z": z * gain, "same": x, "pooled": z.mean((2, 3)), "one": torch.ones(2), "more": [y, 7, y]}
 
 
 def several() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
@@ -215,8 +210,10 @@ class Mixing(nn.Module):
         return self.mix(self.conv(x))
 
 
-@pytest.mark.parametrize("mix", [lambda x: x - x.mean(0, keepdim=True), lambda x: x.flip(0),
-                                 lambda x: x + x[:1], lambda x: x.transpose(0, 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    "mix",
+    [lambda x: x - x.mean(0, keepdim=True), lambda x: x.flip(0), lambda x: x + x[:1], lambda x: x.transpose(0, 1)],
+)
 def test_batches_that_mix_are_refused(mix) -> None:
     with pytest.raises(BadInput, match="mixes the images of a batch"):
         tile(Mixing(mix), (torch.randn(2, 3, 9, 9),))
@@ -269,8 +266,9 @@ def test_calls_without_a_rule_run_whole() -> None:
 @pytest.mark.parametrize("shape", [(1, 3, 1, 40), (1, 3, 40, 1), (1, 3, 7, 5), (1, 3, 2, 2)])
 def test_small_and_odd_sizes(shape) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2),
-                          nn.Conv2d(4, 5, 5, padding=2, stride=2), nn.GELU()).eval()  # fmt: skip
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.Conv2d(4, 5, 5, padding=2, stride=2), nn.GELU()
+    ).eval()
     x = torch.randn(shape)
     for memory in (least(model, x), "20MiB"):
         same(model, tile(model, (x,), memory=memory), x)
@@ -342,9 +340,7 @@ def allocated(call) -> int:
     return most
 
 
-@pytest.mark.parametrize(
-    "name", ["decoder", "gated", *at_night("U-Net", "squeeze-excite", "SRVGG")]
-)
+@pytest.mark.parametrize("name", ["decoder", "gated", *at_night("U-Net", "squeeze-excite", "SRVGG")])
 def test_no_more_memory_is_used_than_the_plan_says(name: str, monkeypatch) -> None:
     model, (n, c, h, w) = NETWORKS[name][0](), NETWORKS[name][1]
     x = torch.randn(n, c, 4 * h, 4 * w)
@@ -409,7 +405,12 @@ before = kib()
 small(x)
 print(budget, 1024 * (kib() - before))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          cwd=Path(__file__).parents[1] / "networks", check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1] / "networks",
+        check=True,
+    )
     budget, used = map(int, done.stdout.split())
     assert used <= budget

@@ -84,8 +84,7 @@ def test_decoders_within_the_least_budget_and_plenty(name: str, dtype: torch.dty
 
 # --- files ----------------------------------------------------------------------------------------
 
-ORDERS = {None: (0, 1, 2, 3, 4), "NCTHW": (0, 1, 2, 3, 4), "TNHWC": (2, 0, 3, 4, 1),
-          "NTCYX": (0, 2, 1, 3, 4)}  # fmt: skip
+ORDERS = {None: (0, 1, 2, 3, 4), "NCTHW": (0, 1, 2, 3, 4), "TNHWC": (2, 0, 3, 4, 1), "NTCYX": (0, 2, 1, 3, 4)}
 
 
 @pytest.mark.parametrize("layout", ["NTCYX", *at_night(None, "NCTHW", "TNHWC")])

@@ -24,9 +24,7 @@ from demask.tune.passes.fold_affine import fold_affine
 from demask.tune.passes.fuse_epilogues import fuse_epilogues
 from demask.tune.passes.join_as_sum import rewrite_joins
 
-pytestmark = pytest.mark.skipif(
-    not available(torch.float32, torch.device("cpu")), reason="this torch has no oneDNN"
-)
+pytestmark = pytest.mark.skipif(not available(torch.float32, torch.device("cpu")), reason="this torch has no oneDNN")
 
 
 class Net(nn.Module):
@@ -53,9 +51,7 @@ def network():
         model.norm.bias[0] = 0.5
     x = torch.randn(2, 3, 8, 8)
     program, provenance = shrink_program(capture_program(model, (x,), None, None), TABLE)
-    program = fuse_epilogues(
-        rewrite_joins(fold_affine(program), lambda *_: "grow"), lambda *_: True
-    )
+    program = fuse_epilogues(rewrite_joins(fold_affine(program), lambda *_: "grow"), lambda *_: True)
     return model, build(convert_layouts(program, lambda _: True, TABLE), provenance, Optimized), x
 
 
@@ -157,10 +153,8 @@ def other_op(document):
 
 
 @pytest.mark.parametrize(
-    "edit",
-    [not_optimized, geometry, fewer_groups, another_weight, another_addend, odd_activation,
-     odd_value, other_op],
-)  # fmt: skip
+    "edit", [not_optimized, geometry, fewer_groups, another_weight, another_addend, odd_activation, odd_value, other_op]
+)
 def test_what_does_not_fit_is_refused(network, tmp_path, edit):
     _, fast, x = network
     path = tmp_path / "fast.demask"

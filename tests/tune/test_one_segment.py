@@ -202,9 +202,9 @@ def test_reloaded_weights_are_used(pair) -> None:
     pair.agree(other)
 
 
-@pytest.mark.parametrize("write", [
-    lambda weight: weight.mul_(0.5), lambda weight: weight.data.mul_(0.5),
-], ids=["counted", "data"])  # fmt: skip
+@pytest.mark.parametrize(
+    "write", [lambda weight: weight.mul_(0.5), lambda weight: weight.data.mul_(0.5)], ids=["counted", "data"]
+)
 def test_written_weights_are_used(pair, write) -> None:
     other = copy.deepcopy(pair.fast)
     x = image(*SIZES[0])
@@ -324,8 +324,15 @@ def names(model: nn.Module, *args: Tensor, **options: Any) -> set[str]:
 def test_large_products_of_dense_matrices_are_tried_outside_too() -> None:
     """From 64 tokens torch may multiply them faster; sparse ones are always inside."""
     torch.manual_seed(0)
-    mlp = nn.Sequential(nn.Linear(128, 1024), nn.GELU(), nn.Linear(1024, 128), nn.Linear(128, 128),
-                        nn.GELU(), nn.Linear(128, 300), nn.Linear(300, 256))  # fmt: skip
+    mlp = nn.Sequential(
+        nn.Linear(128, 1024),
+        nn.GELU(),
+        nn.Linear(1024, 128),
+        nn.Linear(128, 128),
+        nn.GELU(),
+        nn.Linear(128, 300),
+        nn.Linear(300, 256),
+    )
     assert {ALL, ALL + OUTSIDE} <= names(mlp, torch.randn(1, 64, 128))
     assert ALL + OUTSIDE not in names(mlp, torch.randn(1, 63, 128))
     with torch.no_grad():

@@ -74,18 +74,14 @@ def prefer(monkeypatch, name: str) -> None:
     monkeypatch.setattr(race, "sample_seconds", sampled)
 
 
-CHOSEN = ("conv_bn_relu_conv", "misaligned_residual", "lstm", "several_inputs_and_outputs",
-          "conv1d")  # fmt: skip
+CHOSEN = ("conv_bn_relu_conv", "misaligned_residual", "lstm", "several_inputs_and_outputs", "conv1d")
 DENSE = ("torch",)  # no segments, next to which not all of these forms are built
 FORMS = ("demasked alone", "norms in the weights", "layers with their epilogues", "channels last")
 
 
 # By day each form of one network.
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [*itertools.product(CHOSEN, FORMS)],
-)
+@pytest.mark.parametrize(("name", "form"), [*itertools.product(CHOSEN, FORMS)])
 def test_equal_outputs(name: str, form: str, monkeypatch) -> None:
     prefer(monkeypatch, form)
     torch.manual_seed(7)
@@ -102,20 +98,14 @@ def test_equal_outputs(name: str, form: str, monkeypatch) -> None:
 
 def convs() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)
-    ).eval()
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
 
 
 X = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(5))
 
 
 # Bounds of the ratios: of the fastest candidate (lower), of the demasked network (lower, upper).
-RETURNED = {
-    "norms in the weights": (0.97, 0.0, 0.0),
-    "demasked alone": (0.96, 0.9, 0.98),
-    "given": (0.96, 0.9, 0.96),
-}
+RETURNED = {"norms in the weights": (0.97, 0.0, 0.0), "demasked alone": (0.96, 0.9, 0.98), "given": (0.96, 0.9, 0.96)}
 
 
 @pytest.mark.parametrize("name", RETURNED)
@@ -131,8 +121,7 @@ def test_what_is_returned_when_the_fastest_form_may_be_slower(name: str, monkeyp
     agree(model(X), found(X))
     record = found.demasked
     assert isinstance(found, Optimized) == (name == "norms in the weights")
-    assert any("may be slower than the original network" in n for n in record.notes) == (
-        name != "norms in the weights")  # fmt: skip
+    assert any("may be slower than the original network" in n for n in record.notes) == (name != "norms in the weights")
     assert record.decisions[0].chosen == name and name in record.decisions[0].seconds
     shown = demask.report(found)
     text = str(shown)
@@ -165,10 +154,19 @@ def test_the_result_has_weights_of_its_own(form: str, monkeypatch) -> None:
     assert torch.equal(found(X), expected)
 
 
-@pytest.mark.parametrize("options", [
-    {"precision": "int4"}, {"precision": "float32"}, {"backends": ("torch", "cuda")},
-    {"backends": ("sparse",)}, {"backends": ()}, {"threads": 0}, {"threads": -1},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "int4"},
+        {"precision": "float32"},
+        {"backends": ("torch", "cuda")},
+        {"backends": ("sparse",)},
+        {"backends": ()},
+        {"threads": 0},
+        {"threads": -1},
+    ],
+    ids=str,
+)
 def test_bad_input(options) -> None:
     with pytest.raises(BadInput):
         fast(convs(), X, **options)
@@ -307,9 +305,7 @@ CORRUPT = (b"", b"{", b"[1, 2]", b'{"version": 1}')
 OTHERS = (b"\xff\xfe", b'{"version": 1, "machines": {"x": {"a": "b"}}}')
 
 
-@pytest.mark.parametrize(
-    "content", [*OTHERS, *(pytest.param(text, marks=pytest.mark.nightly) for text in CORRUPT)]
-)
+@pytest.mark.parametrize("content", [*OTHERS, *(pytest.param(text, marks=pytest.mark.nightly) for text in CORRUPT)])
 def test_a_corrupt_cache_is_no_cache(content, tmp_path) -> None:
     path = tmp_path / "costs.json"
     path.write_bytes(content)

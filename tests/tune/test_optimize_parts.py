@@ -158,12 +158,9 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("answers", "quick", "units"),
-    [([True], True, 26), ([False, True], False, 26), ([False, False], False, 40)],
+    ("answers", "quick", "units"), [([True], True, 26), ([False, True], False, 26), ([False, False], False, 40)]
 )
-def test_the_whole_is_never_slower(
-    raced: list[bool], answers: list[bool], quick: bool, units: int
-) -> None:
+def test_the_whole_is_never_slower(raced: list[bool], answers: list[bool], quick: bool, units: int) -> None:
     """Fast parts; where the whole is slower with them, demasked ones; else those of the model."""
     model = model_of()
     raced += answers
@@ -387,12 +384,14 @@ def language_model(kind: str) -> tuple[Any, dict[str, Tensor]]:
         config = names.GPT2Config(**sizes, n_embd=32, n_layer=2, n_head=4, n_positions=32)
         return names.GPT2LMHeadModel(config).eval(), {"input_ids": ids}
     if kind == "opt":
-        config = names.OPTConfig(**sizes, hidden_size=32, ffn_dim=64, num_hidden_layers=2,
-                                 num_attention_heads=4, word_embed_proj_dim=32)  # fmt: skip
+        config = names.OPTConfig(
+            **sizes, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+        )
         return names.OPTForCausalLM(config).eval(), {"input_ids": ids}
     if kind == "t5":
-        config = names.T5Config(**sizes, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
-                                decoder_start_token_id=0)  # fmt: skip
+        config = names.T5Config(
+            **sizes, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+        )
         inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :4]}
         return names.T5ForConditionalGeneration(config).eval(), inputs
     if kind == "whisper":

@@ -144,11 +144,10 @@ def test_all_of_the_code_counts(monkeypatch) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("damage", [
-    lambda data: b"",
-    lambda data: data[:-1],
-    lambda data: data[:-200] + bytes([data[-200] ^ 1]) + data[-199:],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: b"", lambda data: data[:-1], lambda data: data[:-200] + bytes([data[-200] ^ 1]) + data[-199:]],
+)
 def test_a_damaged_file_is_replaced(damage, cache) -> None:
     model = network()
     demask.optimize(model, (X,), cache=cache)

@@ -86,8 +86,9 @@ def ran(program: Program, inputs: tuple[Any, ...], *, metas: bool = True) -> lis
 def text(program: Program) -> list[str]:
     """A program in words: calls, values, constants."""
     graph = [f"{n.format_node()} {n.args} {n.kwargs} {_said(n)}" for n in program.graph.nodes]
-    return graph + [f"{name} {c.name} {c.aliases} {c.tensor.dtype} {c.tensor.tolist()}"
-                    for name, c in program.constants.items()]  # fmt: skip
+    return graph + [
+        f"{name} {c.name} {c.aliases} {c.tensor.dtype} {c.tensor.tolist()}" for name, c in program.constants.items()
+    ]
 
 
 def _said(node: fx.Node) -> str:
@@ -104,10 +105,14 @@ def batches(args: tuple[Tensor, ...], program: Program) -> list[tuple[Tensor, ..
     draw = torch.Generator().manual_seed(3)
     found = [args]
     for size in sizes:
-        found.append(tuple(
-            torch.randn(size, *a.shape[1:], dtype=a.dtype, generator=draw)
-            if a.is_floating_point() else a.repeat_interleave(size, 0)[:size] for a in args
-        ))  # fmt: skip
+        found.append(
+            tuple(
+                torch.randn(size, *a.shape[1:], dtype=a.dtype, generator=draw)
+                if a.is_floating_point()
+                else a.repeat_interleave(size, 0)[:size]
+                for a in args
+            )
+        )
     return found
 
 
@@ -136,9 +141,7 @@ def _joined(form: str | None) -> Pass:
 
 
 def _rounded(multiple: int) -> Pass:
-    return lambda program: widen.round_widths(
-        program, lambda n: -(-n // multiple) * multiple, lambda *_: True, TABLE
-    )
+    return lambda program: widen.round_widths(program, lambda n: -(-n // multiple) * multiple, lambda *_: True, TABLE)
 
 
 def _laid(wants: Callable[[], Callable[[fx.Node], bool]]) -> Pass:
@@ -171,21 +174,28 @@ LAST, FIRST = _laid(lambda: lambda _: True), _laid(lambda: lambda _: False)
 MIXED = _laid(lambda: _alternating())
 PASSES: dict[str, Pass] = {
     "absorbed": fold_affine,
-    "grow": _joined("grow"), "place": _joined("place"), "joins as they are": _joined(None),
-    "widened": widened, "rounded to 8": _rounded(8), "rounded to 16": _rounded(16),
+    "grow": _joined("grow"),
+    "place": _joined("place"),
+    "joins as they are": _joined(None),
+    "widened": widened,
+    "rounded to 8": _rounded(8),
+    "rounded to 16": _rounded(16),
     "ungathered": lambda program: absorb_gathers(program, TABLE),
     "for a runtime": lambda program: for_runtime(program, TABLE, 8),
-    "fused": fused, "last": LAST, "first": FIRST, "mixed": MIXED,
-}  # fmt: skip
+    "fused": fused,
+    "last": LAST,
+    "first": FIRST,
+    "mixed": MIXED,
+}
 SEQUENCES: dict[str, Pass] = {
-    f"{join}, {multiple}, {place}": then(
-        fold_affine, _joined(join), widened, _rounded(multiple), fused, laid
-    )
+    f"{join}, {multiple}, {place}": then(fold_affine, _joined(join), widened, _rounded(multiple), fused, laid)
     for join, multiple, place, laid in (
-        ("grow", 8, "last", LAST), ("place", 16, "mixed", MIXED), ("grow", 16, "first", FIRST),
+        ("grow", 8, "last", LAST),
+        ("place", 16, "mixed", MIXED),
+        ("grow", 16, "first", FIRST),
         (None, 8, "last", LAST),
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(36)
@@ -289,8 +299,13 @@ def test_a_branch_that_is_broadcast_into_a_join(kind: str) -> None:
     def layer(i: int, o: int) -> nn.Module:
         return nn.Conv2d(i, o, 1) if images else nn.Linear(i, o)
 
-    net = Net(run, a=dead(layer(3, 8), [0, 1, 2, 3]), b=dead(layer(3, 8), [0, 4, 5]),
-              c=dead(layer(3, 8), [2, 3, 6]), d=layer(8, 4))  # fmt: skip
+    net = Net(
+        run,
+        a=dead(layer(3, 8), [0, 1, 2, 3]),
+        b=dead(layer(3, 8), [0, 4, 5]),
+        c=dead(layer(3, 8), [2, 3, 6]),
+        d=layer(8, 4),
+    )
     x = torch.randn(2, 3, 8, 8) if images else torch.randn(2, 5, 3)
     alike(net, then(_joined("grow"), fused), x)
 
@@ -336,9 +351,7 @@ def test_a_forgotten_constant_is_noticed() -> None:
         editor = GraphEditor(program)
         node = editor.calls(torch.ops.aten.conv2d.default)[0]
         weight = node.args[1]
-        node.replace_input_with(
-            weight, editor.replace_constant(weight, editor.tensor(weight) * 1.001, node)
-        )
+        node.replace_input_with(weight, editor.replace_constant(weight, editor.tensor(weight) * 1.001, node))
         return editor.finish()
 
     fails(spoil)
@@ -406,9 +419,7 @@ def test_convolutions_of_one_pixel_are_linear_layers() -> None:
     net, x = Squeezed().eval(), torch.randn(2, 6, 5, 7)
     program = convert_one_pixel_convs(fold_affine(capture_program(net, (x,), None, None)), TABLE)
     calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
-    assert [name for name in calls if "conv" in name or "linear" in name] == (
-        ["aten.linear.default"] * 2
-    )
+    assert [name for name in calls if "conv" in name or "linear" in name] == (["aten.linear.default"] * 2)
     assert calls.count("aten.flatten.using_ints") == 1
     assert calls.count("aten.add.Tensor") == 0  # the shift and 0.2 x + 0.5 are in the weights
     torch.testing.assert_close(build_plain(program)(x), net(x))

@@ -83,7 +83,7 @@ VALUES = {
     "lists for tensors": lambda: demask.resize(nn.Linear(2, 2), {"weight": [1], "bias": [1]}),  # type: ignore[dict-item]
     "same": lambda: SparseConvTranspose1d(torch.ones(3, 6), kernel_size=3, padding="same"),
     "valid": lambda: SparseConvTranspose2d(torch.ones(3, 9), kernel_size=3, padding="valid"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call", VALUES.values(), ids=VALUES)
@@ -136,22 +136,19 @@ class Kind:
 
 
 @public
-def several(
-    count: int,
-    share: float | None = None,
-    kind: Kind | None = None,
-    *,
-    names: list[str] | None = None,
-):
+def several(count: int, share: float | None = None, kind: Kind | None = None, *, names: list[str] | None = None):
     raise TypeError("inside")
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ({"count": "a"}, "count must be int, got 'a' (str)"),
-    ({"count": 1, "share": "a"}, "share must be float or None, got 'a' (str)"),
-    ({"count": 1, "share": 1, "kind": 5}, "kind must be Kind or None, got 5 (int)"),
-    ({"count": 1, "names": "a"}, "names must be list or None, got 'a' (str)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"count": "a"}, "count must be int, got 'a' (str)"),
+        ({"count": 1, "share": "a"}, "share must be float or None, got 'a' (str)"),
+        ({"count": 1, "share": 1, "kind": 5}, "kind must be Kind or None, got 5 (int)"),
+        ({"count": 1, "names": "a"}, "names must be list or None, got 'a' (str)"),
+    ],
+)
 def test_what_fails_inside_names_the_argument_of_another_type(arguments, words):
     with strict(False), pytest.raises(BadInput) as error:
         several(**arguments)

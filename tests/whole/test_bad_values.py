@@ -12,16 +12,7 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput
-from demask.pilot import (
-    Constant,
-    PacketReader,
-    Regions,
-    by_mean,
-    clopper_pearson,
-    compare,
-    splits,
-    write_packets,
-)
+from demask.pilot import Constant, PacketReader, Regions, by_mean, clopper_pearson, compare, splits, write_packets
 from demask.pilot.guarantee import Outcomes
 from demask.stride import Target
 from demask.traverse import Plan, plan

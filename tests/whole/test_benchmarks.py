@@ -38,8 +38,9 @@ def test_the_page_is_the_list():
 @pytest.mark.parametrize(("name", "engine", "benchmark"), ALL, ids=[name for name, _, _ in ALL])
 def test_scripts_declare_what_they_need_and_measure(name, engine, benchmark):
     assert benchmark.shows and benchmark.time and benchmark.needs
-    missing = [path for path in [*map(ROOT.joinpath, catalog.sources(name)), *catalog.results(name)]
-               if not path.exists()]  # fmt: skip
+    missing = [
+        path for path in [*map(ROOT.joinpath, catalog.sources(name)), *catalog.results(name)] if not path.exists()
+    ]
     assert not missing, f"{name} declares {missing}"
 
 
@@ -80,14 +81,14 @@ def test_a_ledger_is_read_as_it_was_written(tmp_path):
 def test_rows_of_other_settings_stay_where_a_table_is_merged():
     ledger = Ledger()
     ledger.enter("speed", PAGE, run("01"))
-    table = Table(
-        PAGE.parts[1].columns, [["a", 64, 0.25, None], ["b", 1, 1.0, None]], 2, merge=True
-    )
+    table = Table(PAGE.parts[1].columns, [["a", 64, 0.25, None], ["b", 1, 1.0, None]], 2, merge=True)
     ledger.enter("speed", Page("Speed", [table, lambda rows: f"{len(rows)} rows"]), run("02"))
     assert ledger.pages["speed"].parts[1] == "3 rows"
     assert [(at.date[-2:], cells[:3]) for at, cells in ledger.rows["speed", 0]] == [
-        ("01", ["a", 1, TIMING]), ("02", ["a", 64, 0.25]), ("02", ["b", 1, 1.0])
-    ]  # fmt: skip
+        ("01", ["a", 1, TIMING]),
+        ("02", ["a", 64, 0.25]),
+        ("02", ["b", 1, 1.0]),
+    ]
     other = Table([*HEAD[:-1], "difference"], [["c", 1, 1.0, None]], 2, merge=True)
     ledger.enter("speed", Page("Speed", [other]), run("03"))
     assert len(ledger.rows["speed", 0]) == 1, "rows of other columns are no rows of this table"
@@ -107,8 +108,7 @@ def test_rows_older_than_what_they_measure_are_listed(tmp_path, monkeypatch):
 
     def commit(file: str, day: str) -> str:
         (tmp_path / file).write_text(day)
-        environment = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER")
-                       for what in ("NAME", "EMAIL")}  # fmt: skip
+        environment = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
         environment["GIT_COMMITTER_DATE"] = f"2026-01-{day}T12:00:00Z"
         for words in (["add", "."], ["commit", "-qm", file]):
             subprocess.run(["git", *words], cwd=tmp_path, check=True, env=os.environ | environment)
@@ -129,8 +129,9 @@ def test_rows_older_than_what_they_measure_are_listed(tmp_path, monkeypatch):
 
 
 def test_stale_benchmarks_are_run_again_the_oldest_first(monkeypatch):
-    olds = [Stale(page, run(day), 1, 1, "2026-02-01") for day, page in
-            (("01", "stride"), ("02", "cost"), ("03", "stride"))]  # fmt: skip
+    olds = [
+        Stale(page, run(day), 1, 1, "2026-02-01") for day, page in (("01", "stride"), ("02", "cost"), ("03", "stride"))
+    ]
     monkeypatch.setattr(command_line, "find_stale", lambda *_: olds)
     words: list[list[str]] = []
 

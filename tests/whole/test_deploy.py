@@ -130,9 +130,7 @@ def test_minimal_is_the_smallest_and_is_not_timed(given, tmp_path, monkeypatch):
     monkeypatch.setattr(deploying, "sample_seconds", None)
     exported_minimally(given, tmp_path)
     slim = demask.demask(demask.from_onnx(given), (torch.randn(1, 3, 16, 16),))
-    assert (
-        width_of(tmp_path / "slim.onnx", "stem.weight") == slim.get_parameter("stem.weight").shape
-    )
+    assert width_of(tmp_path / "slim.onnx", "stem.weight") == slim.get_parameter("stem.weight").shape
 
 
 def test_the_file_is_edited_where_an_export_is_no_smaller(given, tmp_path, monkeypatch):
@@ -194,9 +192,7 @@ def test_an_edited_file_that_is_wrong_is_not_written(given, tmp_path, monkeypatc
     def wrong(*args, **options):
         edited = real(*args, **options)
         bias = next(t for t in edited.model.graph.initializer if t.name == "head.bias")
-        bias.CopyFrom(
-            onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + 0.01, bias.name)
-        )
+        bias.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + 0.01, bias.name))
         return edited
 
     monkeypatch.setattr(deploying, "edit_file", wrong)
@@ -245,9 +241,7 @@ def test_a_module_of_pytorch_is_deployed_too(tmp_path, fast):
 
 @pytest.mark.nightly
 def test_real_timings_say_what_they_measured(given, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        deploying, "sample_seconds", lambda calls, pairs, **_: sample_seconds(calls, 3, 1)
-    )
+    monkeypatch.setattr(deploying, "sample_seconds", lambda calls, pairs, **_: sample_seconds(calls, 3, 1))
     net = demask.from_onnx(given)
     x = (torch.randn(1, 3, 16, 16),)
     made = deploy(lambda: net, x, tmp_path / "slim.onnx", file=given, threads=1)
@@ -347,12 +341,8 @@ def test_the_table_has_the_numbers_that_the_ratio_is_from(given, tmp_path, fast,
     assert made.edited is not None  # smaller, and no slower than noise
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "is_edited"), [(0.5, 0.5, False), (0.9, 0.9, True), (0.5, 0.95, True)]
-)
-def test_an_export_has_to_be_much_faster_than_the_edit(
-    given, tmp_path, fast, monkeypatch, first, last, is_edited
-):
+@pytest.mark.parametrize(("first", "last", "is_edited"), [(0.5, 0.5, False), (0.9, 0.9, True), (0.5, 0.95, True)])
+def test_an_export_has_to_be_much_faster_than_the_edit(given, tmp_path, fast, monkeypatch, first, last, is_edited):
     """first, last: seconds of exports in the race of all candidates, and in the last rounds; those
     of the edit are 1."""
     fast(lambda name: 1.0)

@@ -35,12 +35,15 @@ def opset(path):
 def pools(path, version):
     """Two layers with a mean between them, whose axes are attributes before op set 18."""
     means = [node("ReduceMean", ["b3"], ["c"], name="mean", axes=[1], keepdims=0)]
-    nodes = [node("MatMul", ["x", "w"], ["a"], name="first"), node("Relu", ["a"], ["b"], name="r"),
-             node("Unsqueeze", ["b"], ["b3"], name="u", axes=[1]), *means,
-             node("MatMul", ["c", "v"], ["y"], name="last")]  # fmt: skip
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"], name="first"),
+        node("Relu", ["a"], ["b"], name="r"),
+        node("Unsqueeze", ["b"], ["b3"], name="u", axes=[1]),
+        *means,
+        node("MatMul", ["c", "v"], ["y"], name="last"),
+    ]
     tensors = {"w": half(16, 32, axis=1), "v": np.ones((32, 8), np.float32)}
-    model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors, version,
-                  doc_string="of it")  # fmt: skip
+    model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors, version, doc_string="of it")
     model.graph.initializer[1].doc_string, model.graph.input[0].doc_string = "of v", "of x"
     for item in (model.graph, model.graph.node[0], model.graph.initializer[1]):
         item.metadata_props.add(key="origin", value="a camera")
@@ -100,8 +103,7 @@ def test_a_network_is_written_in_the_op_set(tmp_path):
 def beside(path, location="in.data"):
     """The file of `layers` with its weights in another file."""
     layers(path)
-    onnx.save_model(onnx.load(path), path, save_as_external_data=True, location=location,
-                    size_threshold=0)  # fmt: skip
+    onnx.save_model(onnx.load(path), path, save_as_external_data=True, location=location, size_threshold=0)
     return outputs(path)
 
 
@@ -154,8 +156,13 @@ def test_a_link_to_weights_is_left(tmp_path):
 
 def test_where_nothing_changes_the_file_is_not_touched(tmp_path):
     path = tmp_path / "in.onnx"
-    write(path, [node("MatMul", ["x", "w"], ["y"])], [value("x", ["B", 16])],
-          [value("y", ["B", 16])], {"w": np.ones((16, 16), np.float32)})  # fmt: skip
+    write(
+        path,
+        [node("MatMul", ["x", "w"], ["y"])],
+        [value("x", ["B", 16])],
+        [value("y", ["B", 16])],
+        {"w": np.ones((16, 16), np.float32)},
+    )
     before = path.stat()
     demask.optimize_onnx(path, path, (X,), minimal=True)
     after = path.stat()
@@ -176,8 +183,10 @@ def test_an_overwritten_result_leaves_no_weights(tmp_path):
 def test_weights_in_branches_are_named_too(tmp_path):
     branch = helper.make_graph(
         [node("Constant", [], ["z"], value=onnx.numpy_helper.from_array(np.ones(4, np.float32)))],
-        "b", [], [value("z", [4])],
-    )  # fmt: skip
+        "b",
+        [],
+        [value("z", [4])],
+    )
     tensor = branch.node[0].attribute[0].t
     onnx.external_data_helper.set_external_data(tensor, "branch.data", 0, 16)
     tensor.ClearField("raw_data")
@@ -201,8 +210,7 @@ def test_options_of_onnx_files(run, tmp_path):  # noqa: F811
     ):
         outcome = run("slim", *words)
         assert outcome.code == 2 and complaint in outcome.err
-    outcome = run("slim", "in.onnx", "-o", "out.onnx", "--size", "B=3", "--minimal", "--check",
-                  "off", "--json")  # fmt: skip
+    outcome = run("slim", "in.onnx", "-o", "out.onnx", "--size", "B=3", "--minimal", "--check", "off", "--json")
     assert outcome.code == 0, outcome.err
     told = json.loads(outcome.out)
     assert told["error"] is None and told["checked"].startswith("unchecked")
@@ -211,8 +219,7 @@ def test_options_of_onnx_files(run, tmp_path):  # noqa: F811
 def test_a_file_that_is_only_edited_is_measured_and_said(run, tmp_path, fast):  # noqa: F811
     """It has an op that demask has no function for."""
     fast(lambda name: 1.0 if name == "given" else 0.5)
-    layers(tmp_path / "in.onnx", [node("BiasGelu", ["b", "v0"], ["c"], name="gelu",
-                                       domain="com.microsoft")])  # fmt: skip
+    layers(tmp_path / "in.onnx", [node("BiasGelu", ["b", "v0"], ["c"], name="gelu", domain="com.microsoft")])
     model = onnx.load(tmp_path / "in.onnx")
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(32, np.float32), "v0"))
     onnx.save(model, tmp_path / "in.onnx")
@@ -226,9 +233,11 @@ def test_inspect_says_which_nodes_change_and_which_stay(run, tmp_path):  # noqa:
     triangle = node("Trilu", ["b"], ["c"], name="triangle", domain="com.microsoft")
     layers(tmp_path / "in.onnx", [triangle])
     model = onnx.load(tmp_path / "in.onnx")
-    more = [node("MatMul", ["y", "w2"], ["d"], name="second"),
-            node("Relu", ["d"], ["e"], name="relu2"),
-            node("MatMul", ["e", "v"], ["z"], name="third")]  # fmt: skip
+    more = [
+        node("MatMul", ["y", "w2"], ["d"], name="second"),
+        node("Relu", ["d"], ["e"], name="relu2"),
+        node("MatMul", ["e", "v"], ["z"], name="third"),
+    ]
     model.graph.node.extend(more)
     model.graph.output.append(value("z", ["B", 8]))
     model.graph.initializer.append(onnx.numpy_helper.from_array(half(8, 32, axis=1), "w2"))
@@ -248,12 +257,9 @@ def test_inspect_says_which_nodes_change_and_which_stay(run, tmp_path):  # noqa:
 
 
 def test_inspect_names_barriers_where_nothing_is_removed(run, tmp_path):  # noqa: F811
-    layers(tmp_path / "in.onnx", [node("Trilu", ["b"], ["c"], name="triangle",
-                                       domain="com.microsoft")])  # fmt: skip
+    layers(tmp_path / "in.onnx", [node("Trilu", ["b"], ["c"], name="triangle", domain="com.microsoft")])
     model = onnx.load(tmp_path / "in.onnx")
-    model.graph.initializer[0].CopyFrom(
-        onnx.numpy_helper.from_array(np.ones((16, 32), np.float32), "w")
-    )
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(np.ones((16, 32), np.float32), "w"))
     onnx.save(model, tmp_path / "in.onnx")
     shown = run("inspect", "in.onnx", "--size", "B=3").out
     assert "removes nothing" in shown and "not cut: triangle" in shown

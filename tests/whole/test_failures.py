@@ -58,9 +58,16 @@ def raising(real, error, op=None):
     return planted
 
 
-ERRORS = [KeyError("tanh", 0), TableError("3 axes"), RuntimeError("no\nway"), AssertionError(),
-          IndexError("5"), NotExportable("x", "y", "z"), TypeError("None"),
-          GuardOnDataDependentSymNode(None, "u0")]  # fmt: skip
+ERRORS = [
+    KeyError("tanh", 0),
+    TableError("3 axes"),
+    RuntimeError("no\nway"),
+    AssertionError(),
+    IndexError("5"),
+    NotExportable("x", "y", "z"),
+    TypeError("None"),
+    GuardOnDataDependentSymNode(None, "u0"),
+]
 CALLS = [
     ("demask.facts.analysis", "bind"),
     ("demask.facts.known", "forward"),
@@ -72,11 +79,7 @@ CALLS = [
 
 def owner(path):
     module, _, name = path.rpartition(".")
-    return (
-        importlib.import_module(path)
-        if name.islower()
-        else getattr(importlib.import_module(module), name)
-    )
+    return importlib.import_module(path) if name.islower() else getattr(importlib.import_module(module), name)
 
 
 CASES = [*((*call, ERRORS[0]) for call in CALLS), *((*CALLS[-1], error) for error in ERRORS[1:])]
@@ -128,9 +131,7 @@ def test_where_all_fails_the_network_is_as_it_was(monkeypatch, name):
 
 def test_macs_that_cannot_be_counted_are_none(monkeypatch):
     measure = importlib.import_module("demask.shrink.program_size")
-    monkeypatch.setattr(
-        measure, "count_macs", raising(measure.count_macs, KeyError("planted"), "linear")
-    )
+    monkeypatch.setattr(measure, "count_macs", raising(measure.count_macs, KeyError("planted"), "linear"))
     with strict(False):
         record = smaller()
     assert record.after.parameters < record.before.parameters
@@ -162,10 +163,7 @@ def test_a_wrong_result_is_caught(monkeypatch):
     drop_a_live_unit(monkeypatch)
     with pytest.raises(Mismatch, match="output 0 differs by"):
         smaller()
-    with (
-        strict(False),
-        pytest.warns(UserWarning, match="changed what this network computes") as found,
-    ):
+    with strict(False), pytest.warns(UserWarning, match="changed what this network computes") as found:
         record = smaller()
     assert record.after == record.before
     assert not record.effects
@@ -324,9 +322,13 @@ def test_errors_of_public_functions():
         raise x
 
     with strict(False):
-        for error, kind in [(KeyError("a"), InternalError), (OSError(2, "no", "f"), OSError),
-                            (OSError(2, "no"), DemaskError), (BadInput("b"), BadInput),
-                            (MemoryError(), MemoryError)]:  # fmt: skip
+        for error, kind in [
+            (KeyError("a"), InternalError),
+            (OSError(2, "no", "f"), OSError),
+            (OSError(2, "no"), DemaskError),
+            (BadInput("b"), BadInput),
+            (MemoryError(), MemoryError),
+        ]:
             with pytest.raises(kind):
                 public(fails)(error)
         with pytest.raises(TypeError, match="missing a required"):
@@ -348,9 +350,7 @@ class Resized(nn.Module):
     def forward(self, x):
         y = self.a(x)
         height, width = y.shape[-2:]
-        y = nn.functional.interpolate(
-            y, size=(torch.sym_int(height * 1.5) + 1, max(width * 2, height))
-        )
+        y = nn.functional.interpolate(y, size=(torch.sym_int(height * 1.5) + 1, max(width * 2, height)))
         return self.b(y).mean((1, 2, 3)) + y.shape[-1] % 3
 
 
@@ -364,12 +364,15 @@ def test_sizes_are_expressions_of_dynamic_sizes():
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("shapes", "fails", "left"), [
-    ("all", lambda sizes: sum(map(_named, sizes)) > 1, ("s", 3, 24, 20)),
-    ("all", lambda sizes: any(map(_named, sizes)), (2, 3, 24, 20)),
-    (None, lambda sizes: any(map(_named, sizes)), (2, 3, 24, 20)),
-    ("all", lambda sizes: True, ("s", 3, "s", "s")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shapes", "fails", "left"),
+    [
+        ("all", lambda sizes: sum(map(_named, sizes)) > 1, ("s", 3, 24, 20)),
+        ("all", lambda sizes: any(map(_named, sizes)), (2, 3, 24, 20)),
+        (None, lambda sizes: any(map(_named, sizes)), (2, 3, 24, 20)),
+        ("all", lambda sizes: True, ("s", 3, "s", "s")),
+    ],
+)
 def test_fewer_sizes_are_dynamic_where_more_fail(monkeypatch, shapes, fails, left):
     real = PIPELINE.rewrite
 

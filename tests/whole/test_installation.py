@@ -46,10 +46,14 @@ BETTER = {
     "gpu": "-c 'import demask.sparse, triton'",
 }
 BASE = (
-    "--version", "inspect model.pt2", "slim model.pt2 -o slim.pt2", "verify model.pt2 slim.pt2",
-    "optimize model.pt2 -o fast.demask", "lower model.pt2 -o low.pt2 --target slice",
+    "--version",
+    "inspect model.pt2",
+    "slim model.pt2 -o slim.pt2",
+    "verify model.pt2 slim.pt2",
+    "optimize model.pt2 -o fast.demask",
+    "lower model.pt2 -o low.pt2 --target slice",
     "stream model.pt2 images.npy result.npy --memory 64MiB",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,7 @@ def test_the_sdist_runs_its_tests(dist, tmp_path):
         file.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
     environment = os.environ | {"PYTHONPATH": str(folder / "src")}
-    for words in (
-        "--collect-only",
-        "tests/architecture tests/test_imports.py tests/cli/test_cli_help.py",
-    ):
+    for words in ("--collect-only", "tests/architecture tests/test_imports.py tests/cli/test_cli_help.py"):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words.split()]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:]

@@ -48,13 +48,9 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 COLORS = Registry("color")  # where modules of tests register
 
 
-def test_a_declared_module_is_imported_at_the_first_get(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_declared_module_is_imported_at_the_first_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "paint.py").write_text(
-        f"from {__name__} import COLORS\nCOLORS.register('red', object())\n"
-    )
+    (tmp_path / "paint.py").write_text(f"from {__name__} import COLORS\nCOLORS.register('red', object())\n")
     (tmp_path / "empty.py").write_text("")
     COLORS.declare("red", "paint")
     COLORS.declare("blue", "empty")

@@ -16,17 +16,7 @@ from torch.utils import _pytree as pytree
 
 import demask
 from anatomy import MASKS, removed
-from architectures import (
-    ARCHITECTURES,
-    LENGTH,
-    VOCABULARY,
-    WIDTH,
-    Architecture,
-    built,
-    masked,
-    token_ids,
-    transformers,
-)
+from architectures import ARCHITECTURES, LENGTH, VOCABULARY, WIDTH, Architecture, built, masked, token_ids, transformers
 from demask.graph.result.module_calls import graph_of_calls
 from demask.ops.laws.minimality import missed
 from demask.verify import RELATIVE, ULPS
@@ -34,11 +24,7 @@ from graphs import form_of, to_graph
 from night import at_night
 
 DEPENDS = 1e-3  # of the largest output: at least so much differs between two inputs
-QUICK = {
-    "llama": ("unit",),
-    "fused_qkv": ("layer",),
-    "torch_encoder": ("channel",),
-}
+QUICK = {"llama": ("unit",), "fused_qkv": ("layer",), "torch_encoder": ("channel",)}
 PAIRS = [(name, kind) for name in ARCHITECTURES for kind in MASKS]
 
 
@@ -54,9 +40,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def demasked(
-    model: nn.Module, chosen: Architecture, inputs: dict[str, Tensor], **options: Any
-) -> Any:
+def demasked(model: nn.Module, chosen: Architecture, inputs: dict[str, Tensor], **options: Any) -> Any:
     return demask.demask(model, (), inputs, dynamic_shapes=chosen.shapes, **options)
 
 
@@ -98,9 +82,7 @@ def pair_of(name: str, kind: str) -> object:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "kind"), [pair_of(*pair) for pair in PAIRS])
-def test_exact_at_two_batches_and_two_lengths(
-    name: str, kind: str, result: Callable[..., None]
-) -> None:
+def test_exact_at_two_batches_and_two_lengths(name: str, kind: str, result: Callable[..., None]) -> None:
     skip_unless_installed(name)
     chosen, draw = ARCHITECTURES[name], generator()
     result(suite="transformers", network=name, mask=kind)
@@ -117,13 +99,10 @@ def test_exact_at_two_batches_and_two_lengths(
         graph = demasked(model, chosen, inputs, result="graph")
         assert form_of(graph) == "graph" and difference(model, graph, inputs) <= allowed(chosen)
         least = graph.demasked.after.parameters
-    result(before=before, after=after, graph=least, form=form_of(slim),
-           **({"note": reason} if reason else {}))  # fmt: skip
+    result(before=before, after=after, graph=least, form=form_of(slim), **({"note": reason} if reason else {}))
 
     errors = [
-        difference(model, slim, chosen.inputs(batch, length, draw))
-        for length in chosen.lengths
-        for batch in (1, 3)
+        difference(model, slim, chosen.inputs(batch, length, draw)) for length in chosen.lengths for batch in (1, 3)
     ]
     result(error=max(errors), allowed=allowed(chosen))
     assert max(errors) <= allowed(chosen)
@@ -150,18 +129,10 @@ def allowed(chosen: Architecture) -> float:
 # at most how many more, and why.
 COUNTED = ("head", "head_constant", "head_output", "partial", "unit")
 LARGER: dict[tuple[str, str], tuple[int, str]] = {
-    ("segformer", "unit"): (
-        1280,
-        "constants pass a padded depthwise convolution: at its border they differ",
-    ),
+    ("segformer", "unit"): (1280, "constants pass a padded depthwise convolution: at its border they differ"),
     **{
         (name, "head_constant"): (more, "the mask is an input, which may hide every key of a text")
-        for name, more in {
-            "albert": 2096,
-            "bert": 4192,
-            "distilbert": 4192,
-            "roberta": 4192,
-        }.items()
+        for name, more in {"albert": 2096, "bert": 4192, "distilbert": 4192, "roberta": 4192}.items()
     },
 }
 
@@ -228,10 +199,7 @@ def test_the_oracle_sees_a_planted_miss() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "part", "left"),
-    [
-        ("unit", "mlp", 1 / 2),
-        *at_night(("head", "mlp", 1), ("head_output", "self_attn.o_proj", 1 / 2)),
-    ],
+    [("unit", "mlp", 1 / 2), *at_night(("head", "mlp", 1), ("head_output", "self_attn.o_proj", 1 / 2))],
 )
 def test_part_of_a_model_generates_the_same_tokens(kind: str, part: str, left: float) -> None:
     """Parts alone are demasked, for any length: the step after the prompt reads one token. The
@@ -284,10 +252,7 @@ def test_swin_shifts_its_windows_and_merges_patches() -> None:
     [
         ("fused_qkv", torch.float32),
         *at_night(
-            ("bert", torch.float64),
-            ("llama", torch.float32),
-            ("llama", torch.float64),
-            ("vit_eager", torch.float32),
+            ("bert", torch.float64), ("llama", torch.float32), ("llama", torch.float64), ("vit_eager", torch.float32)
         ),
     ],
 )

@@ -88,11 +88,7 @@ def test_layers_are_compared_in_float64(dtype: torch.dtype, widened: list[int]) 
     assert found.ok and found.layers == ("blocks.0", "blocks.1", "blocks.2")
     assert found.max_rel <= 1e-10 and found.dtype == str(dtype).removeprefix("torch.")
     assert 0 < max(widened) <= max(sum(p.numel() for p in b.parameters()) for b in model.blocks)
-    for words in (
-        "3 of 3 layers were compared (blocks.0, blocks.1",
-        "GiB",
-        f"in {found.dtype} only",
-    ):
+    for words in ("3 of 3 layers were compared (blocks.0, blocks.1", "GiB", f"in {found.dtype} only"):
         assert words in found.coverage and words in str(found)
 
 

@@ -38,10 +38,7 @@ def test_a_detector_stays_one_and_trains(name: str) -> None:
     assert sum(p.numel() for p in slim.parameters()) < sum(p.numel() for p in model.parameters())
     with torch.no_grad():
         torch.testing.assert_close(slim(x)[0], model(x)[0], rtol=1e-4, atol=1e-3)
-    batch = {
-        "img": x, "cls": torch.zeros(2, 1), "bboxes": torch.full((2, 4), 0.4),
-        "batch_idx": torch.arange(2.0),
-    }  # fmt: skip
+    batch = {"img": x, "cls": torch.zeros(2, 1), "bboxes": torch.full((2, 4), 0.4), "batch_idx": torch.arange(2.0)}
     slim.args = SimpleNamespace(box=7.5, cls=0.5, dfl=1.5)
     slim.train()
     optimizer = torch.optim.SGD(slim.parameters(), 1e-3)

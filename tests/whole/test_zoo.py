@@ -97,9 +97,7 @@ def test_a_classifier_is_exact_at_two_sizes(name: str, result: Callable[..., Non
     form = form_of(slim)
     result(before=report.before.parameters, after=report.after.parameters, form=form)
     if form != "graph":
-        graph = demask.demask(
-            model, (images(2, sizes[0]),), dynamic_shapes=shapes, result="graph"
-        )  # fmt: skip
+        graph = demask.demask(model, (images(2, sizes[0]),), dynamic_shapes=shapes, result="graph")
         result(graph=demask.report(graph).after.parameters)
         assert form_of(graph) == "graph"
         assert compare(model, graph, images(3, sizes[0])) <= RELATIVE

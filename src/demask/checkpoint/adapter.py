@@ -25,13 +25,29 @@ from demask.files.weight_file import WeightFile
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_LEAVES = {".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_embedding_A": "A",
-           ".lora_embedding_B": "B", ".lora_magnitude_vector": "magnitude",
-           ".lora_magnitude_vector.weight": "magnitude"}  # fmt: skip
+_LEAVES = {
+    ".lora_A.weight": "A",
+    ".lora_B.weight": "B",
+    ".lora_embedding_A": "A",
+    ".lora_embedding_B": "B",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",
+}
 # Settings by which an adapter is more than products and copies of weights.
-_OTHERS = ("layer_replication", "target_parameters", "trainable_token_indices", "use_qalora",
-           "use_bdlora", "lora_bias", "megatron_config", "velora_config", "monteclora_config",
-           "arrow_config", "kasa_config", "alora_invocation_tokens")  # fmt: skip
+_OTHERS = (
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "megatron_config",
+    "velora_config",
+    "monteclora_config",
+    "arrow_config",
+    "kasa_config",
+    "alora_invocation_tokens",
+)
 _ADVICE = "merge it into the folder, and slim that"
 # Settings that name modules.
 _NAMES = ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern")
@@ -74,23 +90,26 @@ class LoraAdapter:
             parameters: those that are tensors of the folder.
         """
         if not (path / ADAPTER_WEIGHTS).is_file():
-            raise BadInput(f"{path}: expected an adapter folder with {ADAPTER_CONFIG} and "
-                           f"{ADAPTER_WEIGHTS}, as peft writes it")  # fmt: skip
+            raise BadInput(
+                f"{path}: expected an adapter folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes it"
+            )
         config, file = read_json(path, ADAPTER_CONFIG), WeightFile.read(path / ADAPTER_WEIGHTS)
         kind = config.get("peft_type")
         more = [key for key in _OTHERS if config.get(key)]
         if kind != "LORA" or more or file.unread:
-            raise BadInput(f"{path}: expected an adapter of type LORA, got {kind!r:.40}"
-                           f"{f' with {more[0]}' if more else ''}; {_ADVICE}")  # fmt: skip
-        shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()
-                  if name in parameters}  # fmt: skip
+            raise BadInput(
+                f"{path}: expected an adapter of type LORA, got {kind!r:.40}"
+                f"{f' with {more[0]}' if more else ''}; {_ADVICE}"
+            )
+        shapes = {name: tuple(p.shape) for name, p in model.state_dict().items() if name in parameters}
         parts: dict[str, AdapterPart] = {}
         for name, stored in file.tensors.items():
             parts[name] = part = _part_of(name, model, shapes, path)
             shape, own = shapes[part.parameter], stored.shape
             if any(axis >= len(own) or own[axis] != shape[k] for k, axis in part.axes.items()):
-                raise BadInput(f"{path}: {name} is {own}, and {part.parameter} is {shape}; it is "
-                               "the adapter of another folder")  # fmt: skip
+                raise BadInput(
+                    f"{path}: {name} is {own}, and {part.parameter} is {shape}; it is the adapter of another folder"
+                )
         return cls(path, config, file, parts, {})
 
     def tensor(self, name: str) -> Tensor:
@@ -102,9 +121,7 @@ class LoraAdapter:
         own = self.cuts.get(part.parameter, {})
         return {axis: own[k] for k, axis in part.axes.items() if k in own}
 
-    def cut_with(
-        self, parameters: Mapping[str, str | None], cuts: Mapping[str, Mapping[int, Tensor]]
-    ) -> LoraAdapter:
+    def cut_with(self, parameters: Mapping[str, str | None], cuts: Mapping[str, Mapping[int, Tensor]]) -> LoraAdapter:
         """The adapter of a folder whose tensors are cut.
 
         Args:
@@ -130,17 +147,22 @@ class LoraAdapter:
             if part.parameter == parameter and part.role == "copy":
                 tensor = self.tensor(name)
                 yield {k: _zero_along(tensor, k) for k in range(tensor.ndim)}
-        every = {part.role: (part, self.tensor(name)) for name, part in self.parts.items()
-                 if part.parameter == parameter and part.role in "AB"}  # fmt: skip
+        every = {
+            part.role: (part, self.tensor(name))
+            for name, part in self.parts.items()
+            if part.parameter == parameter and part.role in "AB"
+        }
         nothing = any(not bool(tensor.any()) for _, tensor in every.values())
         if every:
-            yield {k: _zero_along(tensor, axis) | nothing
-                   for part, tensor in every.values() for k, axis in part.axes.items()}  # fmt: skip
+            yield {
+                k: _zero_along(tensor, axis) | nothing
+                for part, tensor in every.values()
+                for k, axis in part.axes.items()
+            }
 
     def applied(self, parameter: str, values: Tensor) -> Tensor:
         """The values of a parameter with the adapter."""
-        own = {part.role: (part, name) for name, part in self.parts.items()
-               if part.parameter == parameter}  # fmt: skip
+        own = {part.role: (part, name) for name, part in self.parts.items() if part.parameter == parameter}
         if "copy" in own:
             values = self.tensor(own["copy"][1])
         if "A" not in own:
@@ -163,13 +185,7 @@ class LoraAdapter:
                 break
         return float(alpha) / (rank**0.5 if self.config.get("use_rslora") else rank)
 
-    def write(
-        self,
-        out: Path,
-        base: Path,
-        stacks: Sequence[LayerStack],
-        layers: Mapping[str, Sequence[int]],
-    ) -> None:
+    def write(self, out: Path, base: Path, stacks: Sequence[LayerStack], layers: Mapping[str, Sequence[int]]) -> None:
         """Write it into a new folder.
 
         Args:
@@ -189,24 +205,19 @@ class LoraAdapter:
                 names[name.replace(_PREFIX + old, _PREFIX + new, 1)] = name
         stored = self.file.tensors
         hollow = {
-            name: torch.empty(cut_shape(stored[old].shape, self._own_cuts(old)),
-                              dtype=stored[old].dtype, device="meta")
+            name: torch.empty(cut_shape(stored[old].shape, self._own_cuts(old)), dtype=stored[old].dtype, device="meta")
             for name, old in names.items()
-        }  # fmt: skip
+        }
         out.mkdir(exist_ok=True)
         others, _ = find_others(self.path, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
         copy_files(self.path, others, out)
-        WeightFile.write(
-            out / ADAPTER_WEIGHTS, hollow, lambda name: self.tensor(names[name]), self.file.metadata
-        )
+        WeightFile.write(out / ADAPTER_WEIGHTS, hollow, lambda name: self.tensor(names[name]), self.file.metadata)
         config = {**copies.deepcopy(dict(self.config)), "base_model_name_or_path": str(base)}
         if (chosen := self._layers(stacks, layers)) is not None:
             config["layers_to_transform"] = chosen
         write_json(out / ADAPTER_CONFIG, config)
 
-    def _layers(
-        self, stacks: Sequence[LayerStack], layers: Mapping[str, Sequence[int]]
-    ) -> list[int] | None:
+    def _layers(self, stacks: Sequence[LayerStack], layers: Mapping[str, Sequence[int]]) -> list[int] | None:
         """The setting of layers to change, with their new numbers; None if there is none. Raises
         BadInput where names in settings say numbers of layers, and some are removed."""
         smaller = [stack for stack in stacks if len(layers[stack.path]) != len(stack.kinds)]
@@ -218,11 +229,15 @@ class LoraAdapter:
             value = self.config.get(key) or ()
             for text in [value] if isinstance(value, str) else value:
                 if re.search(r"(^|\W)\d+(\W|$)", text):
-                    raise BadInput(f"{self.path / ADAPTER_CONFIG}: {text!r:.80} in {key} says the "
-                                   "number of a layer, and some are removed")  # fmt: skip
+                    raise BadInput(
+                        f"{self.path / ADAPTER_CONFIG}: {text!r:.80} in {key} says the "
+                        "number of a layer, and some are removed"
+                    )
         if chosen is not None and len(stacks) > 1:
-            raise BadInput(f"{self.path / ADAPTER_CONFIG}: layers_to_transform does not say of "
-                           "which stack of layers, and some are removed")  # fmt: skip
+            raise BadInput(
+                f"{self.path / ADAPTER_CONFIG}: layers_to_transform does not say of "
+                "which stack of layers, and some are removed"
+            )
         left = list(layers[smaller[0].path])
         return None if chosen is None else [left.index(k) for k in chosen if k in left]
 
@@ -232,9 +247,7 @@ def _zero_along(tensor: Tensor, axis: int) -> Tensor:
     return (tensor == 0).movedim(axis, 0).reshape(tensor.shape[axis], -1).all(1)
 
 
-def _part_of(
-    name: str, model: nn.Module, shapes: Mapping[str, tuple[int, ...]], path: Path
-) -> AdapterPart:
+def _part_of(name: str, model: nn.Module, shapes: Mapping[str, tuple[int, ...]], path: Path) -> AdapterPart:
     """What a tensor of an adapter is. Raises BadInput for what changes no tensor of the folder.
 
     shapes: of the parameters that are tensors of the folder.
@@ -246,14 +259,12 @@ def _part_of(
     else:
         parameter, role = own.removesuffix(leaf) + ".weight", _LEAVES[leaf]
     if parameter not in shapes:
-        raise BadInput(f"{path}: {name} changes {parameter}, which is no tensor of the folder; "
-                       f"{_ADVICE}")  # fmt: skip
+        raise BadInput(f"{path}: {name} changes {parameter}, which is no tensor of the folder; {_ADVICE}")
     if role == "copy":
         return AdapterPart(parameter, role, {k: k for k in range(len(shapes[parameter]))})
     module = model.get_submodule(parameter.rpartition(".")[0])
     transposed = isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D"
     if not (transposed or isinstance(module, nn.Linear)):
-        raise BadInput(f"{path}: {name} changes a {type(module).__name__}, which is not cut; "
-                       f"{_ADVICE}")  # fmt: skip
+        raise BadInput(f"{path}: {name} changes a {type(module).__name__}, which is not cut; {_ADVICE}")
     rows, columns = (1, 0) if transposed else (0, 1)
     return AdapterPart(parameter, role, {columns: 1} if role == "A" else {rows: 0})

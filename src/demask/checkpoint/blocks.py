@@ -59,8 +59,7 @@ def check_blocks(model: Any, loader: LoaderTarget) -> BlockFormat:
     own, kind = loader.blocks.get(model.config.model_type), type(model).__name__
     if own is None:
         kinds = ", ".join(loader.blocks) or "nothing"
-        raise BadInput(f"{loader.name} loads sizes by layer of {kinds}, got {kind}; write one size "
-                       "for all layers")  # fmt: skip
+        raise BadInput(f"{loader.name} loads sizes by layer of {kinds}, got {kind}; write one size for all layers")
     problem = differs_from_llama(model)
     config = model.config
     if not problem and has_biases(model):
@@ -79,8 +78,7 @@ def fit_blocks(stored: StoredTensors, plan: CheckpointPlan, own: BlockFormat) ->
     config = stored.model.config
     size, most = head_size(config), config.num_attention_heads
     shared = most // config.num_key_value_heads
-    live = [count if s.group.kind == "head" else 0
-            for s, count in zip(plan.slices, plan.counts, strict=True)]  # fmt: skip
+    live = [count if s.group.kind == "head" else 0 for s, count in zip(plan.slices, plan.counts, strict=True)]
     fits: list[tuple[int, int, list[int]]] = []
     for queries in range(shared * max([1, *live]), most + 1) if own.own_head_size else [most]:
         divisors = [n for n in range(1, queries // shared + 1) if queries % n == 0]
@@ -88,8 +86,9 @@ def fit_blocks(stored: StoredTensors, plan: CheckpointPlan, own: BlockFormat) ->
             heads = [next(n for n in divisors if n >= count) if count else 0 for count in live]
             fits.append((sum(queries + n for n in heads if n), queries, heads))
     _, queries, heads = min(fits)
-    counts = [n if s.group.kind == "head" else count
-              for s, count, n in zip(plan.slices, plan.counts, heads, strict=True)]  # fmt: skip
+    counts = [
+        n if s.group.kind == "head" else count for s, count, n in zip(plan.slices, plan.counts, heads, strict=True)
+    ]
     cuts = {name: dict(axes) for name, axes in find_cuts(stored, plan.slices, counts).items()}
     for mine, count in zip(plan.slices, counts, strict=True):
         for member, parameter in mine.parameters():
@@ -134,9 +133,13 @@ def config_of_blocks(stored: StoredTensors, plan: CheckpointPlan, own: BlockForm
             halves["ffn"]["intermediate_size"] = units
         blocks.append(halves)
     config = {
-        **plan.config, "architectures": ["DeciLMForCausalLM"], "model_type": own.name,
-        "num_attention_heads": queries, "head_dim": size, "block_configs": blocks,
-    }  # fmt: skip
+        **plan.config,
+        "architectures": ["DeciLMForCausalLM"],
+        "model_type": own.name,
+        "num_attention_heads": queries,
+        "head_dim": size,
+        "block_configs": blocks,
+    }
     del config["num_key_value_heads"], config["intermediate_size"]
     if own.code:
         config["auto_map"] = {"AutoConfig": f"{Path(CODE_FILE).stem}.DeciLMConfig"}
@@ -151,25 +154,29 @@ class BlockModel(StreamedModel):
         stored: the original.
     """
 
-    def __init__(
-        self, family: Family, folder: CheckpointFolder, stored: StoredTensors, own: BlockFormat
-    ):
+    def __init__(self, family: Family, folder: CheckpointFolder, stored: StoredTensors, own: BlockFormat):
         config, (self._stack,) = dict(folder.config), stored.stacks
         before, width = stored.model.config, config["hidden_size"]
         self._blocks, self._size = config.pop("block_configs"), config["head_dim"]
         self._queries = config["num_attention_heads"]
         self._units = [_units(block["ffn"], width, own) for block in self._blocks]
         heads = before.num_attention_heads
-        config |= {"architectures": [type(stored.model).__name__], "model_type": before.model_type,
-                   "num_attention_heads": heads, "num_key_value_heads": heads,
-                   "intermediate_size": max([1, *self._units])}  # fmt: skip
+        config |= {
+            "architectures": [type(stored.model).__name__],
+            "model_type": before.model_type,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "intermediate_size": max([1, *self._units]),
+        }
         config.pop("auto_map", None)
         super().__init__(family, folder, config)
         gone = tuple(
-            self._stack.name(k, name) for k, block in enumerate(self._blocks)
-            for half, kind in (("attention", "head"), ("ffn", "unit")) if block[half]["no_op"]
+            self._stack.name(k, name)
+            for k, block in enumerate(self._blocks)
+            for half, kind in (("attention", "head"), ("ffn", "unit"))
+            if block[half]["no_op"]
             for name in HALVES[kind]
-        )  # fmt: skip
+        )
         self.missing = [name for name in self.missing if not name.startswith(gone)]
 
     def read(self, name: str) -> Tensor:

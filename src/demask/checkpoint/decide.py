@@ -74,25 +74,21 @@ class SmallNetwork:
         sizes = {name: p.numel() for name, p in hollow.named_parameters()}
         counts: dict[str, int] = {}
         for group in groups:
-            largest = max(sizes[self.prefixes[m.kind] + m.name] // group.size
-                          for m in group.members if m.kind)  # fmt: skip
+            largest = max(sizes[self.prefixes[m.kind] + m.name] // group.size for m in group.members if m.kind)
             slots = 2 if group.kind == "head" else max(8, SMALL_ELEMENTS // largest)
             counts[group.name] = min(group.size, slots)
         _, small = choose_sizes(reduced, counts)
         small_groups, self.coupling = reduced.in_float64(small)
         own = {group.name: group for group in small_groups}
         # A group that a smaller config changes cannot be decided in it: its slices stay.
-        self.groups = {group.name: own[group.name] for group in groups
-                       if group.name in own and own[group.name].is_like(group)}  # fmt: skip
+        self.groups = {
+            group.name: own[group.name] for group in groups if group.name in own and own[group.name].is_like(group)
+        }
         self.readings = {name: self._find_readings(group) for name, group in self.groups.items()}
         self._memory: dict[tuple[str, bytes], Fate] = {}
 
     def fates(
-        self,
-        group: str,
-        zeros: Sequence[Tensor],
-        values: Mapping[int, Tensor],
-        ties: Mapping[str, bool],
+        self, group: str, zeros: Sequence[Tensor], values: Mapping[int, Tensor], ties: Mapping[str, bool]
     ) -> list[Fate]:
         """What becomes of slices.
 
@@ -107,8 +103,7 @@ class SmallNetwork:
             return [Fate(False)] * len(zeros[0])
         own, count = self.groups[group], len(zeros[0])
         rows = torch.cat([z.reshape(count, -1) for z in zeros], 1)
-        matrices = torch.cat([z.reshape(count, -1) for z, m in zip(zeros, own.members, strict=True)
-                              if m.rank > 1], 1)  # fmt: skip
+        matrices = torch.cat([z.reshape(count, -1) for z, m in zip(zeros, own.members, strict=True) if m.rank > 1], 1)
         zero_names = repr(sorted(name for name, zero in ties.items() if zero)).encode()
         keys = [row.numpy().tobytes() + zero_names for row in rows]
         # Bits alone first: biases are as good as random, unless a constant is read.
@@ -116,16 +111,13 @@ class SmallNetwork:
         fates = [self._memory[group, key] for key in keys]
         constant = [k for k, fate in enumerate(fates) if fate.constant]
         more = {
-            k: keys[k] + b"".join(values[m][k].double().numpy().tobytes() for m in sorted(values))
-            for k in constant
+            k: keys[k] + b"".join(values[m][k].double().numpy().tobytes() for m in sorted(values)) for k in constant
         }
         exact = [more.get(k, b"") for k in range(count)]
         chosen = torch.zeros(count, dtype=torch.bool)
         chosen[constant] = True
         self._decide(own, exact, constant, chosen, zeros, values, ties)
-        return [
-            self._memory[group, exact[k]] if k in more else fate for k, fate in enumerate(fates)
-        ]
+        return [self._memory[group, exact[k]] if k in more else fate for k, fate in enumerate(fates)]
 
     def _decide(
         self,
@@ -162,25 +154,23 @@ class SmallNetwork:
         ties: Mapping[str, bool],
     ) -> list[Fate]:
         """Decide as many slices as the group has in the small network."""
-        slots = [
-            SlicePattern([z[k] for z in zeros], {m: v[k] for m, v in values.items()})
-            for k in slices
-        ]
+        slots = [SlicePattern([z[k] for z in zeros], {m: v[k] for m, v in values.items()}) for k in slices]
         analysis = self._analysis(group.kinds, {group.name: slots}, ties)
         return [self._fate(group, slot, analysis) for slot in range(len(slots))]
 
     def _analysis(
-        self,
-        kinds: Collection[LayerKind],
-        slots: Mapping[str, Sequence[SlicePattern]],
-        ties: Mapping[str, bool],
+        self, kinds: Collection[LayerKind], slots: Mapping[str, Sequence[SlicePattern]], ties: Mapping[str, bool]
     ) -> Analysis:
         """The analysis of the small network with patterns in the slices of some groups, zeros where
         `ties` says so, and nothing known of other weights."""
         at, generator = self.prefixes, torch.Generator().manual_seed(0)
         prefixes = [at[kind] for kind in kinds]
-        members = {at[member.kind] + member.name for name in slots
-                   for member in self.groups[name].members if member.kind is not None}  # fmt: skip
+        members = {
+            at[member.kind] + member.name
+            for name in slots
+            for member in self.groups[name].members
+            if member.kind is not None
+        }
         constants: dict[str, Constant] = {}
         for target, constant in self.coupling.program.constants.items():
             full = (constant.aliases or (constant.name,))[0]
@@ -201,13 +191,9 @@ class SmallNetwork:
                                 if m in pattern.values:
                                     along[positions] = pattern.values[m].double()
                 constants[target] = replace(constant, tensor=tensor, parameter=False, declared=None)
-        return Analysis(
-            replace(self.coupling.program, constants=constants), self.coupling.ties.table
-        )
+        return Analysis(replace(self.coupling.program, constants=constants), self.coupling.ties.table)
 
-    def is_identity(
-        self, kind: LayerKind, silent: Mapping[str, SlicePattern], ties: Mapping[str, bool]
-    ) -> bool:
+    def is_identity(self, kind: LayerKind, silent: Mapping[str, SlicePattern], ties: Mapping[str, bool]) -> bool:
         """Whether a layer of a kind returns its input.
 
         Args:
@@ -224,9 +210,13 @@ class SmallNetwork:
         span = [k for k, node in enumerate(nodes) if is_below(module_of(node), [path])]
         # Calls between those of the layer are its own: passes that add some do not say of which.
         inside, after = set(nodes[span[0] : span[-1] + 1]), set(nodes[span[-1] + 1 :])
-        outputs = [node for node in inside
-                   if any(isinstance(user.meta.get("val"), Tensor) or user.op == "output"
-                          for user in node.users.keys() & after)]  # fmt: skip
+        outputs = [
+            node
+            for node in inside
+            if any(
+                isinstance(user.meta.get("val"), Tensor) or user.op == "output" for user in node.users.keys() & after
+            )
+        ]
         if len(outputs) != 1:
             return False
         node = outputs[0]
@@ -281,13 +271,8 @@ class SmallNetwork:
                     if relation.entry.fill != "sum" or k not in relation.factors:
                         return []
                     positions = torch.stack([(slices == n).nonzero()[:, 0] for n in numbers])
-                    weights = {_name_of(coupling, relation.operands[j].value)
-                               for j in relation.factors if j != k}  # fmt: skip
-                    added = [
-                        o.value
-                        for j, o in enumerate(relation.operands)
-                        if j not in relation.factors
-                    ]
+                    weights = {_name_of(coupling, relation.operands[j].value) for j in relation.factors if j != k}
+                    added = [o.value for j, o in enumerate(relation.operands) if j not in relation.factors]
                     read = (m for m, own in enumerate(group.members) if not own.produces)
                     read = (m for m in read if {names[m]} == weights)
                     member = next(read, None)

@@ -47,19 +47,21 @@ class Family:
             raise BadInput(message) from error
         names, kind = data.get("architectures") or [], data.get("model_type")
         if data.get("auto_map"):
-            raise BadInput(f"{folder}: its code is in the folder (auto_map), which demask does not "
-                           "run; only classes of transformers are read")  # fmt: skip
+            raise BadInput(
+                f"{folder}: its code is in the folder (auto_map), which demask does not "
+                "run; only classes of transformers are read"
+            )
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
             raise BadInput(f"{folder}: expected one class in `architectures`, got {names!r:.80}")
         try:
             model = getattr(transformers, names[0], None)
         except Exception as error:  # another package that the class needs, missing or broken
-            raise BadInput(f"transformers cannot import {names[0]:.80}: {described(error)}; try "
-                           f"`from transformers import {names[0]:.80}`") from error  # fmt: skip
-        if not (isinstance(model, type) and issubclass(model, transformers.PreTrainedModel)):
             raise BadInput(
-                f"{folder}: transformers {transformers.__version__} has no {names[0]!r:.80}"
-            )
+                f"transformers cannot import {names[0]:.80}: {described(error)}; try "
+                f"`from transformers import {names[0]:.80}`"
+            ) from error
+        if not (isinstance(model, type) and issubclass(model, transformers.PreTrainedModel)):
+            raise BadInput(f"{folder}: transformers {transformers.__version__} has no {names[0]!r:.80}")
         config = transformers.AutoConfig.for_model(str(kind)) if kind else None
         kind = type(config) if config is not None else model.config_class
         return cls(model, kind)
@@ -82,14 +84,10 @@ class Family:
             data = decoded_config(self.config, copies.deepcopy(dict(data)))
             return self.config.from_dict(data).to_dict()
         except Exception as error:
-            raise BadInput(
-                f"{self.config.__name__} refuses the config: {described(error)}"
-            ) from error
+            raise BadInput(f"{self.config.__name__} refuses the config: {described(error)}") from error
 
 
-def as_class(
-    family: Family, data: ConfigData, name: str, changes: Mapping[str, Any]
-) -> tuple[Family, ConfigData]:
+def as_class(family: Family, data: ConfigData, name: str, changes: Mapping[str, Any]) -> tuple[Family, ConfigData]:
     """Another class and its config, with all its keys: what a config says, and `changes`, without
     the keys that only the class before has."""
     changed = {**copies.deepcopy(data), "architectures": [name], **changes}
@@ -197,15 +195,13 @@ def find_own_numbers(layers: Sequence[nn.Module]) -> set[tuple[str, str]]:
     """The attributes, by the path of a module in its layer, that are the layer's number in every
     layer. Of a single layer, whose number is 0, those that are named so."""
     attributes = [_attributes_of(layer) for layer in layers]
-    own = {key for key in attributes[0]
-           if all(type(a.get(key)) is int and a[key] == k
-                  for k, a in enumerate(attributes))}  # fmt: skip
+    own = {
+        key for key in attributes[0] if all(type(a.get(key)) is int and a[key] == k for k, a in enumerate(attributes))
+    }
     return {key for key in own if len(layers) > 1 or "idx" in key[1] or "index" in key[1]}
 
 
-def describe_layers(
-    layers: Sequence[nn.Module], own: Collection[tuple[str, str]]
-) -> list[tuple[Any, ...]]:
+def describe_layers(layers: Sequence[nn.Module], own: Collection[tuple[str, str]]) -> list[tuple[Any, ...]]:
     """By layer, what distinguishes it from others: classes, shapes, numbers, flags and texts of its
     modules. own: the attributes that are its number."""
     return [
@@ -219,8 +215,12 @@ def describe_layers(
 
 
 def _attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    return {(path, name): value for path, module in layer.named_modules()
-            for name, value in vars(module).items() if _distinguishes(name, value)}  # fmt: skip
+    return {
+        (path, name): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if _distinguishes(name, value)
+    }
 
 
 def _distinguishes(name: str, value: Any) -> bool:
@@ -230,10 +230,7 @@ def _distinguishes(name: str, value: Any) -> bool:
 
 
 def keep_layers(
-    family: Family,
-    data: ConfigData,
-    stacks: Sequence[LayerStack],
-    layers: Mapping[str, Sequence[int]],
+    family: Family, data: ConfigData, stacks: Sequence[LayerStack], layers: Mapping[str, Sequence[int]]
 ) -> ConfigData | None:
     """A config of which the layers are those of `layers`, by stack; None where its class builds
     others: a config may derive what a layer is from its number."""
@@ -259,8 +256,7 @@ def keep_layers(
 
 def _flag(data: Mapping[str, Any], key: str) -> bool:
     return any(
-        value is True if name == key else isinstance(value, dict) and _flag(value, key)
-        for name, value in data.items()
+        value is True if name == key else isinstance(value, dict) and _flag(value, key) for name, value in data.items()
     )
 
 

@@ -79,22 +79,24 @@ class CheckpointFolder:
                 else ""
             )
             raise BadInput(f"{folder}: expected {SINGLE} or {INDEX}{advice}")
-        if index is not None and not (
-            isinstance(index, dict) and all(isinstance(v, str) for v in index.values())
-        ):
+        if index is not None and not (isinstance(index, dict) and all(isinstance(v, str) for v in index.values())):
             raise BadInput(f"{folder / INDEX}: expected the file of each tensor in weight_map")
         names = [SINGLE] if index is None else list(dict.fromkeys(index.values()))
         files = {name: WeightFile.read(_inside(folder, name)) for name in names}
         file_of: dict[str, str] = {}
         for name, file in files.items():
             if file.unread:
-                raise BadInput(f"{folder / name}: {file.unread[0]} and {len(file.unread) - 1} more "
-                               "tensors have a dtype that demask does not read")  # fmt: skip
+                raise BadInput(
+                    f"{folder / name}: {file.unread[0]} and {len(file.unread) - 1} more "
+                    "tensors have a dtype that demask does not read"
+                )
             file_of |= dict.fromkeys(file.tensors, name)
         if index is not None and index != file_of:
             tensor = min(t for t in index.keys() | file_of.keys() if index.get(t) != file_of.get(t))
-            raise BadInput(f"{folder / INDEX}: {tensor} is said to be in {index.get(tensor)}, and "
-                           f"is in {file_of.get(tensor)}; write the index again")  # fmt: skip
+            raise BadInput(
+                f"{folder / INDEX}: {tensor} is said to be in {index.get(tensor)}, and "
+                f"is in {file_of.get(tensor)}; write the index again"
+            )
         if not file_of:
             raise BadInput(f"{folder}: its files have no tensors")
         others, left = find_others(folder, names)
@@ -140,8 +142,7 @@ class CheckpointFolder:
     @property
     def parameters(self) -> int:
         """Elements of all tensors."""
-        return sum(t.nbytes // t.dtype.itemsize for file in self.files.values()
-                   for t in file.tensors.values())  # fmt: skip
+        return sum(t.nbytes // t.dtype.itemsize for file in self.files.values() for t in file.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -171,16 +172,20 @@ class CutFolder(CheckpointFolder):
         cuts = with_scales(cuts, origin.scales)
         files: dict[str, WeightFile] = {}
         for name, file in origin.files.items():
-            own = {new: replace(file.tensors[old], name=new,
-                                shape=cut_shape(file.tensors[old].shape, cuts.get(old, {})))
-                   for new, old in names.items() if old in file.tensors}  # fmt: skip
+            own = {
+                new: replace(file.tensors[old], name=new, shape=cut_shape(file.tensors[old].shape, cuts.get(old, {})))
+                for new, old in names.items()
+                if old in file.tensors
+            }
             files[name] = replace(file, tensors=own)
         file_of = {new: origin.file_of[old] for new, old in names.items()}
         new_names = {old: new for new, old in names.items()}
-        scales = {new_names[old]: replace(scale, name=new_names[scale.name])
-                  for old, scale in origin.scales.items() if old in new_names}  # fmt: skip
-        return cls(origin.path, config, files, file_of, origin.others, origin.left, scales,
-                   origin, names, cuts)  # fmt: skip
+        scales = {
+            new_names[old]: replace(scale, name=new_names[scale.name])
+            for old, scale in origin.scales.items()
+            if old in new_names
+        }
+        return cls(origin.path, config, files, file_of, origin.others, origin.left, scales, origin, names, cuts)
 
     def written(self, name: str) -> Tensor:
         old = self.names[name]
@@ -206,8 +211,7 @@ def cut(tensor: Tensor, cuts: Mapping[int, Tensor]) -> Tensor:
             if (positions < 0).any():
                 tensor.index_fill_(axis, (positions < 0).nonzero()[:, 0], 0)
         else:
-            tensor = torch.stack([t.index_select(axis - 1, p)
-                                  for t, p in zip(tensor, positions, strict=True)])  # fmt: skip
+            tensor = torch.stack([t.index_select(axis - 1, p) for t, p in zip(tensor, positions, strict=True)])
     return tensor
 
 
@@ -257,8 +261,7 @@ def _paths_of_modules(folder: Path) -> set[str]:
     modules: Any = []
     if (folder / MODULES).is_file():
         modules = _parse(folder, MODULES)
-    paths = [m.get("path") for m in modules if isinstance(m, dict)] if isinstance(
-        modules, list) else []  # fmt: skip
+    paths = [m.get("path") for m in modules if isinstance(m, dict)] if isinstance(modules, list) else []
     return {f"{path.strip('/')}/" for path in paths if isinstance(path, str)}
 
 
@@ -267,8 +270,7 @@ def _inside(folder: Path, name: str) -> Path:
     that leaves the folder."""
     path = folder / name
     if Path(name).name != name or "\0" in name:
-        raise RefusedFile(f"{folder / INDEX}: expected the name of a file in the folder, "
-                          f"got {name!r:.80}")  # fmt: skip
+        raise RefusedFile(f"{folder / INDEX}: expected the name of a file in the folder, got {name!r:.80}")
     if not path.is_file():
         raise BadInput(f"{path}: no such file, though {INDEX} names it; copy it again")
     return _no_link_outside(folder, path)

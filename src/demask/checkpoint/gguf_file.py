@@ -19,12 +19,7 @@ from torch import Tensor
 
 from demask.checkpoint.family import Family
 from demask.checkpoint.gguf_vocabulary import add_vocabulary
-from demask.checkpoint.llama_like import (
-    differs_from_llama,
-    frequency_factors,
-    has_biases,
-    head_size,
-)
+from demask.checkpoint.llama_like import differs_from_llama, frequency_factors, has_biases, head_size
 from demask.checkpoint.plan import CheckpointPlan, cut_tensor, new_shape
 from demask.checkpoint.proof import CheckpointProof, prove
 from demask.checkpoint.streamed import StreamedModel
@@ -57,8 +52,7 @@ def check_gguf(model: Any) -> GgufArchitecture:
     config, kind = model.config, type(model).__name__
     architecture = TARGETS["llama.cpp"].architectures.get(config.model_type)
     if architecture is None:
-        raise BadInput(f"llama.cpp: it has no architecture with sizes by layer for {kind}; "
-                       f"{_CONVERT}")  # fmt: skip
+        raise BadInput(f"llama.cpp: it has no architecture with sizes by layer for {kind}; {_CONVERT}")
     problem = differs_from_llama(model)
     if not problem and not architecture.frequencies and bool((frequency_factors(model) != 1).any()):
         problem = "takes no scaled rotation"
@@ -145,8 +139,9 @@ def write_gguf(
         kind = torch.float32 if len(shape) == 1 else own  # as llama.cpp's ops take them
         kinds.append(kind)
         elements = math.prod(shape)
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), elements * kind.itemsize,
-                               gguf.GGMLQuantizationType[_TYPES[kind][0]])  # fmt: skip
+        writer.add_tensor_info(
+            name, shape, np.dtype(np.float32), elements * kind.itemsize, gguf.GGMLQuantizationType[_TYPES[kind][0]]
+        )
         total, count = total + elements * kind.itemsize, count + elements
     matrices = [kind for kind in kinds if kind != torch.float32]
     writer.add_file_type(_TYPES[matrices[0] if matrices else torch.float32][1])
@@ -158,10 +153,11 @@ def write_gguf(
         step(f"writing {len(kinds)} tensors")
         for name, kind in zip([*scaled, *parts], kinds, strict=True):
             release_free_memory()
-            values = [scaled[name]] if name in scaled else [
-                _in_order(cut_tensor(stored, plan, part.tensor), part.heads, paired=True)
-                for part in parts[name]
-            ]  # fmt: skip
+            values = (
+                [scaled[name]]
+                if name in scaled
+                else [_in_order(cut_tensor(stored, plan, part.tensor), part.heads, paired=True) for part in parts[name]]
+            )
             value = (torch.cat(values) if len(values) > 1 else values[0]).to(kind).contiguous()
             # Not by `write_tensor_data`: numpy's `tofile` says nothing where a disk is full.
             writer.write_padding(file, file.tell())
@@ -175,9 +171,7 @@ def write_gguf(
     return (total, count), proof, notes
 
 
-def _add_sizes(
-    writer: Any, model: Any, layers: int, parts: Mapping[str, Sequence[GgufPart]]
-) -> None:
+def _add_sizes(writer: Any, model: Any, layers: int, parts: Mapping[str, Sequence[GgufPart]]) -> None:
     """Add what the config says, and the sizes of each layer."""
     config, size = model.config, head_size(model.config)
 
@@ -191,9 +185,7 @@ def _add_sizes(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_feed_forward_length(
-        [parts[f"blk.{k}.ffn_down.weight"][0].shape[1] for k in range(layers)]
-    )
+    writer.add_feed_forward_length([parts[f"blk.{k}.ffn_down.weight"][0].shape[1] for k in range(layers)])
     writer.add_head_count([heads(k, "q") for k in range(layers)])
     writer.add_head_count_kv([heads(k, "kv") for k in range(layers)])
     writer.add_key_length(size)

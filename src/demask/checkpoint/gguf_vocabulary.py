@@ -19,11 +19,7 @@ _WORDS = (
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # By pattern of words, and whether words that are tokens are not split: what llama.cpp calls it.
-_SPLITS = {
-    (None, False): "gpt-2",
-    (_WORDS % r"\p{N}{1,3}", True): "llama-bpe",
-    (_WORDS % r"\p{N}", False): "qwen2",
-}
+_SPLITS = {(None, False): "gpt-2", (_WORDS % r"\p{N}{1,3}", True): "llama-bpe", (_WORDS % r"\p{N}", False): "qwen2"}
 
 
 def add_vocabulary(writer: Any, folder: Path, size: int) -> list[str]:
@@ -38,8 +34,7 @@ def add_vocabulary(writer: Any, folder: Path, size: int) -> list[str]:
     if split is None or not tokens:
         writer.add_tokenizer_model("no_vocab")
         reason = "is of no kind that is written" if data else "is not in the folder"
-        return [f"the file has no tokenizer: {TOKENIZER} {reason}; programs must give llama.cpp "
-                "tokens by number"]  # fmt: skip
+        return [f"the file has no tokenizer: {TOKENIZER} {reason}; programs must give llama.cpp tokens by number"]
     model, prefix = split
     writer.add_tokenizer_model("llama" if model is None else "gpt2")
     writer.add_tokenizer_pre(model or "default")

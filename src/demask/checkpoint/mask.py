@@ -133,8 +133,7 @@ def checkpoint(
     ]
     slices = _of_all_layers(groups, stored, reduced.layers)
     if not slices:
-        raise BadInput(f"{source}: no {structure} of {family.model.__name__} can be masked: layers "
-                       "share them")  # fmt: skip
+        raise BadInput(f"{source}: no {structure} of {family.model.__name__} can be masked: layers share them")
     if structure == "layer":
         assert rows is not None
         scores = _influence(streamed, stored.stacks, rows, progress)
@@ -142,9 +141,7 @@ def checkpoint(
         zeros = _of_silent_layers(slices, stored, keep)
         added: dict[str, Tensor] = {}
     else:
-        scores, keep, added = _choose(
-            streamed, slices, chosen, allocation or Uniform(), amount, rows, progress
-        )
+        scores, keep, added = _choose(streamed, slices, chosen, allocation or Uniform(), amount, rows, progress)
         zeros = _zeros(slices, keep)
     changes = hashlib.sha256()
     for name, axes in sorted(zeros.items()):
@@ -173,18 +170,14 @@ def _rows(text: str | Tensor, source: Path) -> Tensor:
     """Token ids of a text, [rows, length]."""
     if isinstance(text, Tensor):
         if text.ndim != 2 or text.is_floating_point() or not text.numel():
-            raise BadInput(
-                f"expected token ids [rows, length], got {text.dtype} {tuple(text.shape)}"
-            )
+            raise BadInput(f"expected token ids [rows, length], got {text.dtype} {tuple(text.shape)}")
         return text
     from transformers import AutoTokenizer
 
     try:
         tokens = AutoTokenizer.from_pretrained(source, local_files_only=True)(text)["input_ids"]
     except Exception as error:
-        raise BadInput(
-            f"{source}: its tokenizer cannot be used ({error}); pass token ids"
-        ) from error
+        raise BadInput(f"{source}: its tokenizer cannot be used ({error}); pass token ids") from error
     if not tokens:
         raise BadInput("expected a text of at least one token")
     length = min(ROWS, len(tokens))
@@ -210,8 +203,7 @@ def _of_all_layers(
                 if kind != first:
                     continue
 
-                def there(name: str, stack: LayerStack = stack, layer: int = layer,
-                          small: int = small) -> str:  # fmt: skip
+                def there(name: str, stack: LayerStack = stack, layer: int = layer, small: int = small) -> str:
                     inside = name.removeprefix(f"{stack.path}.{small}.")
                     return stack.name(layer, inside)
 
@@ -240,8 +232,9 @@ def _choose(
     if compensates:
         lacking = sorted(n for n in read if streamed.stored.name_of(bias_of(n)) is None)
         if lacking:
-            raise BadInput(f"{type(score).__name__} adds to biases; {lacking[0]} has none: pass "
-                           "Fluctuation(compensation=False)")  # fmt: skip
+            raise BadInput(
+                f"{type(score).__name__} adds to biases; {lacking[0]} has none: pass Fluctuation(compensation=False)"
+            )
     if getattr(score, "needs_inputs", False):
         assert rows is not None
         statistics = _statistics(streamed, {name: places[name] for name in read}, rows, step)
@@ -311,10 +304,10 @@ def _influence(
         return add
 
     handles = [
-        streamed.model.get_submodule(f"{s.path}.{k}").register_forward_hook(hook(s.path, k),
-                                                                             with_kwargs=True)
-        for s in stacks for k in range(len(s.kinds))
-    ]  # fmt: skip
+        streamed.model.get_submodule(f"{s.path}.{k}").register_forward_hook(hook(s.path, k), with_kwargs=True)
+        for s in stacks
+        for k in range(len(s.kinds))
+    ]
     try:
         _run(streamed, rows, step)
     finally:
@@ -342,9 +335,7 @@ def _of_silent_layers(
     return zeros
 
 
-def _zeros(
-    slices: Mapping[str, GroupSlices], keep: Mapping[str, Tensor]
-) -> dict[str, dict[int, Tensor]]:
+def _zeros(slices: Mapping[str, GroupSlices], keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
     """By parameter and axis, the positions that are zero, bool [length]."""
     zeros: dict[str, dict[int, Tensor]] = {}
     for name, own in slices.items():

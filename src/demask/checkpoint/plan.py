@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from demask.checkpoint.decide import Fate, SlicePattern, SmallNetwork, bias_of
-from demask.checkpoint.family import (
-    ConfigData,
-    Family,
-    LayerStack,
-    as_class,
-    keep_layers,
-    slides,
-)
+from demask.checkpoint.family import ConfigData, Family, LayerStack, as_class, keep_layers, slides
 from demask.checkpoint.folder import cut, cut_shape, with_scales
 from demask.checkpoint.sizes import apply_changes, choose_sizes
 from demask.checkpoint.slices import KINDS, LayerKind, ReducedModel, SliceGroup, SliceMember
@@ -77,9 +70,7 @@ class LayerSlices:
         those first that need no bias to be removed."""
         result: list[Tensor] = []
         for fates in self.fates:
-            order = sorted(
-                range(len(fates)), key=lambda k: (fates[k].dead, not fates[k].constant, k)
-            )
+            order = sorted(range(len(fates)), key=lambda k: (fates[k].dead, not fates[k].constant, k))
             result.append(torch.tensor(sorted(order[:count]), dtype=torch.int64))
         return result
 
@@ -136,16 +127,13 @@ class KnownSlices:
     slices: Sequence[LayerSlices]
 
     @classmethod
-    def of(
-        cls, stored: StoredTensors, family: Family, data: ConfigData, step: ProgressStep
-    ) -> KnownSlices:
+    def of(cls, stored: StoredTensors, family: Family, data: ConfigData, step: ProgressStep) -> KnownSlices:
         """Those of a folder. data: its config, with all keys of its class. Raises NotExportable
         where the model cannot be captured."""
         reduced = ReducedModel(family, data, stored.stacks)
         step("capturing one layer of each kind")
         small = SmallNetwork(reduced)
-        slices = [s for group in reduced.groups
-                  for s in decide_slices(stored, small, group, stored.stacks, step)]  # fmt: skip
+        slices = [s for group in reduced.groups for s in decide_slices(stored, small, group, stored.stacks, step)]
         return cls(reduced, small, slices)
 
 
@@ -196,19 +184,19 @@ def plan_checkpoint(
             shared = max((_per_block(stored, s) for s in slices if s.group is group), default=1)
             if shared > 1 and (group.kind != "unit" or group.size % shared):
                 if live[group.name] < group.size:
-                    notes.append(f"the {group.kind}s of {group.name} stay: they have scales in "
-                                 "common that cannot be cut between them")  # fmt: skip
+                    notes.append(
+                        f"the {group.kind}s of {group.name} stay: they have scales in "
+                        "common that cannot be cut between them"
+                    )
                 live[group.name] = group.size
             elif group.kind == "unit":
                 merged = any(member.rank == 3 for member in group.members)
                 fitting = math.lcm(multiple, shared, EXPERT_MULTIPLE if merged else 1)
                 live[group.name] = round_units(live[group.name], group.size, fitting)
             live[group.name] = max(live[group.name], 1)
-        units, heads = ([g.name for g in groups if g.kind == kind and live[g.name] < g.size]
-                        for kind in KINDS)  # fmt: skip
+        units, heads = ([g.name for g in groups if g.kind == kind and live[g.name] < g.size] for kind in KINDS)
         if units and model_type in target.full_units:
-            notes.append(f"{target.name} loads no {model_type} with fewer units: those of "
-                         f"{_first(units)} stay")  # fmt: skip
+            notes.append(f"{target.name} loads no {model_type} with fewer units: those of {_first(units)} stay")
             live |= {name: full[name] for name in units}
         if heads and not target.cuts_heads(model_type):
             other = target.other_classes.get(family.model.__name__)
@@ -231,21 +219,25 @@ def plan_checkpoint(
             apply_changes(config, reduced.data, changed)
         for kind in KINDS:
             similar = [g for g in groups if g.kind == kind]
-            names = [g.name for g in similar if live[g.name] < sizes[g.name] == g.size and not any(
-                live[o.name] == o.size == g.size and _stacks_of(o) & _stacks_of(g)
-                for o in similar)]  # fmt: skip
+            names = [
+                g.name
+                for g in similar
+                if live[g.name] < sizes[g.name] == g.size
+                and not any(live[o.name] == o.size == g.size and _stacks_of(o) & _stacks_of(g) for o in similar)
+            ]
             if names:
-                notes.append(f"the {kind}s of {_first(names)} stay: no config of "
-                             f"{family.model.__name__} has fewer there")  # fmt: skip
+                notes.append(
+                    f"the {kind}s of {_first(names)} stay: no config of {family.model.__name__} has fewer there"
+                )
         counts = [sizes[s.group.name] for s in slices]
     if silent := count_silent_channels(stored, known.reduced.coupling, known.reduced.layers):
-        notes.append(f"{silent} channels of the residual stream are zero in all weights that write "
-                     "it, and stay: norms divide by the number of channels, so that with fewer "
-                     "their weights would have to be scaled and rounded")  # fmt: skip
+        notes.append(
+            f"{silent} channels of the residual stream are zero in all weights that write "
+            "it, and stay: norms divide by the number of channels, so that with fewer "
+            "their weights would have to be scaled and rounded"
+        )
     cuts, added = find_cuts(stored, slices, counts), fold_constants(stored, slices, counts)
-    return CheckpointPlan(
-        family, config, layers, slices, counts, cuts, added, multiple, tuple(notes), dropped
-    )
+    return CheckpointPlan(family, config, layers, slices, counts, cuts, added, multiple, tuple(notes), dropped)
 
 
 def _first(names: Sequence[str]) -> str:
@@ -256,9 +248,7 @@ def _stacks_of(group: SliceGroup) -> set[str]:
     return {kind.stack for kind in group.kinds}
 
 
-def count_silent_channels(
-    stored: StoredTensors, coupling: Coupling, layers: Mapping[str, Sequence[int]]
-) -> int:
+def count_silent_channels(stored: StoredTensors, coupling: Coupling, layers: Mapping[str, Sequence[int]]) -> int:
     """How many channels of the embedding, and of what is added to it, are zero in all weights that
     compute them. They must stay if a call needs all of the axis.
 
@@ -284,8 +274,7 @@ def count_silent_channels(
             for stack in stored.stacks:
                 if (split := stack.split(name)) is not None:
                     first = layers[stack.path][split[0]]
-                    names = [stack.name(k, split[1]) for k, own in enumerate(stack.kinds)
-                             if own == first]  # fmt: skip
+                    names = [stack.name(k, split[1]) for k, own in enumerate(stack.kinds) if own == first]
             places = [(name, axis) for name in names] + [(bias_of(name), 0) for name in names]
             for parameter, k in places:
                 if parameter in stored.shapes and (both is None or both.any()):
@@ -315,9 +304,7 @@ def fit_layers(
     for mine in slices:
         kind, layer = mine.layers[0]
         biases = [stored.name_of(bias_of(name)) for m, name in mine.parameters() if not m.produces]
-        none = mine.is_silent and all(
-            name is None or stored.pattern(name).everywhere for name in biases
-        )
+        none = mine.is_silent and all(name is None or stored.pattern(name).everywhere for name in biases)
         if mine.group.kind == "unit":
             none = none and own.unitless
             count = round_units(mine.live, mine.group.size, multiple)
@@ -328,8 +315,11 @@ def fit_layers(
         counts.append(0 if none else count)
         if none:
             halves += [f"{kind.stack}.{layer}.{name}" for name in HALVES[mine.group.kind]]
-    dropped = (tensor for tensor, parameter in stored.parameter_of.items()
-               if parameter is not None and parameter.startswith(tuple(halves)))  # fmt: skip
+    dropped = (
+        tensor
+        for tensor, parameter in stored.parameter_of.items()
+        if parameter is not None and parameter.startswith(tuple(halves))
+    )
     return counts, frozenset(dropped)
 
 
@@ -340,16 +330,13 @@ def _key_of(group: SliceGroup, stacks: Sequence[LayerStack]) -> tuple[object, ..
 
 
 def decide_slices(
-    stored: StoredTensors,
-    small: SmallNetwork,
-    group: SliceGroup,
-    stacks: Sequence[LayerStack],
-    step: ProgressStep,
+    stored: StoredTensors, small: SmallNetwork, group: SliceGroup, stacks: Sequence[LayerStack], step: ProgressStep
 ) -> Iterator[LayerSlices]:
     """What becomes of the slices of a group, in each layer that has it."""
     numbered = {s.path: s.kinds for s in stacks}
-    layers = [(kind, k) for kind in sorted(group.kinds)
-              for k, first in enumerate(numbered[kind.stack]) if first == kind.layer]  # fmt: skip
+    layers = [
+        (kind, k) for kind in sorted(group.kinds) for k, first in enumerate(numbered[kind.stack]) if first == kind.layer
+    ]
     for mine in [layers] if group.is_shared else [[layer] for layer in layers]:
         step(f"reading {mine[0][0].stack}.{mine[0][1]}")
         alive = LayerSlices(group, tuple(mine), ((Fate(False),) * group.size,))
@@ -377,11 +364,18 @@ def decide_slices(
         prefixes = [f"{kind.stack}.{layer}." for kind, layer in mine]
         ties = other_zeros(stored, prefixes, names)
         fates = [
-            small.fates(group.name, [z[min(e, len(z) - 1)][member.positions]
-                                     for z, member in zip(zeros, group.members, strict=True)
-                                     if z is not None], values, ties)
+            small.fates(
+                group.name,
+                [
+                    z[min(e, len(z) - 1)][member.positions]
+                    for z, member in zip(zeros, group.members, strict=True)
+                    if z is not None
+                ],
+                values,
+                ties,
+            )
             for e in range(count)
-        ]  # fmt: skip
+        ]
         # No single bias takes the constants of several, nor those that an adapter changes.
         adapter = stored.adapter
         is_changed = adapter is not None and adapter.changes(tuple(prefixes))
@@ -406,21 +400,20 @@ def _with_whole_blocks(stored: StoredTensors, slices: LayerSlices) -> LayerSlice
                     stays[block[(owner < 0) | alive[owner]]] = True
                     mine = owner[stays[block]]
                     alive[mine[mine >= 0]] = True
-        fates.append(tuple(Fate(False) if live else fate
-                           for fate, live in zip(own, alive.tolist(), strict=True)))  # fmt: skip
+        fates.append(tuple(Fate(False) if live else fate for fate, live in zip(own, alive.tolist(), strict=True)))
     return replace(slices, fates=tuple(fates))
 
 
 def _per_block(stored: StoredTensors, slices: LayerSlices) -> int:
     """The largest number of slices that have a scale in common."""
-    counts = [torch.stack([owner, block])[:, owner >= 0].unique(dim=1)[1].bincount().max()
-              for _, owner, block in _blocks_of(stored, slices)]  # fmt: skip
+    counts = [
+        torch.stack([owner, block])[:, owner >= 0].unique(dim=1)[1].bincount().max()
+        for _, owner, block in _blocks_of(stored, slices)
+    ]
     return max(map(int, counts), default=1)
 
 
-def _blocks_of(
-    stored: StoredTensors, slices: LayerSlices
-) -> Iterator[tuple[int | None, Tensor, Tensor]]:
+def _blocks_of(stored: StoredTensors, slices: LayerSlices) -> Iterator[tuple[int | None, Tensor, Tensor]]:
     """By tensor with scales that several positions have in common, its expert, and for each of its
     positions, the slice (-1: none) and the block, int64."""
     for member, parameter in slices.parameters():
@@ -433,9 +426,7 @@ def _blocks_of(
                 yield part.expert, own, torch.arange(len(own)) // scale.blocks[part.axis]
 
 
-def other_zeros(
-    stored: StoredTensors, prefixes: Sequence[str], names: Collection[str]
-) -> dict[str, bool]:
+def other_zeros(stored: StoredTensors, prefixes: Sequence[str], names: Collection[str]) -> dict[str, bool]:
     """Of the tensors of layers that are not in `names`, whether they are zero everywhere, by their
     names in a layer. prefixes: of the names of these layers."""
     first = prefixes[0]
@@ -443,9 +434,7 @@ def other_zeros(
     return {name: all(stored.is_zero(p + name) for p in prefixes) for name in every - set(names)}
 
 
-def pattern_of(
-    stored: StoredTensors, slices: LayerSlices, kind: LayerKind, layer: int
-) -> SlicePattern:
+def pattern_of(stored: StoredTensors, slices: LayerSlices, kind: LayerKind, layer: int) -> SlicePattern:
     """The pattern of the first slice of a group in a layer; what other layers have is unknown."""
     zeros: list[Tensor] = []
     for member in slices.group.members:
@@ -488,10 +477,7 @@ def drop_layers(
         dead = [k for k in dead if stack.kinds[k] in alive or k != stack.kinds[k]]
         going: list[int] = []
         for more in (dead, *([k] for k in dead)) if dead and not numbered else ():
-            tried = {
-                **layers,
-                stack.path: [k for k in layers[stack.path] if k not in (*going, *more)],
-            }
+            tried = {**layers, stack.path: [k for k in layers[stack.path] if k not in (*going, *more)]}
             other = keep_layers(family, data, stacks, tried)
             if other is not None:
                 layers, config, going = tried, other, [*going, *more]
@@ -499,8 +485,10 @@ def drop_layers(
                 break
         left = [k for k in dead if k not in going]
         if left:
-            notes.append(f"layers {', '.join(map(str, left))} of {stack.path} return their inputs "
-                         "and stay: what the others are depends on their numbers")  # fmt: skip
+            notes.append(
+                f"layers {', '.join(map(str, left))} of {stack.path} return their inputs "
+                "and stay: what the others are depends on their numbers"
+            )
     return layers, config
 
 
@@ -512,8 +500,7 @@ def find_cuts(
     for mine, count in zip(slices, counts, strict=True):
         if count == mine.group.size:
             continue
-        gone = [torch.ones(mine.group.size, dtype=torch.bool).index_fill(0, k, False)
-                for k in mine.staying(count)]  # fmt: skip
+        gone = [torch.ones(mine.group.size, dtype=torch.bool).index_fill(0, k, False) for k in mine.staying(count)]
         for member, parameter in mine.parameters():
             length = stored.shapes[parameter][member.axis]
             stays = torch.ones(len(gone), length, dtype=torch.bool)
@@ -535,16 +522,13 @@ def find_cuts(
     return with_scales(cuts, stored.folder.scales)
 
 
-def fold_constants(
-    stored: StoredTensors, slices: Sequence[LayerSlices], counts: Sequence[int]
-) -> dict[str, Tensor]:
+def fold_constants(stored: StoredTensors, slices: Sequence[LayerSlices], counts: Sequence[int]) -> dict[str, Tensor]:
     """What is added to biases in place of constant slices that go, as in `CheckpointPlan`."""
     added: dict[str, Tensor] = {}
     for mine, count in zip(slices, counts, strict=True):
         fates, stays = mine.fates[0], set(mine.staying(count)[0].tolist())
         for m, member in enumerate(mine.group.members):
-            columns = {k: fate.constant[m] for k, fate in enumerate(fates)
-                       if k not in stays and m in fate.constant}  # fmt: skip
+            columns = {k: fate.constant[m] for k, fate in enumerate(fates) if k not in stays and m in fate.constant}
             if columns:
                 _add_constants(stored, mine, member, columns, added)
     return added

@@ -55,11 +55,7 @@ class CheckpointProof:
 
 
 def prove(
-    original: StreamedModel,
-    slim: StreamedModel,
-    rounds: bool,
-    step: ProgressStep,
-    whole: StreamedModel | None = None,
+    original: StreamedModel, slim: StreamedModel, rounds: bool, step: ProgressStep, whole: StreamedModel | None = None
 ) -> CheckpointProof:
     """Compare a slim model with the original, of whose logits it may have the first ones alone.
 
@@ -83,8 +79,7 @@ def prove(
     if tokens is not None:
         is_encoded = original.model.config.is_encoder_decoder
         name = "decoder_input_ids" if is_encoded else "input_ids"
-        rest = prompt if is_encoded else {n: v for n, v in prompt.items()
-                                          if not isinstance(v, Tensor)}  # fmt: skip
+        rest = prompt if is_encoded else {n: v for n, v in prompt.items() if not isinstance(v, Tensor)}
         examples.append({**rest, name: tokens})
     worst, used = 0.0, torch.float32
     requested = None if whole is None else 0.0
@@ -94,13 +89,16 @@ def prove(
         try:
             expected.append(_run(original, example, torch.float32, rows))
         except Exception as error:
-            raise NotExportable(f"the original cannot be run: {described(error)}", "unknown",
-                                "check=False writes without a comparison") from error  # fmt: skip
+            raise NotExportable(
+                f"the original cannot be run: {described(error)}", "unknown", "check=False writes without a comparison"
+            ) from error
         name = next((n for n, value in expected[-1].items() if value.isnan().any()), None)
         if name is not None:
             path = original.stored.folder.path
-            raise BadInput(f"{path}: its {name} is not a number (NaN), equal to nothing; repair "
-                           "its weights, or write without a comparison")  # fmt: skip
+            raise BadInput(
+                f"{path}: its {name} is not a number (NaN), equal to nothing; repair "
+                "its weights, or write without a comparison"
+            )
         try:
             actual = _run(slim, example, torch.float32)
         except Exception as error:
@@ -112,15 +110,15 @@ def prove(
             try:
                 exact = _run(original, example, torch.float64, rows)
             except Exception as error:  # products by groups of rows, of experts, have no float64
-                raise Mismatch(f"the result differs by {relative:.1e} in float32, and "
-                               f"float64 cannot be run: {described(error)}") from error  # fmt: skip
+                raise Mismatch(
+                    f"the result differs by {relative:.1e} in float32, and float64 cannot be run: {described(error)}"
+                ) from error
             relative, text = _difference(exact, _run(slim, example, torch.float64))
             used, limit = torch.float64, RELATIVE
             if rounds and relative > limit:
                 limit = _difference(exact, _run(original, example, None, rows))[0]
         if text or not relative <= limit:
-            raise Mismatch(f"the result computes something else: {text or f'{relative:.1e}'} on "
-                           f"text {k}")  # fmt: skip
+            raise Mismatch(f"the result computes something else: {text or f'{relative:.1e}'} on text {k}")
         worst = max(worst, relative)
         if whole is not None and requested is not None:
             before = _run(whole, example, torch.float32, rows)
@@ -132,9 +130,7 @@ def prove(
     return CheckpointProof(worst, name, TOKENS, flips, requested)
 
 
-def _count_flips(
-    original: StreamedModel, tokens: Tensor, example: dict[str, Any], outputs: dict[str, Tensor]
-) -> int:
+def _count_flips(original: StreamedModel, tokens: Tensor, example: dict[str, Any], outputs: dict[str, Tensor]) -> int:
     """At how many generated tokens the original's largest logit is another's, by less than rounding
     moves it. Raises Mismatch where it is by more."""
     logits = next(v for k, v in outputs.items() if "logits" in k)
@@ -150,24 +146,22 @@ def _count_flips(
     return int((gaps > 0).sum())
 
 
-def _run(
-    model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | None, rows: int = 0
-) -> dict[str, Tensor]:
+def _run(model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | None, rows: int = 0) -> dict[str, Tensor]:
     """The floating-point outputs of a model, by their names; without those of padding, at which
     attention to nothing may be anything. rows: of the logits of more tokens, how many first ones
     are wanted; 0: all."""
     kind = dtype or model.dtype
-    inputs = {name: v.to(kind) if isinstance(v, Tensor) and v.is_floating_point() else v
-              for name, v in example.items()}  # fmt: skip
+    inputs = {name: v.to(kind) if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in example.items()}
     with torch.no_grad(), model.streaming(dtype) as network:
         outputs = network(**inputs)
     mask = inputs.get("attention_mask", torch.ones(0))
-    every = {name: value[mask.bool()] if value.shape[:2] == mask.shape else value
-             for name, value in named_leaves(outputs)
-             if isinstance(value, Tensor) and value.is_floating_point()}  # fmt: skip
+    every = {
+        name: value[mask.bool()] if value.shape[:2] == mask.shape else value
+        for name, value in named_leaves(outputs)
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
     more = 0 < rows < (all_rows := _vocabulary(model))
-    return {name: value[..., :rows] if more and value.shape[-1] == all_rows else value
-            for name, value in every.items()}  # fmt: skip
+    return {name: value[..., :rows] if more and value.shape[-1] == all_rows else value for name, value in every.items()}
 
 
 def _vocabulary(model: StreamedModel) -> int:
@@ -213,9 +207,7 @@ def _generate(
             inputs["decoder_input_ids"] = torch.full((2, 1), first)
         try:
             with torch.no_grad(), model.streaming():
-                tokens = network.generate(
-                    **inputs, max_new_tokens=TOKENS, do_sample=False, num_beams=1, pad_token_id=0
-                )
+                tokens = network.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, num_beams=1, pad_token_id=0)
         except Exception as error:  # of a class that generates otherwise, or of the cut
             reason = described(error)
             continue

@@ -66,9 +66,7 @@ class Scale:
         return own
 
 
-def find_scales(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
-) -> dict[str, Scale]:
+def find_scales(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Scale]:
     """By weight of 8 bits in a folder, its scales. Raises BadInput for weights that are quantized
     otherwise."""
     if KEY not in config:
@@ -79,16 +77,11 @@ def find_scales(
         formats = [settings.get("format"), *(group.get("format") for group in _groups(settings))]
         method = next((f"{method}: {f}" for f in formats if f and f not in _FORMATS), method)
     if method not in _METHODS:
-        raise BadInput(f"{folder}: its weights are quantized ({method}), which are not cut; "
-                       + _ADVICE)  # fmt: skip
+        raise BadInput(f"{folder}: its weights are quantized ({method}), which are not cut; " + _ADVICE)
     more: dict[str, str] = {}  # by module, a tensor besides its weight, scale and bias
     for name, stored in tensors.items():
         module, _, leaf = name.rpartition(".")
-        if (
-            leaf.startswith("weight_")
-            and leaf[6:] not in _SUFFIXES
-            and stored.shape not in ((), (1,))
-        ):
+        if leaf.startswith("weight_") and leaf[6:] not in _SUFFIXES and stored.shape not in ((), (1,)):
             more[module] = name
     scales: dict[str, Scale] = {}
     for name, stored in tensors.items():
@@ -96,8 +89,11 @@ def find_scales(
             continue
         other = more.get(name.rpartition(".")[0])
         own = next((name + s for s in _SUFFIXES if name + s in tensors), None)
-        blocks = None if own is None or other else _find_blocks(
-            stored.shape, tensors[own], settings.get("weight_block_size"))  # fmt: skip
+        blocks = (
+            None
+            if own is None or other
+            else _find_blocks(stored.shape, tensors[own], settings.get("weight_block_size"))
+        )
         if own is None or blocks is None:
             problem = f"{other}, besides scales" if other else "no scales that fit it"
             raise BadInput(f"{folder}: {name} is {stored.dtype} with {problem}; {_ADVICE}")

@@ -12,15 +12,7 @@ from typing import Any
 from demask.checkpoint.blocks import check_blocks, fit_blocks
 from demask.checkpoint.folder import CheckpointFolder
 from demask.checkpoint.gguf_file import check_gguf
-from demask.checkpoint.plan import (
-    CheckpointPlan,
-    LayerSlices,
-    find_cuts,
-    fit_layers,
-    new_name,
-    new_shape,
-    round_units,
-)
+from demask.checkpoint.plan import CheckpointPlan, LayerSlices, find_cuts, fit_layers, new_name, new_shape, round_units
 from demask.checkpoint.proof import CheckpointProof
 from demask.checkpoint.targets import TARGETS, BlockFormat
 from demask.checkpoint.tensors import StoredTensors
@@ -89,18 +81,22 @@ class CheckpointReport(PageSource):
         head = ("slices", "layers", "before", "live", "written")
         table = TextTable(head, [_cells(row) for row in self.slices], "Slices", pad_edge=False)
         compared = str(self.proof or "not compared with the original")
-        picture = NetworkPicture([box for row in self.slices for box in _boxes(row)], "The layers",
-                                 words="A box has the slices of a layer.")  # fmt: skip
+        picture = NetworkPicture(
+            [box for row in self.slices for box in _boxes(row)], "The layers", words="A box has the slices of a layer."
+        )
         memory = [f"memory of this process: at most {format_bytes(self.memory or 0)}"]
-        return Page("demask slim", (
-            table,
-            Lines(self._sizes(), "Sizes", is_close=True),
-            OnPage([picture]),
-            Lines([self._shares()], "What would free more", is_close=True),
-            Lines([compared], "Verification", is_close=True),
-            Lines(memory * (self.memory is not None), "Memory", is_close=True),
-            Lines(self.notes, "Notes", is_close=True),
-        ))  # fmt: skip
+        return Page(
+            "demask slim",
+            (
+                table,
+                Lines(self._sizes(), "Sizes", is_close=True),
+                OnPage([picture]),
+                Lines([self._shares()], "What would free more", is_close=True),
+                Lines([compared], "Verification", is_close=True),
+                Lines(memory * (self.memory is not None), "Memory", is_close=True),
+                Lines(self.notes, "Notes", is_close=True),
+            ),
+        )
 
     def _sizes(self) -> list[str]:
         sizes = " -> ".join(format_bytes(n) for n in self.bytes)
@@ -112,8 +108,7 @@ class CheckpointReport(PageSource):
     def _shares(self) -> str:
         """What zeros make useless, and what this format and others save of it."""
         shares = f"removable {self.removable:.1%}, in this format {self.removed:.1%}"
-        more = [f"{name} {share:.1%}" for name, share in self.by_layer.items()
-                if share > self.removed + LITTLE]  # fmt: skip
+        more = [f"{name} {share:.1%}" for name, share in self.by_layer.items() if share > self.removed + LITTLE]
         if more:
             shares += f", with sizes by layer: {', '.join(more)}"
         return shares + (f"; {self.advice}" if self.advice else "")
@@ -127,9 +122,17 @@ def _cells(row: SliceCount) -> tuple[str, ...]:
 
 def _boxes(row: SliceCount) -> list[Box]:
     """One box per layer: the share of the slices that was written."""
-    return [Box(str(k), (SCALE, round(SCALE * count / row.before)), (SCALE, SCALE),
-                f"{count:,} of {row.before:,} {row.kind}s written", f"{row.name} ({row.kind}s)")
-            for k, count in enumerate(row.by_layer) if row.before]  # fmt: skip
+    return [
+        Box(
+            str(k),
+            (SCALE, round(SCALE * count / row.before)),
+            (SCALE, SCALE),
+            f"{count:,} of {row.before:,} {row.kind}s written",
+            f"{row.name} ({row.kind}s)",
+        )
+        for k, count in enumerate(row.by_layer)
+        if row.before
+    ]
 
 
 def describe_plan(
@@ -157,10 +160,17 @@ def describe_plan(
     for name, every in groups.items():
         group, width = every[0].group, every[0].width(stored.shapes)
         live = [sum(not f.dead for f in fates) for mine in every for fates in mine.fates]
-        rows.append(SliceCount(_without_number(every[0]), group.kind,
-                               sum(len(mine.layers) for mine in every), group.size,
-                               (min(live), max(live)), max(counts[name]),
-                               tuple(counts[name])))  # fmt: skip
+        rows.append(
+            SliceCount(
+                _without_number(every[0]),
+                group.kind,
+                sum(len(mine.layers) for mine in every),
+                group.size,
+                (min(live), max(live)),
+                max(counts[name]),
+                tuple(counts[name]),
+            )
+        )
         useless += sum((group.size - n) * width for n in live)
         widest = max(every, key=lambda mine: mine.live)
         second = max((mine.live for mine in every if mine is not widest), default=widest.live)
@@ -168,26 +178,41 @@ def describe_plan(
         fits = [round_units(count, group.size, multiple) for count in (second, widest.live)]
         if fits[0] < fits[1] and set(counts[name]) == {fits[1]}:
             kind, layer = widest.layers[0]
-            costs.append(((fits[1] - fits[0]) * width * len(live),
-                          f"{kind.stack}.{layer} costs the difference: mask it to {fits[0]} "
-                          f"{group.kind}s"))  # fmt: skip
+            costs.append(
+                (
+                    (fits[1] - fits[0]) * width * len(live),
+                    f"{kind.stack}.{layer} costs the difference: mask it to {fits[0]} {group.kind}s",
+                )
+            )
     before, after = original.parameters, written[1]
-    dropped = before - stored.folder.parameters + sum(
-        math.prod(stored.folder.stored(n).shape) for n in stored.folder.file_of
-        if (at := stored.layer_of(n)) is not None and at[1] not in plan.layers[at[0].path]
-    )  # fmt: skip
+    dropped = (
+        before
+        - stored.folder.parameters
+        + sum(
+            math.prod(stored.folder.stored(n).shape)
+            for n in stored.folder.file_of
+            if (at := stored.layer_of(n)) is not None and at[1] not in plan.layers[at[0].path]
+        )
+    )
     removable = min(1.0, (useless + dropped) / before)
     advice = ""
     if costs and removable - (before - after) / before > LITTLE:
         saved, text = max(costs)
         advice = f"{text} to save {saved / before:.1%} more"
     return CheckpointReport(
-        out, (original.nbytes, written[0]), (before, after),
+        out,
+        (original.nbytes, written[0]),
+        (before, after),
         {s.path: (len(s.kinds), len(plan.layers[s.path])) for s in stored.stacks},
-        tuple(rows), removable, (before - after) / before,
-        _shares_by_layer(stored, plan, before), advice,
-        (*plan.notes, *notes), proof, peak_memory(),
-    )  # fmt: skip
+        tuple(rows),
+        removable,
+        (before - after) / before,
+        _shares_by_layer(stored, plan, before),
+        advice,
+        (*plan.notes, *notes),
+        proof,
+        peak_memory(),
+    )
 
 
 def _shares_by_layer(stored: StoredTensors, plan: CheckpointPlan, before: int) -> dict[str, float]:
@@ -197,20 +222,18 @@ def _shares_by_layer(stored: StoredTensors, plan: CheckpointPlan, before: int) -
     shares: dict[str, float] = {}
     for name, loader in TARGETS.items():
         try:
-            own = (
-                check_gguf(stored.model)
-                if loader.architectures
-                else check_blocks(stored.model, loader)
-            )
+            own = check_gguf(stored.model) if loader.architectures else check_blocks(stored.model, loader)
         except BadInput:
             continue
         counts, dropped = fit_layers(stored, plan.slices, plan.layers, own, loader.multiple)
-        other = replace(plan, counts=counts, dropped=dropped,
-                        cuts=find_cuts(stored, plan.slices, counts))  # fmt: skip
+        other = replace(plan, counts=counts, dropped=dropped, cuts=find_cuts(stored, plan.slices, counts))
         if isinstance(own, BlockFormat):
             other = fit_blocks(stored, other, own)
-        left = sum(math.prod(new_shape(stored, other, tensor)) for tensor in stored.folder.file_of
-                   if new_name(stored, other, tensor) is not None)  # fmt: skip
+        left = sum(
+            math.prod(new_shape(stored, other, tensor))
+            for tensor in stored.folder.file_of
+            if new_name(stored, other, tensor) is not None
+        )
         shares[name] = 1 - left / before
     return shares
 

@@ -56,11 +56,14 @@ def smaller_config(
         own = {} if built is None else {n: tuple(t.shape) for n, t in built.state_dict().items()}
         if own.keys() != shapes.keys():
             continue
-        changed = {name: [k for k, pair in enumerate(zip(shapes[name], own[name], strict=False))
-                          if pair == (full, size)] for name in own if own[name] != shapes[name]
-                  }  # fmt: skip
-        whole = all(len(axes) == 1 and cut_to(shapes[name], axes[0], size) == own[name]
-                    for name, axes in changed.items())  # fmt: skip
+        changed = {
+            name: [k for k, pair in enumerate(zip(shapes[name], own[name], strict=False)) if pair == (full, size)]
+            for name in own
+            if own[name] != shapes[name]
+        }
+        whole = all(
+            len(axes) == 1 and cut_to(shapes[name], axes[0], size) == own[name] for name, axes in changed.items()
+        )
         if whole and all(changed.get(name) == [0] for name in names):
             return other, {name: axis for name, (axis,) in changed.items()}
     return None
@@ -90,11 +93,7 @@ def _seen_with(
 
 
 def cut_vocabulary(
-    stored: StoredTensors,
-    family: Family,
-    data: ConfigData,
-    unused: str | Sequence[int],
-    multiple: int,
+    stored: StoredTensors, family: Family, data: ConfigData, unused: str | Sequence[int], multiple: int
 ) -> tuple[StoredTensors, ConfigData, str]:
     """The tensors of a folder without rows at the end of the vocabulary, its config, and a note.
 
@@ -126,16 +125,18 @@ def cut_vocabulary(
     else:
         going = torch.zeros(rows, dtype=torch.bool)
         if isinstance(unused, str) or len(numbers) != len(unused) or not numbers:
-            raise BadInput(f"expected {DROP_ZERO!r} or numbers of rows from 0 to {rows - 1}, got "
-                           f"{unused!r:.80}")  # fmt: skip
+            raise BadInput(f"expected {DROP_ZERO!r} or numbers of rows from 0 to {rows - 1}, got {unused!r:.80}")
         going[numbers] = True
         if min(numbers) <= used:
-            raise BadInput(f"row {min(numbers)} of {rows} cannot go: {user} has number {used}, and "
-                           "tokens are not renumbered")  # fmt: skip
+            raise BadInput(
+                f"row {min(numbers)} of {rows} cannot go: {user} has number {used}, and tokens are not renumbered"
+            )
     last = int(torch.cat([torch.zeros(1, dtype=torch.int64), (~going).nonzero()[:, 0]]).max())
     if unused != DROP_ZERO and min(numbers) < last:
-        raise BadInput(f"row {min(numbers)} cannot go, and row {last} stay: only rows at the end "
-                       "can, since tokens are not renumbered")  # fmt: skip
+        raise BadInput(
+            f"row {min(numbers)} cannot go, and row {last} stay: only rows at the end "
+            "can, since tokens are not renumbered"
+        )
     size = round_units(last + 1, rows, multiple)
     smaller = smaller_config(family, data, model, [embedding], size) if size < rows else None
     if smaller is None:
@@ -155,8 +156,7 @@ def _embedding_of(model: Any) -> str | None:
         return None
     if not isinstance(module, nn.Embedding):
         return None
-    return next(name for name, p in model.named_parameters(remove_duplicate=False)
-                if p is module.weight)  # fmt: skip
+    return next(name for name, p in model.named_parameters(remove_duplicate=False) if p is module.weight)
 
 
 def _last_used(folder: CheckpointFolder, data: ConfigData, rows: int) -> tuple[int, str]:
@@ -169,8 +169,9 @@ def _last_used(folder: CheckpointFolder, data: ConfigData, rows: int) -> tuple[i
             tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
             numbers = list(tokenizer.get_vocab().values())
         except Exception as error:
-            raise BadInput(f"{folder.path}: its tokenizer cannot be read ({described(error)}), "
-                           "which tells what rows are used") from error  # fmt: skip
+            raise BadInput(
+                f"{folder.path}: its tokenizer cannot be read ({described(error)}), which tells what rows are used"
+            ) from error
         used.append((max(numbers, default=-1), "a token of the tokenizer"))
     configs = [data]
     if GENERATION in folder.others:
@@ -200,8 +201,7 @@ def read_numbers(path: Path) -> list[int]:
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: expected numbers of rows, separated by spaces or lines: {error}"
-                       ) from error  # fmt: skip
+        raise BadInput(f"{path}: expected numbers of rows, separated by spaces or lines: {error}") from error
 
 
 # --- experts --------------------------------------------------------------------------------------
@@ -218,8 +218,7 @@ def drop_experts(
     for mine in slices:
         if len(mine.fates) > 1:
             ((kind, layer),) = mine.layers
-            live = torch.tensor([not all(f.dead and not f.constant for f in fates)
-                                 for fates in mine.fates])  # fmt: skip
+            live = torch.tensor([not all(f.dead and not f.constant for f in fates) for fates in mine.fates])
             at = kind.stack, layer
             layers[at] = layers[at] | live if at in layers else live
             names.setdefault(at, set()).update(n for m, n in mine.parameters() if m.rank == 3)
@@ -242,11 +241,7 @@ def drop_experts(
         if smaller is not None and _runs(family, smaller[0], stored):
             break
     else:
-        return (
-            stored,
-            data,
-            f"none of {count} experts is removed: a layer, or the class, needs them all",
-        )
+        return (stored, data, f"none of {count} experts is removed: a layer, or the class, needs them all")
     staying = {at: _fill_up(live, size) for at, live in layers.items()}
     cuts: dict[str, dict[int, Tensor]] = {}
     numbered: dict[str, Tensor] = {}  # by the names before experts' numbers, those that stay
@@ -260,8 +255,10 @@ def drop_experts(
     for prefix, own in numbered.items():
         new_names = _renumbered(new_names, prefix, own.tolist())
     dead = [int((~live).sum()) for live in layers.values()]
-    note = (f"{count} -> {size} experts in {len(layers)} layers, where {min(dead)} to {max(dead)} "
-            "added nothing; others are chosen in their place, which is not exact")  # fmt: skip
+    note = (
+        f"{count} -> {size} experts in {len(layers)} layers, where {min(dead)} to {max(dead)} "
+        "added nothing; others are chosen in their place, which is not exact"
+    )
     return _seen_with(stored, family, data, smaller[0], new_names, cuts), smaller[0], note
 
 

@@ -15,9 +15,7 @@ from demask.checkpoint.slices import ReducedModel, SliceGroup
 from demask.shrink.own_class.pretrained import HEADS, find_config, find_config_with_room
 
 
-def choose_sizes(
-    reduced: ReducedModel, live: Mapping[str, int]
-) -> tuple[dict[str, int], ConfigData]:
+def choose_sizes(reduced: ReducedModel, live: Mapping[str, int]) -> tuple[dict[str, int], ConfigData]:
     """The smallest config with room for some slices of each group, and the slices that it has: a
     config of which the slices have the same members and are as wide.
 
@@ -67,9 +65,7 @@ def _with_equal_heads(before: ConfigData, after: ConfigData) -> ConfigData:
     return other
 
 
-def _counts_of_heads(
-    groups: Sequence[SliceGroup], live: Mapping[str, int]
-) -> Iterator[dict[str, int]]:
+def _counts_of_heads(groups: Sequence[SliceGroup], live: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Numbers of heads with room for the live ones, by group, the fewest first. Those of one stack
     of layers are as many in all its groups."""
     heads = [group for group in groups if group.kind == "head"]
@@ -85,9 +81,7 @@ def _counts_of_heads(
         wanted = {g.name: min(g.size, wanted[g.name] + 1) for g in heads}
 
 
-def _sizes_in(
-    reduced: ReducedModel, data: ConfigData, groups: Sequence[SliceGroup]
-) -> dict[str, int] | None:
+def _sizes_in(reduced: ReducedModel, data: ConfigData, groups: Sequence[SliceGroup]) -> dict[str, int] | None:
     """How many slices groups have in a config; None where its model does not run, or they have
     other members or are not as wide."""
     own = {group.name: group for group in reduced.groups_of(data) or ()}

@@ -81,8 +81,7 @@ class SliceGroup:
 
     def is_like(self, other: SliceGroup) -> bool:
         """Whether another group has the same members and its slices are as wide."""
-        own, others = ([(m.key, m.produces, m.positions.shape[1]) for m in group.members]
-                       for group in (self, other))  # fmt: skip
+        own, others = ([(m.key, m.produces, m.positions.shape[1]) for m in group.members] for group in (self, other))
         return own == others
 
     @property
@@ -112,8 +111,7 @@ class ReducedModel:
         self.family, self.stacks = family, stacks
         self.data, self.layers = reduced_config(family, data, stacks)
         # The first part of the names of parameters of each kind of layer.
-        self.prefixes = {LayerKind(s.path, k): s.name(n, "")
-                         for s in stacks for n, k in enumerate(self.layers[s.path])}  # fmt: skip
+        self.prefixes = {LayerKind(s.path, k): s.name(n, "") for s in stacks for n, k in enumerate(self.layers[s.path])}
         self._memory: dict[str, tuple[SliceGroup, ...] | None] = {}
         self._last: tuple[str, Coupling] | None = None
 
@@ -147,12 +145,12 @@ class ReducedModel:
         except NotExportable:
             raise
         except DemaskError as error:
-            raise NotExportable(f"{type(model).__name__}: {error}", "unknown",
-                                "its checkpoint stays as it is") from error  # fmt: skip
+            raise NotExportable(
+                f"{type(model).__name__}: {error}", "unknown", "its checkpoint stays as it is"
+            ) from error
         numbers = {s.path: s for s in self.stacks}
         ranks = {name: p.ndim for name, p in model.named_parameters(remove_duplicate=False)}
-        groups = [_slice_group(group, numbers, self.layers, ranks)
-                  for group in coupling.groups if group.kind in KINDS]  # fmt: skip
+        groups = [_slice_group(group, numbers, self.layers, ranks) for group in coupling.groups if group.kind in KINDS]
         return tuple(group for group in groups if group is not None), coupling
 
     def groups_of(self, data: ConfigData) -> tuple[SliceGroup, ...] | None:
@@ -202,10 +200,7 @@ def _key(data: ConfigData) -> str:
 
 
 def _slice_group(
-    group: Group,
-    stacks: Mapping[str, LayerStack],
-    layers: Mapping[str, Sequence[int]],
-    ranks: Mapping[str, int],
+    group: Group, stacks: Mapping[str, LayerStack], layers: Mapping[str, Sequence[int]], ranks: Mapping[str, int]
 ) -> SliceGroup | None:
     """A group of a captured model as slices of layers; None for slices of parameters that are in no
     layer, and of slices with different numbers of positions."""
@@ -241,24 +236,28 @@ def example_of(model: Any) -> dict[str, Any]:
             vision = getattr(config, "vision_config", config)
             size = getattr(vision, "image_size", IMAGE)
             height, width = (size, size) if isinstance(size, int) else size
-            example["pixel_values"] = torch.zeros(
-                1, getattr(vision, "num_channels", 3), height, width
-            )
+            example["pixel_values"] = torch.zeros(1, getattr(vision, "num_channels", 3), height, width)
         elif model.main_input_name == "input_values":
             example["input_values"] = torch.zeros(1, SAMPLES)
         if "input_ids" in names and "input_features" not in names:
             example["input_ids"] = tokens
     except AttributeError as error:
-        raise NotExportable(f"no inputs are known for {type(model).__name__}: {described(error)}",
-                            "unknown", "its checkpoint stays as it is") from error  # fmt: skip
+        raise NotExportable(
+            f"no inputs are known for {type(model).__name__}: {described(error)}",
+            "unknown",
+            "its checkpoint stays as it is",
+        ) from error
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         example["decoder_input_ids"] = tokens
     if "use_cache" in names:
         example["use_cache"] = False
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    example = {name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point()
-               else value for name, value in example.items()}  # fmt: skip
+    example = {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in example.items()
+    }
     if not example:
-        raise NotExportable(f"no inputs are known for {type(model).__name__}", "unknown",
-                            "its checkpoint stays as it is")  # fmt: skip
+        raise NotExportable(
+            f"no inputs are known for {type(model).__name__}", "unknown", "its checkpoint stays as it is"
+        )
     return example

@@ -23,14 +23,7 @@ import torch
 from torch import Tensor
 
 from demask.checkpoint.adapter import LoraAdapter
-from demask.checkpoint.blocks import (
-    CODE,
-    CODE_FILE,
-    BlockModel,
-    check_blocks,
-    config_of_blocks,
-    fit_blocks,
-)
+from demask.checkpoint.blocks import CODE, CODE_FILE, BlockModel, check_blocks, config_of_blocks, fit_blocks
 from demask.checkpoint.family import ConfigData
 from demask.checkpoint.folder import (
     CONFIG,
@@ -142,9 +135,7 @@ def slim(
         raise BadInput(f"expected experts to be {' or '.join(EXPERTS)}, got {experts!r}")
     loader = TARGETS[target]
     if per_layer and not (loader.blocks or loader.architectures):
-        raise BadInput(
-            f"per_layer: {target} loads no folder with sizes by layer; expected vllm or mlx"
-        )
+        raise BadInput(f"per_layer: {target} loads no folder with sizes by layer; expected vllm or mlx")
     multiple = loader.multiple if multiple is None else multiple
     if loader.architectures and final.suffix != ".gguf":
         raise BadInput(f"expected the name of a .gguf file for {target}, got {final}")
@@ -156,14 +147,14 @@ def slim(
     layer_format = architecture or blocks
     original, others, notes = stored.folder, stored.folder.others, list[str]()
     if layer_format is not None and original.scales:
-        raise BadInput(f"{source}: its weights have scales, which the format does not; give a "
-                       "folder that is not quantized")  # fmt: skip
+        raise BadInput(
+            f"{source}: its weights have scales, which the format does not; give a folder that is not quantized"
+        )
     if adapter is not None:
         own = LoraAdapter.read(Path(adapter), stored.model, stored.parameter_of.values())
         stored = StoredTensors(original, stored.model, stored.stacks, own)
         if layer_format is not None:
-            raise BadInput(f"{final}: its format has no place for an adapter; merge that into the "
-                           "folder")  # fmt: skip
+            raise BadInput(f"{final}: its format has no place for an adapter; merge that into the folder")
         here, root = Path(adapter).resolve(), source.resolve()
         if root in here.parents:
             inside = here.relative_to(root).as_posix() + "/"
@@ -180,13 +171,12 @@ def slim(
             notes.append(note)
         plan = plan_checkpoint(stored, family, data, loader, layer_format, multiple, progress)
     except CallFailed as error:
-        raise NotExportable(f"what its zeros make useless is not known ({error})", "unknown",
-                            "its checkpoint stays as it is") from error  # fmt: skip
+        raise NotExportable(
+            f"what its zeros make useless is not known ({error})", "unknown", "its checkpoint stays as it is"
+        ) from error
     expected = StreamedModel(family, reference.folder) if check else None
     if architecture is not None:
-        size, proof, more = write_gguf(
-            stored, plan, architecture, family, final, expected, progress
-        )
+        size, proof, more = write_gguf(stored, plan, architecture, family, final, expected, progress)
         return describe_plan(stored, plan, final, original, size, proof, (*notes, *more))
     if blocks is not None:
         plan = fit_blocks(stored, plan, blocks)
@@ -202,12 +192,21 @@ def slim(
         first = ", ".join(original.left[:5]) + ", ..." * (len(original.left) > 5)
         notes.append(f"not copied, as weights in other formats, links or hidden: {first}")
     if original.scales:
-        notes.append("compared with weights as numbers times scales: a runtime that also quantizes "
-                     "activations by row may round them otherwise than before")  # fmt: skip
+        notes.append(
+            "compared with weights as numbers times scales: a runtime that also quantizes "
+            "activations by row may round them otherwise than before"
+        )
     partial = final.with_name(final.name + ".partial")
     own = stored.adapter
-    options = (target, per_layer, multiple, experts, repr(vocabulary), str(adapter),
-               own.file.modified if own is not None else 0)  # fmt: skip
+    options = (
+        target,
+        per_layer,
+        multiple,
+        experts,
+        repr(vocabulary),
+        str(adapter),
+        own.file.modified if own is not None else 0,
+    )
     with unfinished_folder(partial, fingerprint(original, *options)):
         write_tensors(stored, plan, partial, progress)
         copy_files(source, others, partial)
@@ -247,15 +246,15 @@ def renumbered(stored: StoredTensors, plan: CheckpointPlan, value: Any) -> Any:
         return {k: renumbered(stored, plan, v) for k, v in value.items()}
     if isinstance(value, list):
         every = [renumbered(stored, plan, v) for v in value]
-        return [
-            new for new, old in zip(every, value, strict=True) if new is not None or old is None
-        ]
+        return [new for new, old in zip(every, value, strict=True) if new is not None or old is None]
     if not isinstance(value, str):
         return value
     same = all(len(plan.layers[stack.path]) == len(stack.kinds) for stack in stored.stacks)
     if not same and value.startswith("re:") and re.search(r"\W\d+(\W|$)", value):
-        raise BadInput(f"{stored.folder.path / CONFIG}: {value!r:.80} names layers by number, and "
-                       "some are removed; name the modules there")  # fmt: skip
+        raise BadInput(
+            f"{stored.folder.path / CONFIG}: {value!r:.80} names layers by number, and "
+            "some are removed; name the modules there"
+        )
     name = new_name(stored, plan, value + ".weight")
     return None if name is None else name.removesuffix(".weight")
 
@@ -285,9 +284,7 @@ def unfinished_folder(path: Path, state: str) -> Iterator[None]:
         yield
 
 
-def write_tensors(
-    stored: StoredTensors, plan: CheckpointPlan, target: Path, step: ProgressStep
-) -> None:
+def write_tensors(stored: StoredTensors, plan: CheckpointPlan, target: Path, step: ProgressStep) -> None:
     """Write the tensors that stay into files of the same names, and their index. Files that are
     complete stay."""
     folder, written = stored.folder, dict[str, WeightFile]()
@@ -299,9 +296,14 @@ def write_tensors(
             if new is not None:
                 names[new] = name
         step(f"writing file {number} of {len(folder.files)}")
-        hollow = {new: torch.empty(cut_shape(file.tensors[name].shape, plan.cuts.get(name, {})),
-                                   dtype=file.tensors[name].dtype, device="meta")
-                  for new, name in names.items()}  # fmt: skip
+        hollow = {
+            new: torch.empty(
+                cut_shape(file.tensors[name].shape, plan.cuts.get(name, {})),
+                dtype=file.tensors[name].dtype,
+                device="meta",
+            )
+            for new, name in names.items()
+        }
         if number == len(folder.files):
             hollow |= zeros
         path = target / file_name
@@ -341,11 +343,9 @@ def add_old_keys(config: ConfigData, full: ConfigData, others: Mapping[str, str]
     rotation = full.get("rope_parameters")
     if isinstance(rotation, dict):
         own = rotation.get("full_attention", rotation)
-        scaling = {name: value for name, value in own.items()
-                   if name not in ("rope_theta", "partial_rotary_factor")}  # fmt: skip
+        scaling = {name: value for name, value in own.items() if name not in ("rope_theta", "partial_rotary_factor")}
         is_scaled = scaling.get("rope_type", "default") != "default"
-        config |= {name: own[name] for name in ("rope_theta", "partial_rotary_factor")
-                   if name in own}  # fmt: skip
+        config |= {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if name in own}
         config["rope_scaling"] = scaling if is_scaled else None
         if "sliding_attention" in rotation:
             config["rope_local_base_freq"] = rotation["sliding_attention"]["rope_theta"]

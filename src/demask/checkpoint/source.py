@@ -28,8 +28,9 @@ def open_checkpoint(source: Path) -> tuple[Family, ConfigData, StoredTensors]:
     try:
         model = family.build(data)
     except Exception as error:
-        raise BadInput(f"{source}: {family.model.__name__} cannot be built from its config: "
-                       f"{described(error)}") from error  # fmt: skip
+        raise BadInput(
+            f"{source}: {family.model.__name__} cannot be built from its config: {described(error)}"
+        ) from error
     check_tensors(StoredTensors(folder, model, ()))
     return family, data, StoredTensors(folder, model, find_stacks(family, data, model))
 
@@ -52,8 +53,9 @@ def check_counts(folder: CheckpointFolder) -> None:
     for: some classes make lists of that length before a model is built."""
     for keys, value in numbers_of_config(dict(folder.config)):
         if COUNTS.search(keys[-1]) and value > max(MANY, len(folder.file_of)):
-            raise BadInput(f"{folder.path / CONFIG}: {'.'.join(keys)} is {value}, and the folder "
-                           f"has {len(folder.file_of)} tensors")  # fmt: skip
+            raise BadInput(
+                f"{folder.path / CONFIG}: {'.'.join(keys)} is {value}, and the folder has {len(folder.file_of)} tensors"
+            )
 
 
 def check_tensors(stored: StoredTensors) -> None:
@@ -64,8 +66,7 @@ def check_tensors(stored: StoredTensors) -> None:
             continue
         here, there = stored.folder.stored(name).shape, stored.shapes[parameter]
         if here != there:
-            raise BadInput(f"{path}: {name} is {here}, and {there} by the config; "
-                           "the folder does not fit its class")  # fmt: skip
+            raise BadInput(f"{path}: {name} is {here}, and {there} by the config; the folder does not fit its class")
     if not any(p is not None for p in stored.parameter_of.values()):
         raise BadInput(f"{path}: none of its tensors belongs to {kind.__name__}")
     ignored = getattr(stored.model, "_keys_to_ignore_on_load_missing", None) or ()
@@ -73,12 +74,13 @@ def check_tensors(stored: StoredTensors) -> None:
     for name, parameter in stored.model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(name)
     for names in tied.values():
-        if not any(map(stored.is_stored, names)) and not any(
-            re.search(pattern, names[0]) for pattern in ignored
-        ):
-            raise BadInput(f"{path}: no tensor is {names[0]} of {kind.__name__}, which "
-                           "transformers draws at random; copy the folder again")  # fmt: skip
+        if not any(map(stored.is_stored, names)) and not any(re.search(pattern, names[0]) for pattern in ignored):
+            raise BadInput(
+                f"{path}: no tensor is {names[0]} of {kind.__name__}, which "
+                "transformers draws at random; copy the folder again"
+            )
     buffers = sum(b.numel() * b.element_size() for b in stored.model.buffers())
     if buffers > stored.folder.nbytes + BUFFER_BYTES:
-        raise BadInput(f"{path / CONFIG}: {kind.__name__} computes tables of {buffers:,} bytes; a "
-                       "size in its config is too large")  # fmt: skip
+        raise BadInput(
+            f"{path / CONFIG}: {kind.__name__} computes tables of {buffers:,} bytes; a size in its config is too large"
+        )

@@ -36,9 +36,7 @@ class StreamedModel:
         unused: tensors of the folder that the model does not have.
     """
 
-    def __init__(
-        self, family: Family, folder: CheckpointFolder, config: Mapping[str, Any] | None = None
-    ):
+    def __init__(self, family: Family, folder: CheckpointFolder, config: Mapping[str, Any] | None = None):
         data = family.full_config(config or folder.config)
         with _parameters_on_meta():
             self.model: Any = family.model(family.config.from_dict(copies.deepcopy(data))).eval()
@@ -58,15 +56,20 @@ class StreamedModel:
         self.missing = sorted(n for names in tied.values() for n in names if n not in self._source)
         several = [name for name in self._source.values() if self.stored.name_of(name) is None]
         merged = {part.tensor for name in several for part in self.stored.parts(name, 1)}
-        self.unused = sorted(name for name, parameter in self.stored.parameter_of.items()
-                             if parameter is None and name not in merged)  # fmt: skip
+        self.unused = sorted(
+            name for name, parameter in self.stored.parameter_of.items() if parameter is None and name not in merged
+        )
         self.change: Callable[[str, Tensor], Tensor] = lambda _, values: values
         for name, buffer in self.model.named_buffers():
             if (stored := self.stored.name_of(name)) is not None:
                 buffer.copy_(self.stored.folder.tensor(stored))
         # As from_pretrained: that of the config, else that of the first tensor.
-        floats = (d for f in folder.files.values() for t in f.tensors.values()
-                  if (d := t.dtype).is_floating_point and d.itemsize > 1)  # fmt: skip
+        floats = (
+            d
+            for f in folder.files.values()
+            for t in f.tensors.values()
+            if (d := t.dtype).is_floating_point and d.itemsize > 1
+        )
         self.dtype = self.model.config.dtype or next(floats, torch.float32)
         self._convert(self.dtype, "_parameters")
 
@@ -131,9 +134,7 @@ class _ParameterReads(TorchFunctionMode):
         self._names = {id(p): name for name, p in streamed.model.named_parameters()}
         self._values: dict[str, Tensor] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("__get__", "__set__"):  # a shape or dtype, or `.T`
             hollow = tree_map_only(nn.Parameter, _hollow, args)

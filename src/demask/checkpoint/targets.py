@@ -102,14 +102,11 @@ class LoaderTarget:
 
 
 _DECI = GgufArchitecture("deci", 1, pairs=True)
-_OPENELM = GgufArchitecture("openelm", None, fused=True, biases=False, untied=False,
-                            frequencies=False)  # fmt: skip
+_OPENELM = GgufArchitecture("openelm", None, fused=True, biases=False, untied=False, frequencies=False)
 _NAS = "nemotron-nas"
 _VLLM = BlockFormat(_NAS, 1, unitless=True, own_head_size=True, code=True)
 _MLX = BlockFormat(_NAS, 0, unitless=True, multiple=256)
-_AS_LLAMA = {
-    "Qwen2ForCausalLM": ("LlamaForCausalLM", {"model_type": "llama", "attention_bias": True})
-}
+_AS_LLAMA = {"Qwen2ForCausalLM": ("LlamaForCausalLM", {"model_type": "llama", "attention_bias": True})}
 
 TARGETS: Mapping[str, LoaderTarget] = {
     target.name: target
@@ -117,25 +114,24 @@ TARGETS: Mapping[str, LoaderTarget] = {
         LoaderTarget("transformers"),
         LoaderTarget(
             "vllm",
-            cut_heads=frozenset({"llama", "mistral", "mixtral", "qwen3", "gemma2", "gemma3_text",
-                                 "phi3"}),
-            other_classes=_AS_LLAMA, blocks={"llama": _VLLM, "mistral": _VLLM},
+            cut_heads=frozenset({"llama", "mistral", "mixtral", "qwen3", "gemma2", "gemma3_text", "phi3"}),
+            other_classes=_AS_LLAMA,
+            blocks={"llama": _VLLM, "mistral": _VLLM},
         ),
         LoaderTarget(
             "mlx",
             old_keys={
-                "gpt_neox": {"rotary_emb_base": "rope_theta",
-                             "rotary_pct": "partial_rotary_factor"},
+                "gpt_neox": {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
                 "qwen3_moe": {"num_experts": "num_local_experts"},
             },
             full_units=frozenset({"gpt2", "gpt_neox"}),
             numbered=frozenset({"gemma3", "gemma3_text", "cohere2", "exaone4"}),
             cut_heads=frozenset({"llama", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gemma3_text"}),
-            other_classes=_AS_LLAMA, blocks={"llama": _MLX, "mistral": _MLX},
+            other_classes=_AS_LLAMA,
+            blocks={"llama": _MLX, "mistral": _MLX},
         ),
         LoaderTarget(  # blocks of its 8-bit and 4-bit numbers are 32 wide
-            "llama.cpp", 32,
-            architectures={"llama": _DECI, "mistral": _DECI, "qwen2": _DECI, "qwen3": _OPENELM},
+            "llama.cpp", 32, architectures={"llama": _DECI, "mistral": _DECI, "qwen2": _DECI, "qwen3": _OPENELM}
         ),
     )
-}  # fmt: skip
+}

@@ -62,11 +62,7 @@ class StoredTensors:
     """
 
     def __init__(
-        self,
-        folder: CheckpointFolder,
-        model: Any,
-        stacks: Sequence[LayerStack],
-        adapter: LoraAdapter | None = None,
+        self, folder: CheckpointFolder, model: Any, stacks: Sequence[LayerStack], adapter: LoraAdapter | None = None
     ):
         self.folder, self.model, self.stacks, self.adapter = folder, model, stacks, adapter
         self.parameter_of = parameters_of_files(model, folder.file_of)
@@ -179,11 +175,7 @@ class StoredTensors:
         parts = tuple(name.split("."))
         for stack in self.stacks:
             prefix = self.numbered.get(stack.path)
-            if (
-                prefix is not None
-                and parts[: len(prefix)] == prefix
-                and len(parts) > len(prefix) + 1
-            ):
+            if prefix is not None and parts[: len(prefix)] == prefix and len(parts) > len(prefix) + 1:
                 number = parts[len(prefix)]
                 if number.isdigit() and int(number) < len(stack.kinds):
                     return stack, int(number)
@@ -218,6 +210,5 @@ def _read_pattern(folder: CheckpointFolder, name: str) -> ZeroPattern:
             join = (lambda a, b: np.concatenate([a, b])) if each else np.bitwise_or
             others[axis] = own if axis not in others else join(others[axis], own)
     axes = {0: np.concatenate(rows), **others}
-    zero = {axis: torch.from_numpy((bits & ~np.array(sign, bits.dtype)) == 0)
-            for axis, bits in axes.items()}  # fmt: skip
+    zero = {axis: torch.from_numpy((bits & ~np.array(sign, bits.dtype)) == 0) for axis, bits in axes.items()}
     return ZeroPattern(bool(zero[0].all()), zero)

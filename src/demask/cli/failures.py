@@ -31,8 +31,10 @@ def words_of(error: BaseException) -> str:
         return f"not enough memory ({_first(text)}); use a smaller batch, smaller inputs or a part"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror or _first(text)}"
-    return (f"internal error, {type(error).__name__}: {_first(text)}; please report it, with the "
-            f"traceback in {_stored(error)}")  # fmt: skip
+    return (
+        f"internal error, {type(error).__name__}: {_first(text)}; please report it, with the "
+        f"traceback in {_stored(error)}"
+    )
 
 
 def _line(text: str) -> str:
@@ -47,9 +49,7 @@ def _first(text: str) -> str:
 def _stored(error: BaseException) -> str:
     """The file that a traceback was written to; or that there is none."""
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="demask-", suffix=".log", delete=False
-        ) as file:
+        with tempfile.NamedTemporaryFile("w", prefix="demask-", suffix=".log", delete=False) as file:
             file.write(f"demask {' '.join(sys.argv[1:])}\n\n")
             file.write("".join(traceback.format_exception(error)))
             return file.name

@@ -21,8 +21,7 @@ NEXT: dict[str, tuple[str, ...]] = {
     "inspect": ("demask slim {model} -o slim{suffix}",),
     "slim": ("demask verify {model} {output}", "demask bench {model}"),
     "slim --for transformers": (
-        "python -c 'import sys, transformers as t; print(t.AutoModel.from_pretrained(sys.argv[1]))'"
-        " {output}",
+        "python -c 'import sys, transformers as t; print(t.AutoModel.from_pretrained(sys.argv[1]))' {output}",
     ),
     "slim --for vllm": ("vllm serve {output}",),
     "slim --for mlx": ("mlx_lm.generate --model {output}",),

@@ -55,10 +55,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def start(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
-        ),
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Makes pruned and masked neural networks actually smaller and faster, computing the same.

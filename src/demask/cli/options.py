@@ -69,8 +69,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for m
 Model = Annotated[
     Path,
     typer.Argument(
-        metavar="MODEL",
-        help="A .pt2 file of torch.export.save, a .demask archive of demask.save, or a .onnx file.",
+        metavar="MODEL", help="A .pt2 file of torch.export.save, a .demask archive of demask.save, or a .onnx file."
     ),
 ]
 Sizes = Annotated[
@@ -93,9 +92,7 @@ Inputs = Annotated[
         "ops can work with.",
     ),
 ]
-Static = Annotated[
-    bool, typer.Option("--static", help="Fix all dynamic sizes to those of the example inputs.")
-]
+Static = Annotated[bool, typer.Option("--static", help="Fix all dynamic sizes to those of the example inputs.")]
 Fix = Annotated[
     list[str] | None,
     typer.Option(
@@ -105,9 +102,7 @@ Fix = Annotated[
         "rate=16000 --fix scales=[1,1,2,2]. May be repeated.",
     ),
 ]
-Picture = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also draw it: .svg, .png or .pdf.")
-]
+Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw it: .svg, .png or .pdf.")]
 Tolerance = Annotated[
     float | None,
     typer.Option(
@@ -139,9 +134,7 @@ Imports = Annotated[
 ]
 
 
-def verify_and_write(
-    network: Any, result: Any, output: Path, step: Any, *, exact: bool = True
-) -> Any:
+def verify_and_write(network: Any, result: Any, output: Path, step: Any, *, exact: bool = True) -> Any:
     """The verification of a result against its network; then the result is written. exact: False
     writes it even if it differs."""
     import demask
@@ -178,9 +171,7 @@ def plain(verification: Any) -> dict[str, Any]:
     return row | odd
 
 
-def show(
-    shown: Page | PageSource, data: dict[str, Any], as_json: bool, page: PageFile | None = None
-) -> None:
+def show(shown: Page | PageSource, data: dict[str, Any], as_json: bool, page: PageFile | None = None) -> None:
     """Print a result as text or its data as JSON. page: where to write the result as a web page,
     which ends with the next useful command."""
     from demask.pages.text import text_of
@@ -193,9 +184,7 @@ def show(
             typer.echo(f"report in {page.path}")
 
 
-def show_written(
-    result: Any, output: Path, verification: Any, as_json: bool, page: PageFile | None = None
-) -> None:
+def show_written(result: Any, output: Path, verification: Any, as_json: bool, page: PageFile | None = None) -> None:
     """Print the report of a result that was written to `output`, and its verification."""
     import demask
 
@@ -209,5 +198,7 @@ def show_written(
 def written_sections(output: Path, words: str, verified: Sequence[Section] = ()) -> list[Section]:
     """What was written where. words: in which way it was checked; verified: the same on a page."""
     line = f"written to {output}"
-    return [InTerminal([Lines([f"{line} ({words})"], is_close=True)]),
-            OnPage([*verified, Lines([f"{line}."], "" if verified else "Written")])]  # fmt: skip
+    return [
+        InTerminal([Lines([f"{line} ({words})"], is_close=True)]),
+        OnPage([*verified, Lines([f"{line}."], "" if verified else "Written")]),
+    ]

@@ -39,9 +39,7 @@ class NetworkInput:
         return all(isinstance(a, str) or isinstance(b, str) or a == b for a, b in pairs)
 
 
-def matched(
-    arrays: Mapping[str, Tensor], ports: Sequence[NetworkInput], path: Path
-) -> dict[str, Tensor]:
+def matched(arrays: Mapping[str, Tensor], ports: Sequence[NetworkInput], path: Path) -> dict[str, Tensor]:
     """One array for each input: by name, else in order."""
     names = [port.name for port in ports]
     if set(names) <= set(arrays):

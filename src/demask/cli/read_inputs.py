@@ -25,8 +25,7 @@ def check_same_inputs(a: NetworkFile, b: NetworkFile) -> None:
         p.dtype == q.dtype and p.agrees(q.sizes) for p, q in zip(first, second, strict=True)
     )
     if not alike:
-        raise BadInput(f"cannot compare networks of different inputs: {_words(first)} "
-                       f"against {_words(second)}")  # fmt: skip
+        raise BadInput(f"cannot compare networks of different inputs: {_words(first)} against {_words(second)}")
 
 
 def _words(ports: tuple[NetworkInput, ...]) -> str:
@@ -56,8 +55,10 @@ def read_inputs(path: Path, network: NetworkFile, batch: int = BATCH) -> list[tu
     step = min(fixed) if fixed else batch
     (count,) = counts
     if fixed and count % step:
-        raise BadInput(f"{path}: the network takes {step} inputs at a time, got {count}; give a "
-                       "multiple, or export it with a dynamic dimension 0")  # fmt: skip
+        raise BadInput(
+            f"{path}: the network takes {step} inputs at a time, got {count}; give a "
+            "multiple, or export it with a dynamic dimension 0"
+        )
     return list(_batches(tensors, count, step))
 
 
@@ -80,8 +81,7 @@ def _images(folder: Path, port: NetworkInput) -> Tensor:
     try:
         from PIL import Image
     except ImportError as error:
-        raise BadInput(f"a folder of images needs Pillow ({error}): pip install pillow, or give "
-                       "a .npy file") from error  # fmt: skip
+        raise BadInput(f"a folder of images needs Pillow ({error}): pip install pillow, or give a .npy file") from error
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES and p.is_file())
     if not paths:
         raise BadInput(f"{folder}: expected images ({', '.join(IMAGES)}), got none")
@@ -95,6 +95,8 @@ def _images(folder: Path, port: NetworkInput) -> Tensor:
             raise BadInput(f"{path}: cannot be read as an image: {error}") from error
         images.append(pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1))
         if images[-1].shape != images[0].shape:
-            raise BadInput(f"{folder}: expected images of one size, got {images[0].shape[1:]} and "
-                           f"{images[-1].shape[1:]} ({path.name})")  # fmt: skip
+            raise BadInput(
+                f"{folder}: expected images of one size, got {images[0].shape[1:]} and "
+                f"{images[-1].shape[1:]} ({path.name})"
+            )
     return torch.from_numpy(np.stack(images))

@@ -34,9 +34,12 @@ from demask.graph.provenance import Interface, Provenance
 from demask.ops.schema import example_size
 
 OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+}
 # Sizes that are tried for what an ONNX file leaves open: of images, lines of text at the end; of
 # other axes.
 TRIED = (((224, 224), 16), ((320, 320), 512), ((640, 640), 4096), ((48, 320), 16), ((32, 320), 16))
@@ -96,9 +99,7 @@ def read_network(
     model = read_model(path)
     if static == "inner":
         inner = [n for port in ports_of(NetworkFile(model, ())) for n in port.sizes[1:]]
-        options = replace(
-            options, static=static if any(isinstance(n, str) for n in inner) else False
-        )
+        options = replace(options, static=static if any(isinstance(n, str) for n in inner) else False)
     if options.is_plain:
         args = () if isinstance(model, ExportedProgram) else _drawn(model, _shapes_of(model))
         return NetworkFile(model, args)
@@ -117,8 +118,9 @@ def ports_of(network: NetworkFile) -> tuple[NetworkInput, ...]:
         values = inputs_of_program(network.model).items()
         return tuple(
             NetworkInput.of(n, [s if isinstance(s, int) else str(s) for s in v.shape], v.dtype)
-            for n, v in values if isinstance(v, Tensor)
-        )  # fmt: skip
+            for n, v in values
+            if isinstance(v, Tensor)
+        )
     record = cast(Provenance, network.model.demasked)
     return tuple(NetworkInput.of(s.name, s.sizes, getattr(torch, s.dtype)) for s in record.inputs)
 
@@ -131,18 +133,16 @@ def _shapes_of(model: ExportedProgram | fx.GraphModule) -> list[tuple[int, ...]]
     return [spec.example for spec in cast(Provenance, model.demasked).inputs]
 
 
-def _drawn(
-    model: ExportedProgram | fx.GraphModule, shapes: Sequence[Sequence[int]]
-) -> tuple[Tensor, ...]:
+def _drawn(model: ExportedProgram | fx.GraphModule, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Random example inputs in the ranges that the network's first ops accept."""
     ports, domains = ports_of(NetworkFile(model, ())), expected_domains(cast(Any, model))
     if isinstance(model, ExportedProgram):
         args, kwargs = pytree.tree_unflatten(list(range(len(ports))), _in_spec(model, len(ports)))
         if kwargs or list(args) != list(range(len(ports))):
-            raise BadInput("the network takes keywords or nested inputs: leave --size, --input and "
-                           "--static out, or use Python")  # fmt: skip
-    return tuple(example(port, shape, domains.get(port.name))
-                 for port, shape in zip(ports, shapes, strict=True))  # fmt: skip
+            raise BadInput(
+                "the network takes keywords or nested inputs: leave --size, --input and --static out, or use Python"
+            )
+    return tuple(example(port, shape, domains.get(port.name)) for port, shape in zip(ports, shapes, strict=True))
 
 
 def _in_spec(model: ExportedProgram, count: int) -> Any:
@@ -155,8 +155,7 @@ def _in_spec(model: ExportedProgram, count: int) -> Any:
 def example(port: NetworkInput, shape: Sequence[int], domain: Any = None) -> Tensor:
     """A tensor for an input; BadInput where it would be too large."""
     if math.prod(shape) > MAX_EXAMPLE:
-        raise BadInput(f"input {port.name!r}: sizes {list(shape)} are too large: more than "
-                       f"{MAX_EXAMPLE:,} elements")  # fmt: skip
+        raise BadInput(f"input {port.name!r}: sizes {list(shape)} are too large: more than {MAX_EXAMPLE:,} elements")
     return draw_input(shape, port.dtype, domain)
 
 
@@ -173,8 +172,9 @@ def fixed_network(path: Path, fix: Sequence[str]) -> OnnxModule:
         try:
             number = json.loads(value)
         except ValueError as error:
-            raise BadInput(f"expected --fix NAME=VALUE, such as --fix rate=16000 or --fix "
-                           f"sizes=[1,2], got {text!r}") from error  # fmt: skip
+            raise BadInput(
+                f"expected --fix NAME=VALUE, such as --fix rate=16000 or --fix sizes=[1,2], got {text!r}"
+            ) from error
         if name in values:
             raise BadInput(f"--fix {name} appears twice: expected once")
         values[name] = number
@@ -239,10 +239,7 @@ def _port(port: provenance.OnnxPort) -> NetworkInput:
 
 
 def _running(
-    module: Callable[..., Any],
-    ports: Sequence[NetworkInput],
-    chosen: Mapping[str, int],
-    arrays: Mapping[str, Tensor],
+    module: Callable[..., Any], ports: Sequence[NetworkInput], chosen: Mapping[str, int], arrays: Mapping[str, Tensor]
 ) -> tuple[Tensor, ...]:
     """Inputs of the first of the sizes to try that the network accepts."""
     failures: list[str] = []
@@ -250,11 +247,11 @@ def _running(
     for other, (image, length) in tried:
         # Open sizes of further inputs are those of a state, which is of one, or of the first.
         lengths = [length, *[other or length] * (len(ports) - 1)]
-        guesses = [_guessed(port, image, n, further=k > 0)
-                   for k, (port, n) in enumerate(zip(ports, lengths, strict=True))]  # fmt: skip
+        guesses = [
+            _guessed(port, image, n, further=k > 0) for k, (port, n) in enumerate(zip(ports, lengths, strict=True))
+        ]
         shapes = _sized(ports, chosen, arrays, guesses)
-        args = tuple(arrays.get(port.name, example(port, shape))
-                     for port, shape in zip(ports, shapes, strict=True))  # fmt: skip
+        args = tuple(arrays.get(port.name, example(port, shape)) for port, shape in zip(ports, shapes, strict=True))
         try:
             with torch.no_grad():
                 module(*args)
@@ -262,21 +259,19 @@ def _running(
         except Exception as error:  # whatever the ops raise of sizes that do not fit
             failures.append(f"{[list(x.shape) for x in args]}: {error}")
     names = ", ".join(dict.fromkeys(_dynamic(ports))) or "none"
-    raise BadInput(f"the network fails on example inputs of sizes {failures[0]}; give "
-                   f"--input FILE, or --size NAME=N for {names}")  # fmt: skip
+    raise BadInput(
+        f"the network fails on example inputs of sizes {failures[0]}; give --input FILE, or --size NAME=N for {names}"
+    )
 
 
-def _guessed(
-    port: NetworkInput, image: tuple[int, int], length: int, *, further: bool
-) -> tuple[int, ...]:
+def _guessed(port: NetworkInput, image: tuple[int, int], length: int, *, further: bool) -> tuple[int, ...]:
     """Sizes to try: one at first, then images where there are four axes; but a further input whose
     last size is known is a cache of keys or values."""
     is_image = len(port.sizes) == 4 and not (further and isinstance(port.sizes[3], int))
     return tuple(
-        size if isinstance(size, int) else 1 if axis == 0
-        else image[axis - 2] if is_image and axis > 1 else length
+        size if isinstance(size, int) else 1 if axis == 0 else image[axis - 2] if is_image and axis > 1 else length
         for axis, size in enumerate(port.sizes)
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------------- what the caller says
@@ -312,9 +307,7 @@ def _input_arrays(inputs: Sequence[str], ports: Sequence[NetworkInput]) -> dict[
         if path.suffix == ".npy":
             free = free[:1]
         if not free or (name and len(stored) != 1):
-            raise BadInput(
-                f"--input {text}: expected one array for each input ({', '.join(map(str, ports))})"
-            )
+            raise BadInput(f"--input {text}: expected one array for each input ({', '.join(map(str, ports))})")
         for port, array in zip(free, matched(stored, free, path).values(), strict=True):
             by_name[port.name] = fitted(array, port, path)
     return by_name
@@ -334,14 +327,15 @@ def _sized(
             for name, n in zip(port.sizes, arrays[port.name].shape, strict=True):
                 if isinstance(name, str) and values.setdefault(name, n) != n:
                     raise BadInput(f"size {name}: got {values[name]} and {n} (input {port.name!r})")
-    places = [(axis, name, guess[axis]) for port, guess in zip(ports, guesses, strict=True)
-              for axis, name in enumerate(port.sizes) if isinstance(name, str)]  # fmt: skip
+    places = [
+        (axis, name, guess[axis])
+        for port, guess in zip(ports, guesses, strict=True)
+        for axis, name in enumerate(port.sizes)
+        if isinstance(name, str)
+    ]
     ones = {name: 1 for _, name, _ in places if name.isidentifier()}
-    computed = {name for _, name, _ in places
-                if name not in ones and computed_size(name, ones) is not None}  # fmt: skip
-    for _, name, n in sorted(
-        places, key=lambda place: place[0]
-    ):  # what is a batch anywhere, is one
+    computed = {name for _, name, _ in places if name not in ones and computed_size(name, ones) is not None}
+    for _, name, n in sorted(places, key=lambda place: place[0]):  # what is a batch anywhere, is one
         if name not in computed:
             values.setdefault(name, n)
     for name in computed:
@@ -385,16 +379,11 @@ def _static(interface: Interface, args: Sequence[Tensor], static: bool | str) ->
     return replace(interface, inputs=tuple(inputs))
 
 
-def _fixed(
-    model: ExportedProgram | fx.GraphModule,
-    args: tuple[Tensor, ...],
-    static: bool | str,
-) -> fx.GraphModule:
+def _fixed(model: ExportedProgram | fx.GraphModule, args: tuple[Tensor, ...], static: bool | str) -> fx.GraphModule:
     """The network with sizes fixed to those of the example."""
     whole: Any = (
-        as_demasked(capture(model)) if isinstance(model, ExportedProgram)
-        else structural_copy(model, share=True)
-    )  # fmt: skip
+        as_demasked(capture(model)) if isinstance(model, ExportedProgram) else structural_copy(model, share=True)
+    )
     record = cast(Provenance, whole.demasked)
     interface = record.interface
     if interface is None:

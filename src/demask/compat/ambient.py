@@ -140,8 +140,11 @@ def _without_cached_parametrizations() -> Iterator[None]:
 @contextlib.contextmanager
 def _without_global_hooks() -> Iterator[None]:
     """Without the hooks of all modules of the process, which profilers register."""
-    tables = [value for name, value in vars(torch.nn.modules.module).items()
-              if name.startswith("_global_") and isinstance(value, dict) and value]  # fmt: skip
+    tables = [
+        value
+        for name, value in vars(torch.nn.modules.module).items()
+        if name.startswith("_global_") and isinstance(value, dict) and value
+    ]
     hooks = [dict(table) for table in tables]
     for table in tables:
         table.clear()
@@ -159,7 +162,5 @@ def never_trace(function: Any) -> Any:
     frames: Any = vars(torch._C)["_dynamo"].eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    vars(function).update(
-        _torchdynamo_disable=True, _torchdynamo_disable_msg="demask captures networks itself"
-    )
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="demask captures networks itself")
     return function

@@ -24,9 +24,9 @@ from demask.compat.ambient import one_at_a_time
 
 aten = torch.ops.aten
 _RECURRENT = tuple(getattr(aten, name).input for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
-_ACTIVATIONS = tuple(getattr(aten, name).default for name in (
-    "relu", "silu", "gelu", "sigmoid", "hardtanh", "hardswish", "hardsigmoid",
-))  # fmt: skip
+_ACTIVATIONS = tuple(
+    getattr(aten, name).default for name in ("relu", "silu", "gelu", "sigmoid", "hardtanh", "hardswish", "hardsigmoid")
+)
 
 
 class _Patch:
@@ -109,8 +109,7 @@ def _shaped(op: Any) -> Callable[..., tuple[Tensor, ...]]:
         for state in states:
             if state.shape[0] != layers * two or state.shape[1] != batch:
                 raise RuntimeError(
-                    f"expected {layers * two} initial states for a batch of {batch}, "
-                    f"got {tuple(state.shape)}"
+                    f"expected {layers * two} initial states for a batch of {batch}, got {tuple(state.shape)}"
                 )
         if x.shape[2] != params[0].shape[1]:
             raise RuntimeError(f"expected {params[0].shape[1]} input features, got {x.shape[2]}")
@@ -151,15 +150,22 @@ def _is_plain(x: Any, *_: Any) -> bool:
 def _is_plain_norm(x: Any, *args: Any) -> bool:
     """Whether that holds for a batch norm on the CPU whose tensors fit its input."""
     tensors = [value for value in args[:4] if value is not None]
-    return (_is_plain(x) and x.ndim > 1 and x.device.type == "cpu"
-            and all(value is not None for value in args[2:4])
-            and all(value.dtype == x.dtype and value.ndim == 1 and value.device == x.device
-                    and isinstance(value.shape[0], int) and isinstance(x.shape[1], int)
-                    and value.shape[0] == x.shape[1] for value in tensors))  # fmt: skip
+    return (
+        _is_plain(x)
+        and x.ndim > 1
+        and x.device.type == "cpu"
+        and all(value is not None for value in args[2:4])
+        and all(
+            value.dtype == x.dtype
+            and value.ndim == 1
+            and value.device == x.device
+            and isinstance(value.shape[0], int)
+            and isinstance(x.shape[1], int)
+            and value.shape[0] == x.shape[1]
+            for value in tensors
+        )
+    )
 
 
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
-_FITS: dict[Any, Callable[..., bool]] = {
-    _BATCH_NORM: _is_plain_norm,
-    **dict.fromkeys(_ACTIVATIONS, _is_plain),
-}
+_FITS: dict[Any, Callable[..., bool]] = {_BATCH_NORM: _is_plain_norm, **dict.fromkeys(_ACTIVATIONS, _is_plain)}

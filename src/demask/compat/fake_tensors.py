@@ -7,11 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._prims_common import is_contiguous_or_false
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    disable_fake_tensor_cache,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 
 __all__ = [
     "FakeTensor",

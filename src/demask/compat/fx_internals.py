@@ -9,15 +9,7 @@ from torch import fx
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.graph import _PyTreeInfo as PyTreeInfo
 
-__all__ = [
-    "FUNCTIONS",
-    "NN_FUNCTIONS",
-    "NN_PATH",
-    "PyTreeCodeGen",
-    "PyTreeInfo",
-    "codegen_of",
-    "signature_of",
-]
+__all__ = ["FUNCTIONS", "NN_FUNCTIONS", "NN_PATH", "PyTreeCodeGen", "PyTreeInfo", "codegen_of", "signature_of"]
 
 # torch's bindings of ops: the functions of `torch` and of `torch.nn.functional`.
 _C: Any = torch._C

@@ -9,12 +9,7 @@ import torch
 
 NAMESPACE = "mkldnn"
 # Convolution and linear layer with an epilogue, and packing of their weights.
-OPS = (
-    "_convolution_pointwise",
-    "_linear_pointwise",
-    "_reorder_convolution_weight",
-    "_reorder_linear_weight",
-)
+OPS = ("_convolution_pointwise", "_linear_pointwise", "_reorder_convolution_weight", "_reorder_linear_weight")
 
 
 def ops() -> Any:

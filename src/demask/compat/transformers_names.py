@@ -25,9 +25,7 @@ def parameters_of_files(model: Any, names: Iterable[str]) -> dict[str, str | Non
     own = model.state_dict()
     result: dict[str, str | None] = {}
     for name in names:
-        renamed, merged = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, own
-        )
+        renamed, merged = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         result[name] = renamed if merged is None and renamed in own else None
     return result
 

@@ -116,8 +116,14 @@ class Analysis:
         `needed` does."""
         carriers = self.carriers
         zeros = () if self.borders else _values_before_padding(self.relations, carriers=carriers)
-        return compute_facts(self.program.graph, self.relations, self.constants, frugal=self.frugal,
-                     zeros=zeros, trained=self.program.trained)  # fmt: skip
+        return compute_facts(
+            self.program.graph,
+            self.relations,
+            self.constants,
+            frugal=self.frugal,
+            zeros=zeros,
+            trained=self.program.trained,
+        )
 
     @cached_property
     def needed(self) -> Needs:
@@ -126,9 +132,7 @@ class Analysis:
 
     def needed_with(self, computed: Mapping[fx.Node, Sequence[Tensor]]) -> Needs:
         """The needed positions if more is computed, as in `facts.needed`."""
-        return needed(
-            self.program.graph, self.relations, self.known, computed, self._carried_positions
-        )
+        return needed(self.program.graph, self.relations, self.known, computed, self._carried_positions)
 
     @cached_property
     def carried(self) -> Mapping[fx.Node, CarriedChannels]:
@@ -146,8 +150,8 @@ class Analysis:
         relations = {n: r for n, r in self.relations.items() if isinstance(r, Relation)}
         for node, channels in self.carried.items():
             edges[node, relations[node].factors[0]] = channels.valid.reshape(
-                [-1 if k == channels.axis else 1
-                 for k in range(len(relations[node].ins[relations[node].factors[0]]))])  # fmt: skip
+                [-1 if k == channels.axis else 1 for k in range(len(relations[node].ins[relations[node].factors[0]]))]
+            )
         readers: dict[fx.Node | None, list[fx.Node]] = {}
         for node, channels in self.carried.items() if self.borders else ():
             readers.setdefault(channels.window, []).append(node)
@@ -164,9 +168,7 @@ class Analysis:
     def input_independent(self) -> IndependentMasks:
         """Where values are the same for all inputs of one size."""
         graph, trained = self.program.graph, self.program.trained
-        return find_input_independent(
-            graph, self.relations, self.known, batch_sizes(graph), trained
-        )
+        return find_input_independent(graph, self.relations, self.known, batch_sizes(graph), trained)
 
     @cached_property
     def ranges(self) -> Ranges:

@@ -39,9 +39,7 @@ _CONSTANTS = ("full", "new_full", "scalar_tensor")
 
 
 def shows_each_query(
-    relation: Relation,
-    relations: Mapping[fx.Node, Relation | Declined],
-    facts: Mapping[tuple[fx.Node, int], Fact],
+    relation: Relation, relations: Mapping[fx.Node, Relation | Declined], facts: Mapping[tuple[fx.Node, int], Fact]
 ) -> bool:
     """Whether the `attn_mask` of a call of attention has for each query, for all inputs, a key that
     it does not hide: one that is True, or a finite number.
@@ -52,9 +50,7 @@ def shows_each_query(
     """
     call = schema.arguments(relation.node)
     (axes,) = (
-        axes
-        for operand, axes in zip(relation.operands, relation.ins, strict=True)
-        if operand.name == "attn_mask"
+        axes for operand, axes in zip(relation.operands, relation.ins, strict=True) if operand.name == "attn_mask"
     )
     at: list[Position] = [axis[0] if axis else 0 for axis in axes]
     queries, keys = (call[name].meta["val"].shape[-2] for name in ("query", "key"))
@@ -73,9 +69,7 @@ def _is_shown(value: Expression) -> bool:
 
 
 def _is_finite(
-    node: fx.Node,
-    relations: Mapping[fx.Node, Relation | Declined],
-    facts: Mapping[tuple[fx.Node, int], Fact],
+    node: fx.Node, relations: Mapping[fx.Node, Relation | Declined], facts: Mapping[tuple[fx.Node, int], Fact]
 ) -> bool:
     """Whether no element of a tensor is infinite for any input."""
     before, stack = {node}, [node]
@@ -151,16 +145,12 @@ class _Elements:
         if name == "slice":
             moved = _plus(at[call["dim"]], call["start"] or 0) if call["step"] == 1 else None
             axis = call["dim"] % len(at)
-            return None if moved is None else self.of(
-                call["self"], (*at[:axis], moved, *at[axis + 1 :])
-            )  # fmt: skip
+            return None if moved is None else self.of(call["self"], (*at[:axis], moved, *at[axis + 1 :]))
         if name == "index":
             return self._indexed(call["self"], call["indices"], at)
         if isinstance(relation, Relation) and relation.entry.fill == "same":
             return self._moved(relation, at)
-        names = (
-            ("mask", "value", "self") if name == "masked_fill" else ("condition", "self", "other")
-        )
+        names = ("mask", "value", "self") if name == "masked_fill" else ("condition", "self", "other")
         operands = [self.broadcast(call[key], at) for key in names if key in call]
         if name in _COPIES:
             return _converted(operands[0], node)

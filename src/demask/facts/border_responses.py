@@ -95,24 +95,17 @@ def _of_pointwise(
     """The responses after a pointwise call, whose other operands are constants of each channel."""
     (letters, count), rank = (relation.outs[0][1], len(first.valid)), len(relation.outs[0])
     valid, values = torch.ones(count, dtype=torch.bool), []
-    for k, (operand, fact) in enumerate(
-        zip(relation.operands, operand_facts(relation, facts), strict=True)
-    ):
+    for k, (operand, fact) in enumerate(zip(relation.operands, operand_facts(relation, facts), strict=True)):
         axes = relation.ins[k]
         if not isinstance(operand.value, fx.Node):
             values.append(operand.value)
         elif (responses := earlier.get(key_of(operand.value))) is not None:
-            if (
-                len(axes) != rank
-                or axes[1] != letters
-                or responses.values.shape != first.values.shape
-            ):
+            if len(axes) != rank or axes[1] != letters or responses.values.shape != first.values.shape:
                 return None
             valid &= responses.valid
             values.append(responses.values.reshape(1, *first.values.shape, *[1] * (rank - 3)))
         else:
-            if any(n != 1 and axis != letters
-                   for axis, n in zip(axes, fact.known.shape, strict=True)):  # fmt: skip
+            if any(n != 1 and axis != letters for axis, n in zip(axes, fact.known.shape, strict=True)):
                 return None
             valid &= fact.known.reshape(-1)
             wide = [count if axis == letters else 1 for axis in axes]

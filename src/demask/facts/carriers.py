@@ -154,9 +154,14 @@ def _carried_channels(
         if relation.is_grouped or not takes:
             return None
     groups = schema.arguments(relation.node)["groups"] if relation.is_grouped else 1
-    return CarriedChannels(axis, values.reshape(groups, -1, values.shape[1]),
-                           valid.view(groups, -1), responses and responses.window,
-                           not is_padded, has_all)  # fmt: skip
+    return CarriedChannels(
+        axis,
+        values.reshape(groups, -1, values.shape[1]),
+        valid.view(groups, -1),
+        responses and responses.window,
+        not is_padded,
+        has_all,
+    )
 
 
 def _without_weights(relation: Relation, facts: Facts, axis: int) -> Tensor:
@@ -216,8 +221,7 @@ def constant_channels(relation: Relation, facts: Facts) -> tuple[int, Tensor, Te
 def output_channels(relation: Relation) -> int:
     """The output axis of the weight's output letter."""
     letters = relation.letters(relation.ins[relation.factors[1]])
-    return next(k for k, axis in enumerate(relation.outs[0])
-                if set(axis) & letters and not set(axis) & relation.window)  # fmt: skip
+    return next(k for k, axis in enumerate(relation.outs[0]) if set(axis) & letters and not set(axis) & relation.window)
 
 
 def one_value(relation: Relation, fact: Fact) -> Fact:

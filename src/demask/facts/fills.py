@@ -16,9 +16,7 @@ MAX_FILL = 2**28  # most elements of a value that is computed to find known posi
 _LENGTHS = (1, 2, 3)  # of axes of any length, in runs whose results are compared
 
 
-def results_on_fills(
-    relation: Relation, inputs: list[Fact], arguments: dict[str, Any]
-) -> list[Fact] | None:
+def results_on_fills(relation: Relation, inputs: list[Fact], arguments: dict[str, Any]) -> list[Fact] | None:
     """The outputs of the op on the fills. Axes along which nothing varies have size 1.
 
     Where a result may depend on the length of an axis of any length, or on the number of values
@@ -104,9 +102,7 @@ def _run_sizes(relation: Relation, inputs: list[Fact]) -> tuple[dict[str, int], 
             if n != 1:
                 varies |= set(axis)
     together = {a for axes in relation.ins for axis in axes if len(axis) > 1 for a in axis}
-    whole = relation.complete.union(
-        *(missing_letters(relation, k) for k in range(len(relation.outs)))
-    )
+    whole = relation.complete.union(*(missing_letters(relation, k) for k in range(len(relation.outs))))
     sizes = {}
     for letter, size in relation.size.items():
         full = letter in varies or letter in together or (letter in whole and relation.entry.sized)

@@ -15,15 +15,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from demask.facts.known import (
-    Facts,
-    Key,
-    Relations,
-    key_of,
-    operand_facts,
-    over_letters,
-    window_mask,
-)
+from demask.facts.known import Facts, Key, Relations, key_of, operand_facts, over_letters, window_mask
 from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.facts.movement import moved_fact
 from demask.facts.trained import trained_nodes
@@ -34,11 +26,7 @@ IndependentMasks = dict[Key, Tensor]
 
 
 def find_input_independent(
-    graph: fx.Graph,
-    relations: Relations,
-    facts: Facts,
-    batch: set[sympy.Symbol],
-    parameters: Collection[str] = (),
+    graph: fx.Graph, relations: Relations, facts: Facts, batch: set[sympy.Symbol], parameters: Collection[str] = ()
 ) -> IndependentMasks:
     """Per value, a mask of what is the same for every input of one size, and along every axis whose
     size contains one of the `batch` symbols. What calls compute from parameters alone is excluded:
@@ -66,20 +54,19 @@ def finite_argument(relation: Relation, facts: Facts) -> float | None:
     none."""
     dtypes = [o.value.meta["val"].dtype for o in relation.operands if isinstance(o.value, fx.Node)]
     signature = relation.entry.line, len(relation.outs)
-    pointwise = signature in (
-        ("... -> ...", 1),
-        ("..., ... -> ...", 1),
-        ("..., ..., ... -> ...", 1),
-    )
+    pointwise = signature in (("... -> ...", 1), ("..., ... -> ...", 1), ("..., ..., ... -> ...", 1))
     if not pointwise or torch.bool in dtypes:
         return None
     arguments, inputs = schema.arguments(relation.node), operand_facts(relation, facts)
     for number in (1.0, 0.5, 2.0):
         values = [
-            o.value if not isinstance(o.value, fx.Node) else fact.fill if o.value.op == "get_attr"
+            o.value
+            if not isinstance(o.value, fx.Node)
+            else fact.fill
+            if o.value.op == "get_attr"
             else torch.full([1] * fact.fill.ndim, number).to(fact.fill.dtype)
             for o, fact in zip(relation.operands, inputs, strict=True)
-        ]  # fmt: skip
+        ]
         args, kwargs = schema.bind_arguments(
             relation.node.target, schema.replace_operands(arguments, relation.operands, values)
         )
@@ -110,8 +97,11 @@ def only_carries_batch(relation: Relation, batch: set[sympy.Symbol]) -> bool:
     only carried, each as an axis of its own."""
     node, gone = relation.node, relation.window | relation.complete | relation.moved
     output_letters = relation.letters(relation.outs[0])
-    values = [(o.value.meta["val"], axes) for o, axes in zip(relation.operands, relation.ins,
-              strict=True) if isinstance(o.value, fx.Node)]  # fmt: skip
+    values = [
+        (o.value.meta["val"], axes)
+        for o, axes in zip(relation.operands, relation.ins, strict=True)
+        if isinstance(o.value, fx.Node)
+    ]
     for value, axes in [*values, *zip(schema.outputs(node), relation.outs, strict=True)]:
         for size, axis in zip(value.shape, axes, strict=True):
             if has_batch_symbol(size, batch):
@@ -140,9 +130,7 @@ def _inputs(relation: Relation, facts: Facts, masks: Mapping[Key, Tensor]) -> li
     for operand, fact, axes in zip(relation.operands, known, relation.ins, strict=True):
         if isinstance(operand.value, fx.Node):
             mask = masks[key_of(operand.value)]
-            dynamic = [
-                k for k, axis in enumerate(axes) if any(relation.size[a] is None for a in axis)
-            ]
+            dynamic = [k for k, axis in enumerate(axes) if any(relation.size[a] is None for a in axis)]
             if operand.value.op != "get_attr":
                 mask = mask.all(dim=dynamic, keepdim=True) if dynamic else mask
                 fact = _with_known(fact, mask | fact.known)
@@ -189,10 +177,7 @@ def _output_mask(relation: Relation, k: int, inputs: list[Fact]) -> Tensor | Non
 def _contraction_mask(relation: Relation, inputs: list[Fact]) -> Tensor:
     """Where every product in the sum is zero or has two input-independent factors."""
     order = list(relation.size)
-    pairs = [
-        [window_mask(relation, k, inputs[k], zero=zero) for k in relation.factors]
-        for zero in (True, False)
-    ]
+    pairs = [[window_mask(relation, k, inputs[k], zero=zero) for k in relation.factors] for zero in (True, False)]
     zero, both = pairs[0][0] | pairs[0][1], pairs[1][0] & pairs[1][1]
     mask = ~any_over(~(zero | both), order, relation.contracted)
     for k, fact in enumerate(inputs):

@@ -20,17 +20,7 @@ from torch import Tensor, fx
 
 from demask.facts.attention_masks import shows_each_query
 from demask.facts.fills import call, missing_letters, results_on_fills
-from demask.facts.masks import (
-    Fact,
-    all_over,
-    any_over,
-    finite_fact,
-    mixed,
-    project,
-    spread,
-    uniform_over,
-    unknown_fact,
-)
+from demask.facts.masks import Fact, all_over, any_over, finite_fact, mixed, project, spread, uniform_over, unknown_fact
 from demask.facts.movement import moved_fact, shorten_axis
 from demask.facts.recurrent import zero_unit_facts
 from demask.facts.trained import computed_fact, constant_fact, is_computed_weight, trained_nodes
@@ -148,17 +138,11 @@ def operand_facts(relation: Relation, facts: Facts) -> list[Fact]:
 def _uniform_along(letters: Collection[str], axes: Axes, fact: Fact) -> Fact:
     """The fact, known along the axes with some letters only where it is uniform."""
     order = [str(k) for k in range(len(axes))]
-    names = {
-        str(k)
-        for k, axis in enumerate(axes)
-        if fact.known.shape[k] != 1 and set(axis) & set(letters)
-    }
+    names = {str(k) for k, axis in enumerate(axes) if fact.known.shape[k] != 1 and set(axis) & set(letters)}
     return uniform_over(fact, order, names) if names else fact
 
 
-def forward(
-    relation: Relation, facts: Facts, relations: Relations, *, weights: bool = False
-) -> list[Fact | None]:
+def forward(relation: Relation, facts: Facts, relations: Relations, *, weights: bool = False) -> list[Fact | None]:
     """The facts of a call's outputs; None where nothing is known. relations: of the calls before
     it. weights: whether the call computes weights from weights, of which only zeros count."""
     inputs, count = operand_facts(relation, facts), len(relation.outs)
@@ -169,8 +153,7 @@ def forward(
         inputs = [fact.untrained for fact in inputs]
     if entry.fill == "scatter":  # Any position may reach any other.
         inputs = [
-            _uniform_along(relation.complete, axes, fact)
-            for axes, fact in zip(relation.ins, inputs, strict=True)
+            _uniform_along(relation.complete, axes, fact) for axes, fact in zip(relation.ins, inputs, strict=True)
         ]
     if entry.free:
         return [created_fact(relation)] * count
@@ -183,9 +166,7 @@ def forward(
     if entry.fill == "recur":
         return zero_unit_facts(relation, inputs)
     if entry.fill in ("same", "mix"):
-        may_hide = _may_mask_all(relation, inputs) and not shows_each_query(
-            relation, relations, facts
-        )
+        may_hide = _may_mask_all(relation, inputs) and not shows_each_query(relation, relations, facts)
         return [_same(relation, inputs, zeros_alone=may_hide), *[None] * (count - 1)]
     return _run(relation, inputs)
 
@@ -197,8 +178,10 @@ def _order(relation: Relation) -> list[str]:
 def over_letters(relation: Relation, operand: int, fact: Fact) -> Fact:
     """The fact of an operand, over all letters of the relation."""
     order, axes = _order(relation), relation.ins[operand]
-    masks = [None if mask is None else spread(mask, axes, order, relation.size)
-             for mask in (fact.known, fact.fill, fact.removed)]  # fmt: skip
+    masks = [
+        None if mask is None else spread(mask, axes, order, relation.size)
+        for mask in (fact.known, fact.fill, fact.removed)
+    ]
     return Fact(*masks)  # type: ignore[arg-type]
 
 
@@ -208,10 +191,7 @@ def _project(relation: Relation, fact: Fact, out: int = 0) -> Fact:
     fact = uniform_over(fact, order, mixed(axes, relation.size))
     shape = torch.broadcast_shapes(fact.known.shape, fact.fill.shape)
     wide = Fact(fact.known.expand(shape), fact.fill.expand(shape))
-    return Fact(
-        project(wide.known, axes, order, relation.size),
-        project(wide.fill, axes, order, relation.size),
-    )
+    return Fact(project(wide.known, axes, order, relation.size), project(wide.fill, axes, order, relation.size))
 
 
 def _reduced_letters(relation: Relation, operand: int, out: int = 0) -> set[str]:
@@ -312,11 +292,7 @@ def _apply_affine(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fa
     if relation.entry.affine is None or "weight" not in by_name:
         return fact
     zero = by_name["weight"].zero
-    shift = (
-        by_name["bias"].fill
-        if "bias" in by_name
-        else torch.zeros((), dtype=by_name["weight"].fill.dtype)
-    )
+    shift = by_name["bias"].fill if "bias" in by_name else torch.zeros((), dtype=by_name["weight"].fill.dtype)
     if "bias" in by_name:
         zero = zero & by_name["bias"].known
     if not has_any(zero):
@@ -424,9 +400,7 @@ def known_sum(relation: Relation, inputs: list[Fact]) -> Tensor:
     return sum_products(a.fill.double(), b.fill.double(), order, over, relation.size)
 
 
-def sum_products(
-    a: Tensor, b: Tensor, order: list[str], over: set[str], size: Mapping[str, int | None]
-) -> Tensor:
+def sum_products(a: Tensor, b: Tensor, order: list[str], over: set[str], size: Mapping[str, int | None]) -> Tensor:
     """The sum of a · b over some letters, shaped like a mask. Letters of size 1 in both operands
     count with their full size."""
     dims = [k for k, letter in enumerate(order) if letter in over]
@@ -439,9 +413,10 @@ def sum_products(
     shape = torch.broadcast_shapes(a.shape, b.shape)
     flat = [
         t.expand([shape[k] if k in dims else t.shape[k] for k in range(len(order))])
-        .permute(permutation).reshape([t.shape[k] for k in rest] + [-1])
+        .permute(permutation)
+        .reshape([t.shape[k] for k in rest] + [-1])
         for t in (a, b)
-    ]  # fmt: skip
+    ]
     total = _dot(*flat) * count
     result = total.reshape(list(total.shape) + [1] * len(dims))
     return result.permute([permutation.index(k) for k in range(len(order))])

@@ -86,9 +86,7 @@ def finite_fact(known: Tensor, fill: Tensor) -> Fact:
     return Fact(known.expand(shape), fill.expand(shape))
 
 
-def spread(
-    mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]
-) -> Tensor:
+def spread(mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]) -> Tensor:
     """A mask over a tensor's axes as a mask over the letters `order` (1 for a letter it lacks)."""
     shape: list[int] = []
     letters: list[str] = []
@@ -102,9 +100,7 @@ def spread(
     return mask.reshape([next(sizes) if letter in index else 1 for letter in order])
 
 
-def project(
-    mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]
-) -> Tensor:
+def project(mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]) -> Tensor:
     """The inverse of `spread`, for a mask that is 1 along every letter not in `axes`."""
     index = {letter: k for k, letter in enumerate(order)}
     letters = [letter for axis in axes for letter in axis]
@@ -123,9 +119,7 @@ def project(
     return mask.reshape(shape)
 
 
-def _sizes(
-    axis: Axis, mask: Tensor, letters: list[str], size: Mapping[str, int | None]
-) -> list[int]:
+def _sizes(axis: Axis, mask: Tensor, letters: list[str], size: Mapping[str, int | None]) -> list[int]:
     """The sizes of the letters of one axis: all 1, or all full."""
     here = [mask.shape[letters.index(letter)] for letter in axis]
     if all(n == 1 for n in here):

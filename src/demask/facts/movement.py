@@ -28,9 +28,7 @@ def moved_fact(relation: Relation, out: int, inputs: list[Fact]) -> Fact | None:
         inputs = [shorten_axis(Fact(mask | padded, torch.where(padded, value, fill)), axis)]
     result = inputs[0]
     output_letters = {letter.partition(">")[0] for letter in relation.letters(relation.outs[out])}
-    for axis in sorted(
-        (moved_axis(relation, b) for b in bases if b not in output_letters), reverse=True
-    ):
+    for axis in sorted((moved_axis(relation, b) for b in bases if b not in output_letters), reverse=True):
         result = Fact(result.known.squeeze(axis), result.fill.squeeze(axis))
     return result
 

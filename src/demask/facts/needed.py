@@ -15,16 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
-from demask.facts.known import (
-    Facts,
-    Key,
-    Relations,
-    key_of,
-    operand_facts,
-    over_letters,
-    uniform_keys,
-    window_mask,
-)
+from demask.facts.known import Facts, Key, Relations, key_of, operand_facts, over_letters, uniform_keys, window_mask
 from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.facts.movement import moved_axis
 from demask.facts.recurrent import add_recurrent_needs, deciding_output
@@ -70,9 +61,7 @@ def needed(
                 _need_whole(needs, source)
         elif node.op == "call_function" and node.target is not operator.getitem:
             with attributed(node):
-                _add_needs_of_operands(
-                    node, relations.get(node), facts, needs, computed.get(node), carried
-                )
+                _add_needs_of_operands(node, relations.get(node), facts, needs, computed.get(node), carried)
     for key, need in needs.value.items():
         needs.live[key] = need & ~without_repeats(facts[key].known)
     return needs
@@ -135,19 +124,14 @@ def _operand_need(
         out = deciding_output(relation, operand)
         masks = [_need_by_letters(relation, out, operand, live[out], facts, hidden)]
     else:
-        masks = [
-            _need_by_letters(relation, k, operand, mask, facts, hidden)
-            for k, mask in enumerate(live)
-        ]
+        masks = [_need_by_letters(relation, k, operand, mask, facts, hidden) for k, mask in enumerate(live)]
     total = masks[0]
     for mask in masks[1:]:
         total = total | mask
     return total
 
 
-def _need_by_letters(
-    relation: Relation, out: int, operand: int, live: Tensor, facts: Facts, hidden: bool
-) -> Tensor:
+def _need_by_letters(relation: Relation, out: int, operand: int, live: Tensor, facts: Facts, hidden: bool) -> Tensor:
     order, axes = list(relation.size), relation.ins[operand]
     mask = spread(live, relation.outs[out], order, relation.size)
     # One needed position of a complete axis needs the axis; so do dynamic composites.

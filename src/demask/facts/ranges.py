@@ -41,9 +41,7 @@ ANY = Range(-inf, inf)
 Ranges = dict[fx.Node, Range]
 
 
-def compute_ranges(
-    nodes: Iterable[fx.Node], constants: Mapping[str, Tensor], table: Mapping[str, Entry]
-) -> Ranges:
+def compute_ranges(nodes: Iterable[fx.Node], constants: Mapping[str, Tensor], table: Mapping[str, Entry]) -> Ranges:
     """The range of every tensor that a graph computes.
 
     Args:
@@ -102,9 +100,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return next((leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)), None)
 
 
-def _call_range(
-    node: fx.Node, bounds: Ranges, constants: Mapping[str, Tensor], table: Mapping[str, Entry]
-) -> Range:
+def _call_range(node: fx.Node, bounds: Ranges, constants: Mapping[str, Tensor], table: Mapping[str, Entry]) -> Range:
     """The range of the output of a call, within that of its dtype."""
     dtype = _dtype(node)
     assert dtype is not None
@@ -161,9 +157,8 @@ def _is_complex(operand: Operand) -> bool:
 
 
 def _apply_rule(
-    node: fx.Node, entry: Entry, rule: Any, which: tuple[Operand, ...], known: list[Range],
-    dtype: torch.dtype,
-) -> Range | None:  # fmt: skip
+    node: fx.Node, entry: Entry, rule: Any, which: tuple[Operand, ...], known: list[Range], dtype: torch.dtype
+) -> Range | None:
     """The range by a rule; None where the rule does not apply."""
     if isinstance(rule, tuple):
         return Range(*rule)
@@ -184,12 +179,9 @@ def _activation_range(least: float, known: Range, dtype: torch.dtype) -> Range:
     return Range(least if known.low < 0 else 0.0, max(most, 0.0))
 
 
-def _union(
-    node: fx.Node, which: tuple[Operand, ...], known: list[Range], dtype: torch.dtype
-) -> Range | None:
+def _union(node: fx.Node, which: tuple[Operand, ...], known: list[Range], dtype: torch.dtype) -> Range | None:
     """The union of the ranges of all operands with values (not positions), and of padding."""
-    bounds = [r for o, r in zip(which, known, strict=True)
-            if isinstance(o.value, fx.Node) and _dtype(o.value) == dtype]  # fmt: skip
+    bounds = [r for o, r in zip(which, known, strict=True) if isinstance(o.value, fx.Node) and _dtype(o.value) == dtype]
     arguments = schema.arguments(node)
     if "value" in arguments and "pad" in arguments:
         fill = 0.0 if arguments["value"] is None else arguments["value"]
@@ -210,9 +202,8 @@ def _sign_range(node: fx.Node, known: Range, dtype: torch.dtype) -> Range | None
 
 
 def _range_at_ends(
-    node: fx.Node, which: tuple[Operand, ...], known: list[Range], dtype: torch.dtype, *,
-    rounds: bool,
-) -> Range | None:  # fmt: skip
+    node: fx.Node, which: tuple[Operand, ...], known: list[Range], dtype: torch.dtype, *, rounds: bool
+) -> Range | None:
     """The range of the op run on all combinations of the ends of its operands' bounds, and on 0
     within them.
 
@@ -224,15 +215,11 @@ def _range_at_ends(
     rest = {name: value for name, value in arguments.items() if name not in names}
     if schema.is_dynamic(list(rest.values())) or rest.get("alpha", 1) != 1:
         return None  # processors differ: with a factor, they round once or twice
-    varying = {
-        o.value: r for o, r in zip(which, known, strict=True) if isinstance(o.value, fx.Node)
-    }
+    varying = {o.value: r for o, r in zip(which, known, strict=True) if isinstance(o.value, fx.Node)}
     points = [_points(r, _dtype(value)) for value, r in varying.items()]
     columns = list(zip(*itertools.product(*points), strict=True))
-    tensors = {value: _vector(column, _dtype(value))
-             for value, column in zip(varying, columns, strict=True)}  # fmt: skip
-    values = [tensors.get(o.value, o.value) if isinstance(o.value, fx.Node) else o.value
-              for o in which]  # fmt: skip
+    tensors = {value: _vector(column, _dtype(value)) for value, column in zip(varying, columns, strict=True)}
+    values = [tensors.get(o.value, o.value) if isinstance(o.value, fx.Node) else o.value for o in which]
     call_arguments = schema.replace_operands(arguments, which, values)
     if "memory_format" in call_arguments:
         call_arguments["memory_format"] = None
@@ -260,9 +247,7 @@ def _vector(column: tuple[float, ...], dtype: torch.dtype | None) -> Tensor:
     return torch.tensor(column, dtype=dtype if exact else torch.float64)
 
 
-def _output_range(
-    output: Any, dtype: torch.dtype, inputs: tuple[Tensor, ...], *, rounds: bool
-) -> Range | None:
+def _output_range(output: Any, dtype: torch.dtype, inputs: tuple[Tensor, ...], *, rounds: bool) -> Range | None:
     """The range of an output; None where it does not bound the op."""
     if not isinstance(output, Tensor) or output.is_complex():
         return None

@@ -64,17 +64,14 @@ def find_still_units(relation: Relation, inputs: list[Fact]) -> tuple[Tensor, Te
     """Cells and units that are 0 at every step: bool [n, c] and [n, p], n inputs of the batch (1:
     the same for all)."""
     role, gate, batch = roles(relation), relation.entry.main, _batch_axes(relation)[0]
-    starts = {letter: torch.ones(1, _size(relation, letter), dtype=torch.bool)
-              for letter in (role.cell, role.unit)}  # fmt: skip
+    starts = {letter: torch.ones(1, _size(relation, letter), dtype=torch.bool) for letter in (role.cell, role.unit)}
     for k in role.states:
         letter = relation.ins[k][-1][0]
         starts[letter] = starts[letter] & inputs[k].zero.all(0)
     w_ih, w_hh = (_weights(relation, inputs, k)[gate] for k in (role.w_ih, role.w_hh))
     fed = ~inputs[0].zero.all(1 - batch)
     fed = fed.expand(len(fed), w_ih.shape[1])
-    cells = (
-        starts[role.cell] & ~_follow_edges(fed, w_ih.T) & _zero_at_biases(relation, inputs, role)
-    )
+    cells = starts[role.cell] & ~_follow_edges(fed, w_ih.T) & _zero_at_biases(relation, inputs, role)
     while True:
         units = cells
         if role.w_hr is not None:
@@ -139,16 +136,11 @@ def add_recurrent_needs(relation: Relation, inputs: list[Fact], live: list[Tenso
     while True:
         before = dict(need)
         if projection is not None:
-            need[role.cell] = need[role.cell] | (
-                _follow_edges(need[role.unit], projection) & alive[role.cell]
-            )
-        need[role.unit] = need[role.unit] | (
-            _follow_edges(need[role.cell], back) & alive[role.unit]
-        )
+            need[role.cell] = need[role.cell] | (_follow_edges(need[role.unit], projection) & alive[role.cell])
+        need[role.unit] = need[role.unit] | (_follow_edges(need[role.cell], back) & alive[role.unit])
         if all(torch.equal(before[letter], need[letter]) for letter in need):
             break
-    return [need[axes[-1][0]].unsqueeze(1 - batch_axis)
-            for axes, batch_axis in zip(relation.outs, batch, strict=True)]  # fmt: skip
+    return [need[axes[-1][0]].unsqueeze(1 - batch_axis) for axes, batch_axis in zip(relation.outs, batch, strict=True)]
 
 
 def _follow_edges(some: Tensor, edges: Tensor) -> Tensor:

@@ -24,9 +24,7 @@ MAX_NAME = 1000
 _FQN_PART = re.compile(r"(?!__)[\w \-+:/@#]{1,200}")
 _OP = re.compile(r"([a-z][a-z0-9_]*)\.([a-zA-Z_][a-zA-Z0-9_]*)\.([a-zA-Z][a-zA-Z0-9_]*)")
 
-_OPERATORS = (
-    "add sub mul floordiv truediv mod pow neg pos eq ne lt le gt ge and_ or_ lshift rshift getitem"
-)
+_OPERATORS = "add sub mul floordiv truediv mod pow neg pos eq ne lt le gt ge and_ or_ lshift rshift getitem"
 _SYMBOLIC = "sym_max sym_min sym_not sym_int sym_float sym_ite sym_sqrt sym_sum _sym_sqrt".split()
 
 #: the plain Python functions that a graph may call, by the name they are stored under
@@ -60,9 +58,7 @@ _TEXT_ARGUMENTS = frozenset(
     "attr algorithm binary_attr unary_attr unary_algorithm "
     "dtype program".split()
 )
-_ARGUMENT_TYPE = re.compile(
-    r"((Optional|List)\[)*(Tensor|int|float|bool|number|complex|str|Device|Generator)\]*"
-)
+_ARGUMENT_TYPE = re.compile(r"((Optional|List)\[)*(Tensor|int|float|bool|number|complex|str|Device|Generator)\]*")
 
 
 def check_name(name: Any) -> str:

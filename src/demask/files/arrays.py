@@ -61,13 +61,16 @@ def npy_header(file: Any, size: int, where: str) -> ArrayHeader:
     except BadInput:
         raise
     except Exception as error:  # numpy's parser may raise anything on a hostile header
-        raise BadInput(f"{where}: expected an array of numbers that numpy.save wrote: "
-                       f"{str(error).splitlines()[0] if str(error) else error!r:.80}"
-                       ) from error  # fmt: skip
+        raise BadInput(
+            f"{where}: expected an array of numbers that numpy.save wrote: "
+            f"{str(error).splitlines()[0] if str(error) else error!r:.80}"
+        ) from error
     header = ArrayHeader(tuple(shape), dtype, bool(fortran), offset)
     if offset + header.nbytes > size:
-        raise BadInput(f"{where}: the array {list(shape)} of {dtype} has {header.nbytes:,} bytes, "
-                       f"the file has {size - offset:,} of them; write it again")  # fmt: skip
+        raise BadInput(
+            f"{where}: the array {list(shape)} of {dtype} has {header.nbytes:,} bytes, "
+            f"the file has {size - offset:,} of them; write it again"
+        )
     return header
 
 

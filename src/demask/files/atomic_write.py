@@ -137,8 +137,9 @@ def locked_folder(path: Path) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise BadInput(f"{path}: another process is writing it; wait until it ends, or "
-                               "give another name") from None  # fmt: skip
+                raise BadInput(
+                    f"{path}: another process is writing it; wait until it ends, or give another name"
+                ) from None
             except OSError:  # a file system without locks
                 break
             with suppress(FileNotFoundError):

@@ -82,9 +82,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def open_zip(
-    path: str | os.PathLike[str], *, compressed: bool = False
-) -> Iterator[zipfile.ZipFile]:  # fmt: skip
+def open_zip(path: str | os.PathLike[str], *, compressed: bool = False) -> Iterator[zipfile.ZipFile]:
     """The zip archive at `path`, its directory checked: plain, stored, distinct entries.
 
     Errors raised inside the block are prefixed with `path`.
@@ -188,9 +186,7 @@ def parse_json(data: bytes | str, where: str) -> Any:
         raise RefusedFile(f"{where}: {count} JSON values; expected at most {MAX_JSON_VALUES}")
     try:
         text = data.decode() if isinstance(data, bytes) else data
-        value = json.loads(
-            text, object_pairs_hook=_distinct, parse_constant=_no_constant, parse_int=_bounded_int
-        )
+        value = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant, parse_int=_bounded_int)
     except RecursionError as error:
         raise RefusedFile(f"{where}: JSON nested too deeply") from error
     except RefusedFile as error:
@@ -224,6 +220,5 @@ def _check_depth(value: Any, where: str) -> None:
         if depth > MAX_JSON_DEPTH:
             raise RefusedFile(f"{where}: JSON nested deeper than {MAX_JSON_DEPTH} levels")
         containers = [outer for outer in level if isinstance(outer, dict | list)]
-        level = [item for outer in containers
-                 for item in (outer.values() if isinstance(outer, dict) else outer)]  # fmt: skip
+        level = [item for outer in containers for item in (outer.values() if isinstance(outer, dict) else outer)]
         depth += 1

@@ -12,20 +12,9 @@ from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Cut
-from demask.graph.result.computed_tensors import (
-    computed_tensors,
-    remove_parametrizations,
-    run_hooks,
-)
+from demask.graph.result.computed_tensors import computed_tensors, remove_parametrizations, run_hooks
 from demask.graph.result.demasked_module import Demasked, graphs_in
-from demask.graph.result.resize import (
-    assign_tensor,
-    has_numbers,
-    module_at,
-    numbers_of,
-    tensors_of,
-    update_attributes,
-)
+from demask.graph.result.resize import assign_tensor, has_numbers, module_at, numbers_of, tensors_of, update_attributes
 from demask.shrink.demask import check_loaded_saves
 from demask.shrink.own_class.pretrained import fitting_configs
 
@@ -33,9 +22,7 @@ Numbers = Mapping[str, Mapping[str, Any]]
 
 
 @public
-def resize(
-    model: nn.Module, state_dict: Mapping[str, Tensor], numbers: Numbers | None = None
-) -> nn.Module:
+def resize(model: nn.Module, state_dict: Mapping[str, Tensor], numbers: Numbers | None = None) -> nn.Module:
     """A copy of `model` with the tensors of a demasked network, whose layers may be smaller.
 
     Sizes of torch's layers and configs of transformers' models are updated. Tensors keep the dtypes
@@ -75,12 +62,12 @@ def resize(
     wrong = next((n for n, t in state_dict.items() if not isinstance(t, Tensor)), None)
     if wrong is not None:
         raise BadInput(f"expected a tensor for {wrong!r}, got {type(state_dict[wrong]).__name__}")
-    rows = (
-        [] if numbers is None else numbers.values() if isinstance(numbers, Mapping) else [numbers]
-    )
+    rows = [] if numbers is None else numbers.values() if isinstance(numbers, Mapping) else [numbers]
     if not all(isinstance(row, Mapping) for row in rows):
-        raise BadInput("expected numbers as a mapping from names of modules to mappings from "
-                       f"attributes to values, got {numbers!r:.60}")  # fmt: skip
+        raise BadInput(
+            "expected numbers as a mapping from names of modules to mappings from "
+            f"attributes to values, got {numbers!r:.60}"
+        )
     graphs = [p for p in graphs_in(state_dict) if not isinstance(module_at(model, p), Demasked)]
     if graphs:
         raise BadInput(describe_graphs(graphs))
@@ -126,9 +113,11 @@ def describe_graphs(paths: Sequence[str]) -> str:
     names = [path or "all of it" for path in paths]
     more = [f"{len(names) - 3} more"] if len(names) > 3 else []
     verb = "is a graph" if len(names) == 1 else "are graphs"
-    return (f"{', '.join([*names[:3], *more])} {verb} in the demasked network, and the class does "
-            "not have their code: load its file without into=, or make it by "
-            'demask.demask(..., result="class")')  # fmt: skip
+    return (
+        f"{', '.join([*names[:3], *more])} {verb} in the demasked network, and the class does "
+        "not have their code: load its file without into=, or make it by "
+        'demask.demask(..., result="class")'
+    )
 
 
 def _agrees(copy: nn.Module, numbers: Numbers | None) -> bool:
@@ -157,9 +146,7 @@ def _check_names(known: Set[str], needed: Set[str], names: Set[str]) -> None:
         raise BadInput(
             "expected the state dict of a slim network of this class, but it "
             + " and ".join(
-                f"{verb} {', '.join(names[:3])}"
-                for verb, names in (("lacks", missing), ("has", more))
-                if names
+                f"{verb} {', '.join(names[:3])}" for verb, names in (("lacks", missing), ("has", more)) if names
             )
             + '; of modules that became graphs, it has others: use demask(..., result="class")'
         )
@@ -170,8 +157,7 @@ def _cut(name: str, old: Tensor, new: Tensor) -> Cut:
     if old.ndim != new.ndim or any(a < b for a, b in zip(old.shape, new.shape, strict=True)):
         shapes = f"{tuple(new.shape)} is not cut from {tuple(old.shape)}"
         raise BadInput(f"{name}: {shapes}; give a model as large as the one that was demasked")
-    remaining = tuple(None if a == b else tuple(range(b))
-                 for a, b in zip(old.shape, new.shape, strict=True))  # fmt: skip
+    remaining = tuple(None if a == b else tuple(range(b)) for a, b in zip(old.shape, new.shape, strict=True))
     return Cut(name, tuple(old.shape), remaining)
 
 

@@ -110,9 +110,7 @@ class EarlierChoice:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls, race: CandidateRace, file: OptimizedFile | None, progress: Callable[[str], object]
-    ) -> EarlierChoice:
+    def of(cls, race: CandidateRace, file: OptimizedFile | None, progress: Callable[[str], object]) -> EarlierChoice:
         """The network of a file, if it computes what the race's baseline does, and is not slower.
 
         What an earlier run measured while the machine was busy is measured anew.
@@ -136,8 +134,10 @@ class EarlierChoice:
             return cls(None, (f"{EARLIER}: left out, it may be slower now (ratio {ratio:.2f})",))
         if then is None or then.given[0] > SLOWER * now:
             return cls(None, (f"{EARLIER}: left out, the machine was slower when it was chosen",))
-        note = (f"chosen on {date}, when the times of this report were measured; compared again "
-                f"now: equal outputs, {ratio:.2f} x")  # fmt: skip
+        note = (
+            f"chosen on {date}, when the times of this report were measured; compared again "
+            f"now: equal outputs, {ratio:.2f} x"
+        )
         network.demasked = replace(network.demasked, notes=(*network.demasked.notes, note))
         return cls(network)
 
@@ -152,8 +152,16 @@ def network_name(program: Program, more: object) -> str | None:
     numbers: dict[Any, int] = {}  # of memory: tied weights remain tied
     for name, constant in program.constants.items():
         number = numbers.setdefault(constant.tensor.data_ptr(), len(numbers))
-        described = (name, number, constant.name, constant.parameter, constant.requires_grad,
-                     constant.persistent, constant.aliases, constant.declared is None)  # fmt: skip
+        described = (
+            name,
+            number,
+            constant.name,
+            constant.parameter,
+            constant.requires_grad,
+            constant.persistent,
+            constant.aliases,
+            constant.declared is None,
+        )
         digest.update(repr(described).encode())
         for tensor in (constant.tensor, constant.declared):
             if tensor is not None:
@@ -164,14 +172,24 @@ def network_name(program: Program, more: object) -> str | None:
 def _signature(program: Program) -> tuple[Any, ...]:
     """What a program has in addition to its graph and constants."""
     sizes = sorted((str(symbol), size) for symbol, size in program.example.sizes.items())
-    return (program.in_spec, program.out_spec, program.names, program.notes, program.training,
-            program.guards, program.interface, sizes)  # fmt: skip
+    return (
+        program.in_spec,
+        program.out_spec,
+        program.names,
+        program.notes,
+        program.training,
+        program.guards,
+        program.interface,
+        sizes,
+    )
 
 
 def _graph_text(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """Each node with its type; nodes in arguments by name."""
-    return [(node.op, node.name, str(node.target), node.args, dict(node.kwargs),
-             TensorType.of(node.meta.get("val"))) for node in graph.nodes]  # fmt: skip
+    return [
+        (node.op, node.name, str(node.target), node.args, dict(node.kwargs), TensorType.of(node.meta.get("val")))
+        for node in graph.nodes
+    ]
 
 
 def _describe(leaf: Any) -> object:

@@ -19,6 +19,4 @@ def check_picture(path: Path, what: str = "a picture") -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise BadInput(
-            f"{what} needs matplotlib ({error}): {install_command('plot')}, or leave it out"
-        ) from error
+        raise BadInput(f"{what} needs matplotlib ({error}): {install_command('plot')}, or leave it out") from error

@@ -71,9 +71,7 @@ def _children(node: Any) -> list[Any]:
     match node:
         case {"type": None, "context": None, "children_spec": [], **rest} if not rest:
             return []
-        case {"type": str(kind), "context": context, "children_spec": list(children), **rest} if (
-            not rest
-        ):
+        case {"type": str(kind), "context": context, "children_spec": list(children), **rest} if not rest:
             _check_context(kind, context, len(children))
             return children
         case _:
@@ -105,11 +103,9 @@ def _check_context(kind: str, context: Any, children: int) -> None:
 
 def _default_keys(context: Any) -> Any:
     match context:
-        case {
-            "default_factory_module": "builtins",
-            "default_factory_name": str(name),
-            "dict_context": list(keys),
-        } if name in _FACTORIES:
+        case {"default_factory_module": "builtins", "default_factory_name": str(name), "dict_context": list(keys)} if (
+            name in _FACTORIES
+        ):
             return keys
         case _:
             raise RefusedFile("got a defaultdict whose factory is not a builtin type")

@@ -76,8 +76,11 @@ def example(slim: fx.GraphModule) -> tuple[tuple[Any, ...], dict[str, Any], Any]
             continue
         tensor = _example_tensor(specs[node.name], least, generator).to(device)
         named_sizes = zip(specs[node.name].sizes, tensor.shape, strict=True)
-        dims = {axis: Dim.DYNAMIC for axis, (size, length) in enumerate(named_sizes)
-                if isinstance(size, str) and size not in fixed and length > 1}  # fmt: skip
+        dims = {
+            axis: Dim.DYNAMIC
+            for axis, (size, length) in enumerate(named_sizes)
+            if isinstance(size, str) and size not in fixed and length > 1
+        }
         if dims:
             shapes[tensor] = dims
         leaves.append(tensor)
@@ -91,9 +94,7 @@ def accepts(slim: fx.GraphModule, args: Any, kwargs: Any) -> bool:
         return True
     specs: tuple[InputSpec, ...] = slim.demasked.inputs  # type: ignore[assignment, union-attr]
     own_args, own_kwargs, _ = example(slim)
-    own_call, call_inputs = (
-        pytree.tree_flatten(call) for call in ((own_args, own_kwargs), (args, dict(kwargs or {})))
-    )
+    own_call, call_inputs = (pytree.tree_flatten(call) for call in ((own_args, own_kwargs), (args, dict(kwargs or {}))))
     tensors = [leaf for leaf in call_inputs[0] if isinstance(leaf, Tensor)]
     if own_call[1] != call_inputs[1] or len(tensors) != len(specs):
         return False
@@ -116,9 +117,12 @@ def _constant(node: fx.Node) -> Any:
 
 def _sizes(specs: Sequence[InputSpec], least: int) -> dict[str, int]:
     """The example's size of each symbol, at least `least`."""
-    return {size: max(n, least) for spec in specs
-            for size, n in zip(spec.sizes, spec.example, strict=False)
-            if isinstance(size, str)}  # fmt: skip
+    return {
+        size: max(n, least)
+        for spec in specs
+        for size, n in zip(spec.sizes, spec.example, strict=False)
+        if isinstance(size, str)
+    }
 
 
 def _example_tensor(spec: InputSpec, least: int, generator: torch.Generator) -> Tensor:

@@ -29,13 +29,25 @@ from demask.graph.result.resize import assign_tensor, tensors_of
 
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32,
-    "U64": torch.uint64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}  # fmt: skip
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -76,9 +88,7 @@ class WeightFile:
     unread: tuple[str, ...] = ()
 
     @classmethod
-    def read(
-        cls, path: str | os.PathLike[str], part: tuple[int, int] | None = None, what: str = ""
-    ) -> WeightFile:
+    def read(cls, path: str | os.PathLike[str], part: tuple[int, int] | None = None, what: str = "") -> WeightFile:
         """The tensors in the header of a file, of the dtypes in `DTYPES`.
 
         Args:
@@ -132,10 +142,7 @@ class WeightFile:
             header["__metadata__"] = dict(metadata)
         for name, tensor in tensors.items():
             start, end = end, end + tensor.numel() * tensor.element_size()
-            header[name] = {
-                "dtype": NAMES[tensor.dtype], "shape": list(tensor.shape),
-                "data_offsets": [start, end],
-            }  # fmt: skip
+            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # values begin at a multiple of eight bytes
         with atomic.write(path) as file:
@@ -143,8 +150,10 @@ class WeightFile:
             for name, tensor in tensors.items():
                 values = tensor if read is None else read(name)
                 if values.shape != tensor.shape or values.dtype != tensor.dtype:
-                    raise DemaskError(f"{name}: expected {tuple(tensor.shape)} of {tensor.dtype}, "
-                                      f"got {tuple(values.shape)} of {values.dtype}")  # fmt: skip
+                    raise DemaskError(
+                        f"{name}: expected {tuple(tensor.shape)} of {tensor.dtype}, "
+                        f"got {tuple(values.shape)} of {values.dtype}"
+                    )
                 plain = values.detach().cpu().contiguous().view(-1)
                 file.write(plain.view(torch.uint8).numpy().data)
         return cls.read(path)
@@ -173,9 +182,7 @@ class WeightFile:
                 _fill(descriptor, flat, stored.offset, stored.nbytes, self.path)
         return values
 
-    def blocks(
-        self, stored: StoredTensor, rows: int, buffer: Tensor
-    ) -> Iterator[tuple[int, Tensor]]:
+    def blocks(self, stored: StoredTensor, rows: int, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and the values of each block of `rows` rows (first axis).
 
         The values are a view of `buffer` (uint8, 1-D), valid until the next block is read.
@@ -210,8 +217,10 @@ def with_weights(
         stored = file.tensors.get(name)
         if stored is None:
             if old.is_meta:
-                raise BadInput(f"{file.path}: expected a tensor {name!r}, which the model has on "
-                               "the meta device only; write it to the file too")  # fmt: skip
+                raise BadInput(
+                    f"{file.path}: expected a tensor {name!r}, which the model has on "
+                    "the meta device only; write it to the file too"
+                )
             continue
         if stored.shape != tuple(old.shape) or stored.dtype != old.dtype:
             raise BadInput(
@@ -234,11 +243,9 @@ def _tensors(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str
         if name == "__metadata__":
             continue
         match entry:
-            case {
-                "dtype": str(kind),
-                "shape": list(shape),
-                "data_offsets": [int(start), int(stop)],
-            } if all(type(n) is int and 0 <= n < 2**48 for n in shape) and 0 <= start <= stop:
+            case {"dtype": str(kind), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if (
+                all(type(n) is int and 0 <= n < 2**48 for n in shape) and 0 <= start <= stop
+            ):
                 pass
             case _:
                 raise RefusedFile(f"{what}: tensor {name!r:.80} is not valid: {entry!r:.80}")

@@ -71,18 +71,14 @@ class GraphEditor:
         call.meta = {**node.meta, **call.meta}
         return call
 
-    def call_named(
-        self, target: Any, arguments: Mapping[str, Any], node: fx.Node | None = None
-    ) -> fx.Node:
+    def call_named(self, target: Any, arguments: Mapping[str, Any], node: fx.Node | None = None) -> fx.Node:
         """A new call with its arguments by name; node: the node whose metadata it gets, or None."""
         args, kwargs = schema.bind_arguments(target, arguments)
         if node is None:
             return self.call(target, *args, **kwargs)
         return self.call_for(node, target, *args, **kwargs)
 
-    def call_shaped(
-        self, shape: Any, like: fx.Node, target: Any, args: Any, kwargs: Any
-    ) -> fx.Node:
+    def call_shaped(self, shape: Any, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """A new call whose output is dense, of a shape and of the dtype of its operand `like`:
         cheaper than a run on fake values, which computes with symbols."""
         value = like.meta["val"]
@@ -120,9 +116,7 @@ class GraphEditor:
 
     # ------------------------------------------------------------------------- before a reader
 
-    def insert(
-        self, reader: fx.Node, like: fx.Node | None, target: Any, *args: Any, **kwargs: Any
-    ) -> fx.Node:
+    def insert(self, reader: fx.Node, like: fx.Node | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new call before `reader`, with the metadata of `like`, including its value; for None,
         the value is computed from the fake operands."""
         with self.graph.inserting_before(reader):
@@ -132,9 +126,7 @@ class GraphEditor:
         node.meta = {key: value for key, value in like.meta.items() if key != "effect"}
         return node
 
-    def repeat_call(
-        self, node: fx.Node, reader: fx.Node | None = None, /, **changed: Any
-    ) -> fx.Node:
+    def repeat_call(self, node: fx.Node, reader: fx.Node | None = None, /, **changed: Any) -> fx.Node:
         """A copy of the call `node` with some arguments changed, before `reader` (default: before
         `node`)."""
         args, kwargs = schema.bind_arguments(node.target, schema.arguments(node) | changed)
@@ -150,8 +142,9 @@ class GraphEditor:
 
     # ---------------------------------------------------------------------- constants and calls
 
-    def add_constant(self, name: str, tensor: Tensor, reader: fx.Node, *,
-                     parameter: bool = False, separator: str = "_") -> fx.Node:  # fmt: skip
+    def add_constant(
+        self, name: str, tensor: Tensor, reader: fx.Node, *, parameter: bool = False, separator: str = "_"
+    ) -> fx.Node:
         """A node before `reader` that reads a new constant, named `name`, with a number if
         taken."""
         numbered = (f"{name}{separator}{k}" if k else name for k in range(len(self.constants) + 1))
@@ -180,8 +173,7 @@ class GraphEditor:
 
     def calls(self, *targets: Any) -> list[fx.Node]:
         """The calls of these ops (of all ops for no argument), in graph order."""
-        return [n for n in self.graph.nodes
-                if n.op == "call_function" and (not targets or n.target in targets)]  # fmt: skip
+        return [n for n in self.graph.nodes if n.op == "call_function" and (not targets or n.target in targets)]
 
     def finish(self) -> Program:
         """The program of the edited graph, without calls and constants that nothing reads."""

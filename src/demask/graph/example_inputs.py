@@ -78,16 +78,12 @@ def inputs_of_program(program: ExportedProgram) -> dict[str, Any]:
     return {node.name: node.meta.get("val") for node in nodes}
 
 
-def unflatten_inputs(
-    values: list[Any], spec: Any, others: Iterable[str] = ()
-) -> tuple[Any, dict[str, Any]]:
+def unflatten_inputs(values: list[Any], spec: Any, others: Iterable[str] = ()) -> tuple[Any, dict[str, Any]]:
     """(args, kwargs) with these leaves. Raises BadInput if the call has more leaves. others: the
     names of inputs that are no tensors, for the message."""
     if len(values) != spec.num_leaves:
         names = ", ".join(others) or "some"
-        raise BadInput(
-            f"the network takes inputs that are no tensors ({names}): pass example inputs"
-        )
+        raise BadInput(f"the network takes inputs that are no tensors ({names}): pass example inputs")
     return pytree.tree_unflatten(values, spec)
 
 
@@ -124,9 +120,7 @@ def expected_domains(network: Demasked | ExportedProgram) -> dict[str, Domain]:
         if node.name not in dtypes:
             continue
         whole = not dtypes[node.name].is_floating_point
-        expected = [
-            domain for domain in _expected_domains(node, constants, whole) if domain is not None
-        ]
+        expected = [domain for domain in _expected_domains(node, constants, whole) if domain is not None]
         if expected:  # an index of several tables must fit the smallest
             domains[node.name] = min(expected, key=lambda domain: domain.high or 0)
     record = getattr(network, "demasked", None)
@@ -134,9 +128,7 @@ def expected_domains(network: Demasked | ExportedProgram) -> dict[str, Domain]:
     return domains | {spec.name: spec.domain for spec in specs if spec.domain is not None}
 
 
-def _expected_domains(
-    source: fx.Node, constants: Mapping[str, Tensor], whole: bool
-) -> Iterator[Domain | None]:  # fmt: skip
+def _expected_domains(source: fx.Node, constants: Mapping[str, Tensor], whole: bool) -> Iterator[Domain | None]:
     """The domain that each reader of an input expects, also readers after ops that move its values.
     whole: whether the input has an integer type."""
     seen, stack = {source}, [source]
@@ -151,9 +143,7 @@ def _expected_domains(
                 stack.append(user)
 
 
-def _domain(
-    user: fx.Node, node: fx.Node, constants: Mapping[str, Tensor], whole: bool
-) -> Domain | None:
+def _domain(user: fx.Node, node: fx.Node, constants: Mapping[str, Tensor], whole: bool) -> Domain | None:
     """The domain that a call expects of one of its operands, or None."""
     name, args = op_name(user.target), user.args
     if name.startswith(("aten.div.", "aten.mul.")):
@@ -201,9 +191,10 @@ def _constants(network: Demasked | ExportedProgram, graph: fx.Graph) -> dict[str
     if isinstance(network, ExportedProgram):
         signature = network.graph_signature
         names = {
-            **signature.inputs_to_parameters, **signature.inputs_to_buffers,
+            **signature.inputs_to_parameters,
+            **signature.inputs_to_buffers,
             **signature.inputs_to_lifted_tensor_constants,
-        }  # fmt: skip
+        }
         stored = {**network.constants, **network.state_dict}
         return {node: stored[name] for node, name in names.items() if name in stored}
     stored = dict(network.named_parameters(remove_duplicate=False))
@@ -227,7 +218,6 @@ def batch_axes(record: Any, leaves: list[Any]) -> list[set[int]]:
 def resize_batch(leaf: Any, axes: set[int], batch: int) -> Any:
     """An input with another batch size, repeated or sliced along `axes`."""
     for axis in sorted(axes):
-        repeats = [-(-batch // max(1, leaf.shape[axis])) if k == axis else 1
-                   for k in range(leaf.ndim)]  # fmt: skip
+        repeats = [-(-batch // max(1, leaf.shape[axis])) if k == axis else 1 for k in range(leaf.ndim)]
         leaf = leaf.repeat(repeats).narrow(axis, 0, batch)
     return leaf

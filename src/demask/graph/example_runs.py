@@ -17,9 +17,7 @@ from demask.graph.module_copy import structural_copy, without_caches
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def copy_in_eval(
-    module: nn.Module | ExportedProgram, *, share: bool = True, caches: bool = False
-) -> nn.Module:
+def copy_in_eval(module: nn.Module | ExportedProgram, *, share: bool = True, caches: bool = False) -> nn.Module:
     """A copy in eval mode; its tensors are shared, or cloned. caches: whether a language model
     returns a cache of keys and values."""
     if isinstance(module, ExportedProgram):
@@ -32,17 +30,11 @@ def copy_in_eval(
     return copied
 
 
-def run_seeded(
-    module: nn.Module | Callable[..., Any], inputs: Inputs, *, grad: bool = False
-) -> Any:
+def run_seeded(module: nn.Module | Callable[..., Any], inputs: Inputs, *, grad: bool = False) -> Any:
     """The outputs of a network for copies of the inputs, its random numbers seeded."""
     args, kwargs = copy_inputs(inputs)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with (
-        torch.set_grad_enabled(grad),
-        torch.random.fork_rng(devices=devices),
-        warnings.catch_warnings(),
-    ):
+    with torch.set_grad_enabled(grad), torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of the network itself
         _seed()
         return module(*args, **kwargs)

@@ -105,14 +105,7 @@ class FakeValues:
         shapes_alone = shapes_only() if str(node.target) in GATES else contextlib.nullcontext()
         # torch's own cache would compute each value twice.
         without_cache = disable_fake_tensor_cache(self.mode)
-        with (
-            self.mode,
-            without_guards,
-            shapes_alone,
-            without_cache,
-            enable_python_dispatcher(),
-            torch.no_grad(),
-        ):
+        with self.mode, without_guards, shapes_alone, without_cache, enable_python_dispatcher(), torch.no_grad():
             try:
                 return node.target(*args, **kwargs)  # type: ignore[operator]
             except GuardOnDataDependentSymNode as error:
@@ -124,8 +117,16 @@ def _metadata(value: Tensor) -> Hashable:
     """Type, sizes, strides, offset, dtype, device and flags of a tensor, fake or real."""
     sizes = (*value.shape, *value.stride(), value.storage_offset())
     numbers = tuple(n if isinstance(n, int) else n.node.expr for n in sizes)
-    return (type(value), value.ndim, numbers, value.dtype, value.device, value.requires_grad,
-            value.is_conj(), value.is_neg())  # fmt: skip
+    return (
+        type(value),
+        value.ndim,
+        numbers,
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        value.is_conj(),
+        value.is_neg(),
+    )
 
 
 def _is_unique(target: Any) -> bool:

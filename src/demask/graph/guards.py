@@ -32,20 +32,34 @@ NODES = (
 )  # fmt: skip
 # Functions of sizes (of sympy and torch) as infix operators, and as function calls.
 _SIGNS = {
-    "Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "IntTrueDiv": "/",
-    "FloatTrueDiv": "/", "Mod": "%", "PythonMod": "%", "Pow": "**", "PowByNatural": "**",
-    "FloatPow": "**", "Equality": " == ", "Unequality": " != ", "StrictLessThan": " < ",
-    "LessThan": " <= ", "StrictGreaterThan": " > ", "GreaterThan": " >= ", "And": " and ",
+    "Add": "+",
+    "Mul": "*",
+    "FloorDiv": "//",
+    "CleanDiv": "//",
+    "IntTrueDiv": "/",
+    "FloatTrueDiv": "/",
+    "Mod": "%",
+    "PythonMod": "%",
+    "Pow": "**",
+    "PowByNatural": "**",
+    "FloatPow": "**",
+    "Equality": " == ",
+    "Unequality": " != ",
+    "StrictLessThan": " < ",
+    "LessThan": " <= ",
+    "StrictGreaterThan": " > ",
+    "GreaterThan": " >= ",
+    "And": " and ",
     "Or": " or ",
-}  # fmt: skip
-_CALLS = {"Max": "max", "Min": "min", "ToFloat": "float", "TruncToInt": "int",
-          "RoundToInt": "round", "Not": "not "}  # fmt: skip
+}
+_CALLS = {"Max": "max", "Min": "min", "ToFloat": "float", "TruncToInt": "int", "RoundToInt": "round", "Not": "not "}
 _NAMES: dict[str, Any] = {"max": max, "min": min, "int": int, "float": float, "round": round}
 SYMBOLIC = {  # for sizes that are symbols: Python's own functions would specialize them
-    "float": torch.sym_float, "int": torch.sym_int,
+    "float": torch.sym_float,
+    "int": torch.sym_int,
     "max": lambda *sizes: reduce(torch.sym_max, sizes),
     "min": lambda *sizes: reduce(torch.sym_min, sizes),
-}  # fmt: skip
+}
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LAYERS = os.path.join(_TORCH, "nn", "")
 
@@ -126,10 +140,8 @@ def refuse_value(name: str, expected: str, value: object) -> NoReturn:
 
 def literal_inputs(graph: fx.Graph) -> dict[str, str]:
     """The inputs of a captured graph that are no tensors, as Python literals by name."""
-    inputs = {n.name: n.meta["val"] for n in graph.nodes
-             if n.op == "placeholder" and "val" in n.meta}  # fmt: skip
-    return {name: repr(value) for name, value in inputs.items()
-            if value is None or type(value) in _SCALARS}  # fmt: skip
+    inputs = {n.name: n.meta["val"] for n in graph.nodes if n.op == "placeholder" and "val" in n.meta}
+    return {name: repr(value) for name, value in inputs.items() if value is None or type(value) in _SCALARS}
 
 
 def value_checks(names: Mapping[str, str], values: Mapping[str, str]) -> Iterator[str]:
@@ -172,9 +184,7 @@ def compile_checks(names: Sequence[str], lines: Sequence[str], **known: Any) -> 
     return known["check"]
 
 
-def size_checks(
-    names: Mapping[str, str], inputs: Sequence[InputSpec], guards: Sequence[str]
-) -> Iterator[str]:
+def size_checks(names: Mapping[str, str], inputs: Sequence[InputSpec], guards: Sequence[str]) -> Iterator[str]:
     """Lines of Python that call `refuse_sizes` if a graph is not valid for the inputs' sizes.
 
     names: the variable of each input.
@@ -230,9 +240,14 @@ def parse_condition(guard: str, symbols: Collection[str]) -> ast.expr | None:
 def fixed_symbols(guards: Sequence[str], symbols: Collection[str]) -> set[str]:
     """The symbols that the guards fix to one size."""
     trees = (parse_condition(guard, symbols) for guard in guards)
-    return {tree.left.id for tree in trees if isinstance(tree, ast.Compare)
-            and isinstance(tree.left, ast.Name) and isinstance(tree.ops[0], ast.Eq)
-            and isinstance(tree.comparators[0], ast.Constant)}  # fmt: skip
+    return {
+        tree.left.id
+        for tree in trees
+        if isinstance(tree, ast.Compare)
+        and isinstance(tree.left, ast.Name)
+        and isinstance(tree.ops[0], ast.Eq)
+        and isinstance(tree.comparators[0], ast.Constant)
+    }
 
 
 def are_true(guards: Sequence[str], sizes: Mapping[str, int]) -> bool:

@@ -165,8 +165,9 @@ def draw_like(leaf: Tensor, draw: torch.Generator, domain: Domain | None = None)
 
 def domains_of(leaves: Iterable[Any], stated: Domains) -> list[Domain]:
     """The domain of each leaf of a call: the stated one, or the one that the example shows."""
-    return [stated.get(k) or (Domain.of(leaf) if isinstance(leaf, Tensor) else Domain())
-            for k, leaf in enumerate(leaves)]  # fmt: skip
+    return [
+        stated.get(k) or (Domain.of(leaf) if isinstance(leaf, Tensor) else Domain()) for k, leaf in enumerate(leaves)
+    ]
 
 
 def state_domains(
@@ -181,8 +182,7 @@ def state_domains(
         return {}
     if not isinstance(inputs, Mapping):
         raise BadInput(
-            'inputs must be a mapping such as {"index": (0, 9), "keep": "mask"}, got '
-            f"{type(inputs).__name__}"
+            f'inputs must be a mapping such as {{"index": (0, 9), "keep": "mask"}}, got {type(inputs).__name__}'
         )
     kwargs = dict(kwargs or {})
     names = _leaf_names(model, args, kwargs)
@@ -196,8 +196,7 @@ def state_domains(
             domains[k] = domain = _parse(name, inputs[name])
             if not leaf.is_complex() and not domain.has(leaf):
                 raise BadInput(
-                    f"the example of {name!r} is not in its range {inputs[name]}: it has "
-                    f"{leaf.min()} to {leaf.max()}"
+                    f"the example of {name!r} is not in its range {inputs[name]}: it has {leaf.min()} to {leaf.max()}"
                 )
     return domains
 
@@ -208,14 +207,13 @@ def _parse(name: str, value: Any) -> Domain:
     if isinstance(value, str) and value in FORMS:
         form = cast(Form, value)
         return Domain(0, 1, form) if form in ("mask", "one-hot") else Domain(form=form)
-    numbers = isinstance(value, (tuple, list)) and len(value) == 2 and all(
-        isinstance(n, (int, float)) and not isinstance(n, bool) and math.isfinite(n) for n in value
-    )  # fmt: skip
+    numbers = (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and all(isinstance(n, (int, float)) and not isinstance(n, bool) and math.isfinite(n) for n in value)
+    )
     if not numbers or value[0] > value[1]:
-        raise BadInput(
-            f"inputs[{name!r}] must be (low, high) with low <= high, or one of {FORMS}, got "
-            f"{value!r}"
-        )
+        raise BadInput(f"inputs[{name!r}] must be (low, high) with low <= high, or one of {FORMS}, got {value!r}")
     low, high = cast(Any, value)
     return Domain(low, high)
 

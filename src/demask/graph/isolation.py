@@ -35,9 +35,7 @@ def in_isolation(function: Callable[P, T]) -> Callable[P, T]:
         defaults = Defaults.current()
         if defaults != FIXED:
             bound = signature.bind(*args, **kwargs).arguments
-            defaults = _needed_defaults(
-                defaults, bound.get("model"), bound.get("args", ()), bound.get("kwargs")
-            )
+            defaults = _needed_defaults(defaults, bound.get("model"), bound.get("args", ()), bound.get("kwargs"))
         token = _INSIDE.set(True)
         try:
             with isolated(defaults):
@@ -48,9 +46,7 @@ def in_isolation(function: Callable[P, T]) -> Callable[P, T]:
     return never_trace(wrapper)
 
 
-def _needed_defaults(
-    own: Defaults, model: Any, args: Any, kwargs: Mapping[str, Any] | None
-) -> Defaults:
+def _needed_defaults(own: Defaults, model: Any, args: Any, kwargs: Mapping[str, Any] | None) -> Defaults:
     """`own` if a network computes something else without them, else FIXED."""
     if not isinstance(model, nn.Module) or not isinstance(args, tuple):
         return FIXED

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-def structural_copy(
-    model: nn.Module, *, share: bool, uncopied: Collection[nn.Module] = ()
-) -> nn.Module:
+def structural_copy(model: nn.Module, *, share: bool, uncopied: Collection[nn.Module] = ()) -> nn.Module:
     """A copy of the module tree with shared or cloned tensors; tied tensors remain tied. uncopied:
     modules in it that are in the copy themselves.
 

@@ -74,13 +74,9 @@ class Program:
         """By parameter that trains, where its zeros are removed weights; None: everywhere."""
         return {name: c.declared for name, c in self.constants.items() if c.trains}
 
-    def with_graph(
-        self, graph: fx.Graph, constants: Mapping[str, Constant] | None = None
-    ) -> Program:
+    def with_graph(self, graph: fx.Graph, constants: Mapping[str, Constant] | None = None) -> Program:
         """The same call signature with another graph (and other constants)."""
-        return replace(
-            self, graph=graph, constants=self.constants if constants is None else constants
-        )
+        return replace(self, graph=graph, constants=self.constants if constants is None else constants)
 
 
 def module_of(node: fx.Node) -> str:

@@ -88,8 +88,7 @@ class ModuleSizes:
         """The sizes from before `earlier`, which ended where these begin, to those after these."""
         if earlier is None:
             return self
-        return ModuleSizes((earlier.parameters[0], self.parameters[1]),
-                           (earlier.macs[0], self.macs[1]))  # fmt: skip
+        return ModuleSizes((earlier.parameters[0], self.parameters[1]), (earlier.macs[0], self.macs[1]))
 
     @classmethod
     def paired(
@@ -315,8 +314,7 @@ def _module_sizes(data: Sequence[Any]) -> ModuleSizes:
 
 
 def _decision(data: Mapping[str, Any]) -> TuneDecision:
-    seconds = {str(name): inf if value is None else float(value)
-               for name, value in data["seconds"].items()}  # fmt: skip
+    seconds = {str(name): inf if value is None else float(value) for name, value in data["seconds"].items()}
     return TuneDecision(str(data["place"]), str(data["chosen"]), seconds)
 
 

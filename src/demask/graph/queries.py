@@ -39,9 +39,7 @@ def input_dependent(graph: fx.Graph) -> set[fx.Node]:
         sizes_only = name.startswith(_SIZES) or "_like." in name
         tags = getattr(node.target, "tags", ())
         operand = node.args[0] if sizes_only and node.args else None  # only its sizes are read
-        reads_dependent = any(
-            source in dependent for source in node.all_input_nodes if source is not operand
-        )
+        reads_dependent = any(source in dependent for source in node.all_input_nodes if source is not operand)
         is_dependent = node.op in ("placeholder", "output") or node.target is COPY
         is_dependent = is_dependent or torch.Tag.nondeterministic_seeded in tags
         if is_dependent or (node.op.startswith("call_") and reads_dependent):

@@ -51,8 +51,10 @@ class Rounding:
         """The flat outputs of one call: first exact, then SEEDS times perturbed by the rounding of
         the least precise float type of the network; each run is computed on demand."""
         dtype = _narrowest(self.module, args, kwargs)
-        inputs = [leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-                  for leaf in pytree.tree_leaves((args, kwargs))]  # fmt: skip
+        inputs = [
+            leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            for leaf in pytree.tree_leaves((args, kwargs))
+        ]
         for seed in range(SEEDS + 1):
             run = _Rounded(self.double, dtype if seed else None, seed, self.table)
             with torch.no_grad():
@@ -61,9 +63,7 @@ class Rounding:
 
 def _narrowest(module: fx.GraphModule, args: Any, kwargs: Any) -> torch.dtype:
     """The least precise float type of the tensors and inputs, and among the arguments of calls."""
-    leaves = [
-        n for node in module.graph.nodes for n in pytree.tree_leaves((node.args, node.kwargs))
-    ]
+    leaves = [n for node in module.graph.nodes for n in pytree.tree_leaves((node.args, node.kwargs))]
     dtypes = [leaf for leaf in leaves if leaf in NARROW]
     tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs))]
     dtypes += [t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
@@ -86,9 +86,7 @@ class _Rounded(fx.Interpreter):
         operands = [x for x in operands if isinstance(x, Tensor)]
         return pytree.tree_map(lambda leaf: self._rounded(n, leaf, operands, unit), value)
 
-    def _rounded(
-        self, node: fx.Node, value: Any, operands: Sequence[Tensor], unit: torch.finfo
-    ) -> Any:
+    def _rounded(self, node: fx.Node, value: Any, operands: Sequence[Tensor], unit: torch.finfo) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             return value
         is_single = unit.dtype == "float32"

@@ -59,10 +59,7 @@ class MemoryProbe:
         self.addresses = np.array(addresses, np.int64)
         self.words = np.array([ctypes.c_int32.from_address(a).value for a in addresses], np.int32)
         self.changed = np.zeros(1, np.int32)  # never reset: calls may run at the same time
-        self.arguments = (
-            self.addresses.ctypes.data, self.words.ctypes.data, len(addresses),
-            self.changed.ctypes.data,
-        )  # fmt: skip
+        self.arguments = (self.addresses.ctypes.data, self.words.ctypes.data, len(addresses), self.changed.ctypes.data)
         self.compare = _compare()
 
     def same(self) -> bool:

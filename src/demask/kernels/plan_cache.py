@@ -29,9 +29,7 @@ Planned = tuple[Any, tuple[int, ...]]  # plan or None; numbers of the inputs tha
 
 def identity(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """A key of the memory and layout of tensors: equal for equal views, as long as they live."""
-    return tuple(
-        [(id(t.untyped_storage()), t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
-    )
+    return tuple([(id(t.untyped_storage()), t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
 
 
 def version(tensor: Tensor) -> int:

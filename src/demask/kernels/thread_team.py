@@ -71,9 +71,7 @@ class TeamWork:
         job = e.pointer(e.args[0])
         field = {key: e.load(I64, job, k) for k, key in enumerate(JOB.names or ())}
         if self.asks:
-            number, count = (
-                e.b.sext(_called(e, field[key], I32), I64) for key in ("number_of", "count_of")
-            )
+            number, count = (e.b.sext(_called(e, field[key], I32), I64) for key in ("number_of", "count_of"))
         else:
             number, count = e.args[1], e.args[2]
         is_alone = e.b.icmp_signed(">", field["runs"], I64(0))
@@ -121,8 +119,7 @@ def _called(e: Emitter, address: Value, result: Any, *args: Value) -> Value:
     return e.b.call(e.b.inttoptr(address, kind.as_pointer()), args)
 
 
-def _run_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value,
-              arena: Value) -> None:  # fmt: skip
+def _run_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value, arena: Value) -> None:
     """Make the calls of a thread in a phase."""
     entries, ends = e.pointer(field["entries"]), e.pointer(field["ends"])
     list_number = e.b.add(e.b.mul(phase, field["threads"]), thread)
@@ -132,8 +129,7 @@ def _run_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value,
         _called(e, e.load(I64, entry, 0), VOID, e.load(I64, entry, 1), arena)
 
 
-def _claim_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value,
-                arena: Value) -> None:  # fmt: skip
+def _claim_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value, arena: Value) -> None:
     """Make the calls of a thread in a phase, unless another thread has claimed them."""
     claim = e.at(e.pointer(field["claims"]), e.b.mul(thread, I64(PAD // 8)), I64)
     following = e.b.add(phase, I64(1))
@@ -254,14 +250,20 @@ class Company:
 class Job:
     """The memory of one call of a tape, in addition to the tape; not for two calls at once."""
 
-    def __init__(self, entries: np.ndarray, ends: np.ndarray, threads: int, arenas: np.ndarray,
-                 slots: np.ndarray | None = None, *, steady: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        entries: np.ndarray,
+        ends: np.ndarray,
+        threads: int,
+        arenas: np.ndarray,
+        slots: np.ndarray | None = None,
+        *,
+        steady: bool = False,
+    ):
         """slots [runs, inputs and outputs]: for threads that run tapes alone; filled before.
         steady: whether all calls do as much work, so that a slow one has waited."""
         self.entries, self.ends, self.arenas, self.slots = entries, ends, arenas, slots
-        runs, count, slots_address = (
-            (0, 0, 0) if slots is None else (*slots.shape, slots.ctypes.data)
-        )
+        runs, count, slots_address = (0, 0, 0) if slots is None else (*slots.shape, slots.ctypes.data)
         self.memory = np.zeros((4 + threads) * PAD // 8, np.int64)
         self.fields = np.zeros(1, JOB)
         omp, waiting = openmp(), _waiting()
@@ -269,10 +271,23 @@ class Job:
         parallel = (0, 0, 0) if omp is None else (omp.number_of, omp.count_of, omp.address)
         done, claims = (self.memory[k * PAD // 8 :].ctypes.data for k in (1, 3))
         self.fields[0] = (
-            entries.ctypes.data, ends.ctypes.data, (len(ends) - 1) // threads, threads,
-            *parallel[:2], *waiting, done, claims, runs, arenas.ctypes.data, slots_address, count,
-            parallel[2], shared, alone, (2 + threads) * PAD // 8,
-        )  # fmt: skip
+            entries.ctypes.data,
+            ends.ctypes.data,
+            (len(ends) - 1) // threads,
+            threads,
+            *parallel[:2],
+            *waiting,
+            done,
+            claims,
+            runs,
+            arenas.ctypes.data,
+            slots_address,
+            count,
+            parallel[2],
+            shared,
+            alone,
+            (2 + threads) * PAD // 8,
+        )
         self.address = self.fields.ctypes.data
         self.omp, self.best = omp, float("inf")
         self.company = Company() if steady else None

@@ -33,9 +33,7 @@ def lower_bound(baseline: Sequence[float], candidate: Sequence[float], seed: int
     True
     """
     if len(baseline) != len(candidate) or len(baseline) < 2:
-        raise BadInput(
-            f"expected rounds of both, 2 or more, got {len(baseline)} and {len(candidate)}"
-        )
+        raise BadInput(f"expected rounds of both, 2 or more, got {len(baseline)} and {len(candidate)}")
     draw, rounds = random.Random(seed), list(zip(baseline, candidate, strict=True))
     ratios = []
     for _ in range(DRAWS):

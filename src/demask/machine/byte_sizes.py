@@ -9,10 +9,17 @@ from demask.errors import BadInput
 
 BUDGET = "512MiB"  # of a call, by default
 UNITS = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 _AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", re.ASCII)
 
 
@@ -32,8 +39,10 @@ def parse_memory(amount: str | int) -> int:
     else:
         match = _AMOUNT.fullmatch(amount.strip()) if isinstance(amount, str) else None
         if match is None or match[2].upper() not in UNITS:
-            raise BadInput(f"expected an amount of memory such as '512MiB', '1.5GB' or a number of "
-                           f"bytes, got {amount!r:.60}{_hint(match)}")  # fmt: skip
+            raise BadInput(
+                f"expected an amount of memory such as '512MiB', '1.5GB' or a number of "
+                f"bytes, got {amount!r:.60}{_hint(match)}"
+            )
         whole, _, rest = match[1].partition(".")
         unit = UNITS[match[2].upper()]
         # In integers: 0.1 GB has no exact float.
@@ -46,11 +55,7 @@ def parse_memory(amount: str | int) -> int:
 def _hint(match: re.Match[str] | None) -> str:
     """The two units that an unknown unit K, M, G or T may mean, for the message; or ""."""
     letter = match[2].upper() if match else ""
-    return (
-        f": write {match[1]}{letter}iB or {match[1]}{letter}B"
-        if letter in (*"KMGT",) and match
-        else ""
-    )
+    return f": write {match[1]}{letter}iB or {match[1]}{letter}B" if letter in (*"KMGT",) and match else ""
 
 
 def format_bytes(size: float) -> str:

@@ -14,7 +14,5 @@ def cache_folder() -> Path | None:
     usual = home / {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(system, ".cache")
     variable = {"darwin": "", "win32": "LOCALAPPDATA"}.get(system, "XDG_CACHE_HOME")
     variable_path = Path(os.environ.get(variable, ""))
-    folder = (
-        variable_path if variable_path.is_absolute() else usual
-    )  # the XDG standard: ignore relative ones
+    folder = variable_path if variable_path.is_absolute() else usual  # the XDG standard: ignore relative ones
     return folder / "demask" if folder.is_absolute() else None

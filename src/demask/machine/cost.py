@@ -149,12 +149,8 @@ class Costs:
 
     def error(self) -> CostError:
         """The error of the analytic answers, over the measured questions so far."""
-        pairs = [
-            (self._predicted[n], self._known[n]) for n in filter(self.measured, self._predicted)
-        ]
-        errors = [
-            abs(log(analytic / measured)) for analytic, measured in pairs if 0 < analytic < inf
-        ]
+        pairs = [(self._predicted[n], self._known[n]) for n in filter(self.measured, self._predicted)]
+        errors = [abs(log(analytic / measured)) for analytic, measured in pairs if 0 < analytic < inf]
         timing = Timing.of(errors or [nan])
         return CostError(len(errors), timing.median, timing.high)
 
@@ -164,8 +160,7 @@ class Costs:
         if self.path is None or (os.path.exists(self.path) and not os.path.isfile(self.path)):
             return  # no file, or a device, which must not be replaced
         machines = _read(self.path)
-        ours = {name: taken for name, taken in self._known.items()
-                if taken < inf and name not in self._noisy}  # fmt: skip
+        ours = {name: taken for name, taken in self._known.items() if taken < inf and name not in self._noisy}
         # Ours twice: first for the order by age, as the file may lack our oldest; last for values.
         merged = ours | machines.pop(self.machine, {}) | ours
         data = _encoded(machines | {self.machine: merged})  # the newest at the end
@@ -272,13 +267,9 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
 def _encoded(machines: dict[str, dict[str, float]]) -> bytes:
     """The file's bytes; the oldest machines and answers are left out if there are too many."""
     answers_each, data = MAX_ANSWERS, b""
-    nonempty = [
-        (machine, list(answers.items())) for machine, answers in machines.items() if answers
-    ]
+    nonempty = [(machine, list(answers.items())) for machine, answers in machines.items() if answers]
     while answers_each and (not data or len(data) > MAX_BYTES):
-        entries = {
-            machine: dict(answers[-answers_each:]) for machine, answers in nonempty[-MAX_MACHINES:]
-        }
+        entries = {machine: dict(answers[-answers_each:]) for machine, answers in nonempty[-MAX_MACHINES:]}
         data = json.dumps({"version": FORMAT, "machines": entries}).encode()
         answers_each //= 2
     return data

@@ -43,6 +43,4 @@ class Roofline:
 
 #: Two cores of a server, in round numbers. `call` is the overhead of one step of a plan: Python
 #: code and synchronization of threads.
-TWO_CORES = Roofline(
-    macs=90e9, near=80e9, far=40e9, new=3e9, disk=0.5e9, cache=20 * 2**20, call=120e-6
-)
+TWO_CORES = Roofline(macs=90e9, near=80e9, far=40e9, new=3e9, disk=0.5e9, cache=20 * 2**20, call=120e-6)

@@ -50,19 +50,7 @@ def _reduced(table: Table) -> tuple[Any, ...]:
 
 copyreg.pickle(Table, _reduced)
 
-__all__ = [
-    "TABLE",
-    "Case",
-    "Declined",
-    "Entry",
-    "Line",
-    "Relation",
-    "SizedLine",
-    "Table",
-    "bind",
-    "op_name",
-    "parse",
-]
+__all__ = ["TABLE", "Case", "Declined", "Entry", "Line", "Relation", "SizedLine", "Table", "bind", "op_name", "parse"]
 
 
 def __getattr__(name: str) -> type:

@@ -74,9 +74,7 @@ class Activation:
         return len(self.ops[0].numbers)
 
 
-def _plain(
-    name: str, reference: Callable[..., Tensor], module: type[nn.Module], **more: Any
-) -> Activation:
+def _plain(name: str, reference: Callable[..., Tensor], module: type[nn.Module], **more: Any) -> Activation:
     """An activation without numbers whose ATen op has its name."""
     ops = (Equivalent(getattr(aten, name).default),)
     return Activation(name, reference, ops, (Equivalent(module),), **{"onednn": name, **more})
@@ -85,37 +83,50 @@ def _plain(
 def _gelu(name: str, reference: Callable[..., Tensor], approximate: str) -> Activation:
     where = {"approximate": approximate}
     return Activation(
-        name, reference, (Equivalent(aten.gelu.default, (), where),),
-        (Equivalent(nn.GELU, (), where),), onednn="gelu", algorithm=approximate, exponential=True,
-    )  # fmt: skip
+        name,
+        reference,
+        (Equivalent(aten.gelu.default, (), where),),
+        (Equivalent(nn.GELU, (), where),),
+        onednn="gelu",
+        algorithm=approximate,
+        exponential=True,
+    )
 
 
-ACTIVATIONS: dict[str, Activation] = {activation.name: activation for activation in (
-    _plain("relu", torch.relu, nn.ReLU, nonnegative=lambda: True),
-    _plain("sigmoid", torch.sigmoid, nn.Sigmoid, exponential=True, nonnegative=lambda: True),
-    _plain("tanh", torch.tanh, nn.Tanh, exponential=True),
-    _plain("hardswish", F.hardswish, nn.Hardswish),
-    _plain("hardsigmoid", F.hardsigmoid, nn.Hardsigmoid, nonnegative=lambda: True),
-    _plain("silu", F.silu, nn.SiLU, onednn="swish", exponential=True),
-    _gelu("gelu", F.gelu, "none"),
-    _gelu("gelu_tanh", partial(F.gelu, approximate="tanh"), "tanh"),
-    Activation(
-        "clamp", torch.clamp,
-        (Equivalent(aten.hardtanh.default, ("min_val", "max_val")),
-         Equivalent(aten.clamp.default, ("min", "max")),
-         Equivalent(aten.relu6.default, (0.0, 6.0), onednn=False)),
-        (Equivalent(nn.Hardtanh, ("min_val", "max_val")),
-         Equivalent(nn.ReLU6, ("min_val", "max_val"))),
-        presets={"relu6": (0.0, 6.0)}, onednn="hardtanh",
-        nonnegative=lambda least, largest: least >= 0,
-    ),
-    Activation(
-        "leaky_relu", F.leaky_relu,
-        (Equivalent(aten.leaky_relu.default, ("negative_slope",)),),
-        (Equivalent(nn.LeakyReLU, ("negative_slope",)),),
-        presets={"leaky_relu": (0.01,)}, onednn="leaky_relu",
-    ),
-)}  # fmt: skip
+ACTIVATIONS: dict[str, Activation] = {
+    activation.name: activation
+    for activation in (
+        _plain("relu", torch.relu, nn.ReLU, nonnegative=lambda: True),
+        _plain("sigmoid", torch.sigmoid, nn.Sigmoid, exponential=True, nonnegative=lambda: True),
+        _plain("tanh", torch.tanh, nn.Tanh, exponential=True),
+        _plain("hardswish", F.hardswish, nn.Hardswish),
+        _plain("hardsigmoid", F.hardsigmoid, nn.Hardsigmoid, nonnegative=lambda: True),
+        _plain("silu", F.silu, nn.SiLU, onednn="swish", exponential=True),
+        _gelu("gelu", F.gelu, "none"),
+        _gelu("gelu_tanh", partial(F.gelu, approximate="tanh"), "tanh"),
+        Activation(
+            "clamp",
+            torch.clamp,
+            (
+                Equivalent(aten.hardtanh.default, ("min_val", "max_val")),
+                Equivalent(aten.clamp.default, ("min", "max")),
+                Equivalent(aten.relu6.default, (0.0, 6.0), onednn=False),
+            ),
+            (Equivalent(nn.Hardtanh, ("min_val", "max_val")), Equivalent(nn.ReLU6, ("min_val", "max_val"))),
+            presets={"relu6": (0.0, 6.0)},
+            onednn="hardtanh",
+            nonnegative=lambda least, largest: least >= 0,
+        ),
+        Activation(
+            "leaky_relu",
+            F.leaky_relu,
+            (Equivalent(aten.leaky_relu.default, ("negative_slope",)),),
+            (Equivalent(nn.LeakyReLU, ("negative_slope",)),),
+            presets={"leaky_relu": (0.01,)},
+            onednn="leaky_relu",
+        ),
+    )
+}
 
 
 def apply_activation(x: Tensor, act: Act | None) -> Tensor:
@@ -144,11 +155,10 @@ def find_onednn_activation(name: Any, algorithm: str | None) -> Activation | Non
 def presets() -> dict[str, Act]:
     """The activations by their names for users: "relu6" -> ("clamp", (0.0, 6.0))."""
     entries = ACTIVATIONS.values()
-    without_numbers: dict[str, Act] = {
-        entry.name: (entry.name, ()) for entry in entries if not entry.count
+    without_numbers: dict[str, Act] = {entry.name: (entry.name, ()) for entry in entries if not entry.count}
+    return without_numbers | {
+        name: (entry.name, numbers) for entry in entries for name, numbers in entry.presets.items()
     }
-    return without_numbers | {name: (entry.name, numbers)
-                  for entry in entries for name, numbers in entry.presets.items()}  # fmt: skip
 
 
 def act_of(activation: ActivationLike) -> Act | None:

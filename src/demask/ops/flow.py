@@ -59,9 +59,7 @@ def base(letter: str) -> str:
 # --- parts of axes --------------------------------------------------------------------------------
 
 
-def follow(
-    relation: Relation, operand: int, part: Part, *, out: int = 0, single: bool = False
-) -> Part | None:
+def follow(relation: Relation, operand: int, part: Part, *, out: int = 0, single: bool = False) -> Part | None:
     """The part of an output's axis that a part of an operand's axis becomes; None if it ends.
 
     Of a part with several letters, the major ones that stay together continue. Under windows and
@@ -115,10 +113,7 @@ def _first(relation: Relation, letters: tuple[str, ...], part: Part) -> int | No
 
 
 def _shared(
-    relation: Relation,
-    before: tuple[tuple[str, ...], int],
-    after: tuple[int, tuple[str, ...]],
-    part: Part,
+    relation: Relation, before: tuple[tuple[str, ...], int], after: tuple[int, tuple[str, ...]], part: Part
 ) -> Part | None:
     """The part of an output's axis that shares letters with a part of an operand's axis, or None.
 
@@ -159,9 +154,7 @@ def _size(relation: Relation, letter: str) -> int:
 # --- tags of whole axes ---------------------------------------------------------------------------
 
 
-def iterate_tags(
-    relation: Relation, tags: Sequence[Tags[T] | None]
-) -> Iterator[tuple[str | None, int, T]]:
+def iterate_tags(relation: Relation, tags: Sequence[Tags[T] | None]) -> Iterator[tuple[str | None, int, T]]:
     """The letter, operand and tag of each tagged axis of the operands. The letter is None for an
     axis that does not have exactly one letter."""
     for operand, (axes, operand_tags) in enumerate(zip(relation.ins, tags, strict=True)):
@@ -175,9 +168,7 @@ def tags_by_axis(axes: Sequence[tuple[str, ...]], tags: Mapping[str, T]) -> dict
     return {k: tags[axis[0]] for k, axis in enumerate(axes) if len(axis) == 1 and axis[0] in tags}
 
 
-def carry(
-    relation: Relation, tags: Sequence[Tags[T] | None], combine: Callable[[T, T], T]
-) -> tuple[dict[int, T], ...]:
+def carry(relation: Relation, tags: Sequence[Tags[T] | None], combine: Callable[[T, T], T]) -> tuple[dict[int, T], ...]:
     """The tags of each output's axes along which the call is computed position by position.
 
     tags: of each operand's axes; None for an operand without tags.
@@ -193,9 +184,10 @@ def carry_back(relation: Relation, tags: Tags[T], *, out: int = 0) -> tuple[dict
     """The tags of each operand's axes along which an output is computed position by position, from
     the tags of that output's axes."""
     letters = {
-        axis[0]: tags[k] for k, axis in enumerate(relation.outs[out])
+        axis[0]: tags[k]
+        for k, axis in enumerate(relation.outs[out])
         if k in tags and len(axis) == 1 and axis[0] not in relation.mixed
-    }  # fmt: skip
+    }
     return tuple(tags_by_axis(axes, letters) for axes in relation.ins)
 
 
@@ -203,7 +195,5 @@ def is_split(relation: Relation, axis: int, *, out: int = 0) -> bool:
     """Whether an output's axis is composite, or part of a composite axis of an operand."""
     letters = set(relation.outs[out][axis])
     return len(letters) != 1 or any(
-        len(operand_letters) > 1 and letters & set(operand_letters)
-        for axes in relation.ins
-        for operand_letters in axes
+        len(operand_letters) > 1 and letters & set(operand_letters) for axes in relation.ins for operand_letters in axes
     )

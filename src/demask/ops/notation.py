@@ -108,9 +108,7 @@ def _axes(part: str, suffix: str, marks: dict[str, set[str]], text: str) -> Axes
     """The axes in the text of an operand; adds its marked letters to `marks`."""
     unknown = _TOKEN.sub("", part).strip()
     if unknown:
-        raise TableError(
-            f"cannot read {unknown!r} in {text!r}: letters, (a b), 1, ... and ! ~ @ ^ only"
-        )
+        raise TableError(f"cannot read {unknown!r} in {text!r}: letters, (a b), 1, ... and ! ~ @ ^ only")
     return tuple(_axis(token, suffix, marks) for token in _TOKEN.findall(part))
 
 

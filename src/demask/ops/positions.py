@@ -69,9 +69,7 @@ def _moved_size(value: Any, axes: Axes, line: Line) -> int:
     """The number of positions of an operand or output, its other axes reduced to one."""
     tensor = value.meta["val"] if isinstance(value, fx.Node) else value
     sizes = zip(tensor.shape, axes, strict=True)
-    return math.prod(
-        schema.example_size(n) for n, letters in sizes if letters and letters[0] in line.moved
-    )
+    return math.prod(schema.example_size(n) for n, letters in sizes if letters and letters[0] in line.moved)
 
 
 def _base(letter: str) -> str:
@@ -79,12 +77,7 @@ def _base(letter: str) -> str:
 
 
 def _run(
-    node: fx.Node,
-    line: Line,
-    base: str,
-    shift: float,
-    which: tuple[Operand, ...],
-    indices: Mapping[str, Tensor],
+    node: fx.Node, line: Line, base: str, shift: float, which: tuple[Operand, ...], indices: Mapping[str, Tensor]
 ) -> list[Tensor]:
     """The outputs of the op for operands that contain their positions along axis `base`, plus
     `shift`; axes that do not move have size one."""
@@ -101,18 +94,14 @@ def _run(
         name: schema.concrete(value) if name not in names and schema.is_dynamic(value) else value
         for name, value in (schema.arguments(node) | dict(indices)).items()
     }
-    args, kwargs = schema.bind_arguments(
-        node.target, schema.replace_operands(call_arguments, which, values)
-    )
+    args, kwargs = schema.bind_arguments(node.target, schema.replace_operands(call_arguments, which, values))
     output = node.target(*args, **kwargs)  # type: ignore[operator]
     return list(output) if isinstance(output, (list, tuple)) else [output]
 
 
 def _positions(axes: Axes, shape: list[int], base: str, operand: int) -> Tensor:
     """float64 of a shape: operand * _STEP + position along axis `base`."""
-    base_axis = next(
-        (a for a, letters in enumerate(axes) if letters and _base(letters[0]) == base), None
-    )
+    base_axis = next((a for a, letters in enumerate(axes) if letters and _base(letters[0]) == base), None)
     if base_axis is None:
         return torch.full(shape, operand * _STEP, dtype=torch.float64)
     view = [shape[base_axis] if axis == base_axis else 1 for axis in range(len(shape))]
@@ -123,23 +112,13 @@ def _positions(axes: Axes, shape: list[int], base: str, operand: int) -> Tensor:
 def _read(first: Tensor, second: Tensor, axes: Axes, base: str) -> IndexMap:
     """The index map along one axis, from outputs for shifts 0 and 1. Elements that are equal in
     both are padding; at each position the first other element is decoded."""
-    base_axis = next(
-        (a for a, letters in enumerate(axes) if letters and _base(letters[0]) == base), None
-    )
+    base_axis = next((a for a, letters in enumerate(axes) if letters and _base(letters[0]) == base), None)
     n = 1 if base_axis is None else first.shape[base_axis]
     if not first.numel():
         nothing = torch.full((n,), -1)
         return IndexMap(nothing, nothing, 0.0)
-    rows = (
-        first.movedim(base_axis, 0).reshape(n, -1)
-        if base_axis is not None
-        else first.reshape(1, -1)
-    )
-    shifted_rows = (
-        second.movedim(base_axis, 0).reshape(n, -1)
-        if base_axis is not None
-        else second.reshape(1, -1)
-    )
+    rows = first.movedim(base_axis, 0).reshape(n, -1) if base_axis is not None else first.reshape(1, -1)
+    shifted_rows = second.movedim(base_axis, 0).reshape(n, -1) if base_axis is not None else second.reshape(1, -1)
     is_moved = rows != shifted_rows
     column = is_moved.to(torch.int8).argmax(1, keepdim=True)
     codes = rows.gather(1, column).squeeze(1)

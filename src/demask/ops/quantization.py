@@ -37,17 +37,14 @@ def broadcast_scale(scale: Tensor, x: Tensor, axis: int) -> Tensor:
         return scale.reshape(())
     if scale.ndim != 1 or not -x.ndim <= axis < x.ndim or scale.shape[0] != x.shape[axis]:
         raise BadInput(
-            f"expected a scale per position of axis {axis} of {list(x.shape)}, got one of "
-            f"{list(scale.shape)}"
+            f"expected a scale per position of axis {axis} of {list(x.shape)}, got one of {list(scale.shape)}"
         )
     sizes = [1] * x.ndim
     sizes[axis] = -1
     return scale.reshape(sizes)
 
 
-def quantize_values(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: str
-) -> Tensor:
+def quantize_values(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: str) -> Tensor:
     """saturate(round(x / scale) + zero_point) in a dtype; rounds half to even."""
     integer_type = dtype_of(dtype)
     float_type = torch.float64 if scale.dtype == torch.float64 else torch.float32
@@ -61,9 +58,7 @@ def quantize_values(
 def dequantize_values(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
     """(x - zero_point) * scale in the dtype of `scale`, multiplied in float32 at least."""
     if x.is_floating_point() or x.is_complex() or not scale.is_floating_point():
-        raise BadInput(
-            f"expected integers and a floating-point scale, got {x.dtype} and {scale.dtype}"
-        )
+        raise BadInput(f"expected integers and a floating-point scale, got {x.dtype} and {scale.dtype}")
     if zero_point is not None:
         x = x.to(torch.int32) - broadcast_scale(zero_point.to(torch.int32), x, axis)
     float_type = torch.float64 if scale.dtype == torch.float64 else torch.float32
@@ -129,10 +124,7 @@ def _line(node: fx.Node) -> str:
     x, *other_sizes = (schema.sizes(o.value.meta["val"]) for o in schema.operands(node))
     rank, axis = len(x), call_arguments["axis"]
     axes = [f"a{k}" for k in range(rank)]
-    others = [
-        axes[axis] if len(sizes) == 1 and sizes != (1,) else "1" * len(sizes)
-        for sizes in other_sizes
-    ]
+    others = [axes[axis] if len(sizes) == 1 and sizes != (1,) else "1" * len(sizes) for sizes in other_sizes]
     whole = " ".join(axes)
     return f"{', '.join([whole, *others])} -> {whole}"
 
@@ -140,16 +132,28 @@ def _line(node: fx.Node) -> str:
 _POINT, _ONE = S((), True, 9), S((), True, "positive")
 _EACH, _POINTS = S((3,), True, "positive"), S((3,), True, 9)
 ENTRIES = [
-    ("demask.quantize.default", Entry(_line, cases=(
-        Case((S((2, 3, 4)), _ONE, None, 1, "int8"), {}),
-        Case((S((2, 3, 4)), _ONE, _POINT, 1, "uint8"), {}),
-        Case((S((2, 3, 4)), _EACH, _POINTS, 1, "uint8"), {}),
-        Case((S((2, 4, 3)), _EACH, None, -1, "uint16"), {}),
-    ))),
-    ("demask.dequantize.default", Entry(_line, cases=(
-        Case((S((2, 3, 4), of=200), _ONE, None, 1), {}),
-        Case((S((2, 3, 4), of=200), _ONE, _POINT, 1), {}),
-        Case((S((2, 3, 4), of=200), _EACH, _POINTS, 1), {}),
-        Case((S((2, 4, 3), of=200), _EACH, None, -1), {}),
-    ))),
-]  # fmt: skip
+    (
+        "demask.quantize.default",
+        Entry(
+            _line,
+            cases=(
+                Case((S((2, 3, 4)), _ONE, None, 1, "int8"), {}),
+                Case((S((2, 3, 4)), _ONE, _POINT, 1, "uint8"), {}),
+                Case((S((2, 3, 4)), _EACH, _POINTS, 1, "uint8"), {}),
+                Case((S((2, 4, 3)), _EACH, None, -1, "uint16"), {}),
+            ),
+        ),
+    ),
+    (
+        "demask.dequantize.default",
+        Entry(
+            _line,
+            cases=(
+                Case((S((2, 3, 4), of=200), _ONE, None, 1), {}),
+                Case((S((2, 3, 4), of=200), _ONE, _POINT, 1), {}),
+                Case((S((2, 3, 4), of=200), _EACH, _POINTS, 1), {}),
+                Case((S((2, 4, 3), of=200), _EACH, None, -1), {}),
+            ),
+        ),
+    ),
+]

@@ -50,9 +50,7 @@ def input_end(relation: Relation, operand: int, axis: int, end: int, *, out: int
     return needed_interval(relation, operand, axis, 0, end, out=out)[1]
 
 
-def needed_interval(
-    relation: Relation, operand: int, axis: int, start: int, end: int, *, out: int = 0
-) -> Interval:
+def needed_interval(relation: Relation, operand: int, axis: int, start: int, end: int, *, out: int = 0) -> Interval:
     """The positions of the operand that output positions [start, end) require, along `axis_of`.
 
     Raises ValueError if the operand has no such axis: all of it is required.
@@ -68,9 +66,7 @@ def region_rule(relation: Relation, operand: int, axis: int, *, out: int = 0) ->
     operand_axis = axis_of(relation, operand, axis, out=out)
     if operand_axis is None:
         name = relation.operands[operand].name
-        raise ValueError(
-            f"{relation.node}: operand {name!r} has no axis along axis {axis} of the output"
-        )
+        raise ValueError(f"{relation.node}: operand {name!r} has no axis along axis {axis} of the output")
     axis %= len(relation.outs[out])
     length = schema.example_size(relation.operands[operand].value.meta["val"].shape[operand_axis])
     output_length = _length(relation, axis, out)
@@ -90,18 +86,13 @@ def is_whole(relation: Relation, operand: int, axis: int, *, out: int = 0) -> bo
     """Whether every position of an output's axis requires all of the operand along `axis_of`."""
     operand_axis = axis_of(relation, operand, axis, out=out)
     axis %= len(relation.outs[out])
-    return (
-        operand_axis is None or _unclamped(relation, (operand, operand_axis), (out, axis)) is None
-    )
+    return operand_axis is None or _unclamped(relation, (operand, operand_axis), (out, axis)) is None
 
 
 def _unclamped(relation: Relation, source: Interval, target: Interval) -> Rule | None:
     """The rule without clamping; None if the whole axis is required. source: an operand and its
     axis; target: an output and its axis."""
-    operand_letters, letters = (
-        relation.ins[source[0]][source[1]],
-        relation.outs[target[0]][target[1]],
-    )
+    operand_letters, letters = (relation.ins[source[0]][source[1]], relation.outs[target[0]][target[1]])
     if set(letters) & relation.looped:
         return None
     if letters[0] in relation.window:
@@ -116,9 +107,7 @@ def _unclamped(relation: Relation, source: Interval, target: Interval) -> Rule |
     return lambda start, end: (start // tile * step, -(-end // tile) * step)
 
 
-def carried_steps(
-    relation: Relation, operand: int, axis: int, *, out: int = 0
-) -> tuple[int, int, int]:
+def carried_steps(relation: Relation, operand: int, axis: int, *, out: int = 0) -> tuple[int, int, int]:
     """Of a carried axis: the number of major letters that the operand's axis and the output's axis
     share, and the number of positions per position of these, in the operand and in the output.
 
@@ -131,9 +120,7 @@ def carried_steps(
     operand_axis = axis_of(relation, operand, axis, out=out)
     if operand_axis is None:
         raise ValueError(f"{relation.node}: operand {operand} has no axis along axis {axis}")
-    common, step, tile = _steps(
-        relation, relation.ins[operand][operand_axis], relation.outs[out][axis]
-    )
+    common, step, tile = _steps(relation, relation.ins[operand][operand_axis], relation.outs[out][axis])
     return common, step or 1, tile or 1
 
 
@@ -145,11 +132,7 @@ def _steps(relation: Relation, operand_letters, letters) -> tuple[int, int | Non
         if letter != other or letter in relation.complete:
             break
         common += 1
-    return (
-        common,
-        _product(relation, operand_letters[common:]),
-        _product(relation, letters[common:]),
-    )
+    return (common, _product(relation, operand_letters[common:]), _product(relation, letters[common:]))
 
 
 def _product(relation: Relation, letters: tuple[str, ...]) -> int | None:
@@ -254,9 +237,7 @@ class Geometry:
         if (shift, align) not in self._floors:
             positions, rounded = torch.arange(self.output, dtype=torch.float64) + shift, []
             for scale in self.scales(align):
-                rounded += [
-                    (v * scale - shift).floor().long() for v in (positions, positions.float())
-                ]
+                rounded += [(v * scale - shift).floor().long() for v in (positions, positions.float())]
             candidates = torch.stack(rounded)
             self._floors[shift, align] = (candidates.amin(0).tolist(), candidates.amax(0).tolist())
         return self._floors[shift, align]

@@ -93,9 +93,7 @@ class Relation:
         output_letters = self.letters(tuple(axis for axes in self.outs for axis in axes))
         counts: dict[str, int] = {}
         for axes in self.ins:
-            for letter in (
-                self.letters(axes) - output_letters - self.moved - self.window - self.complete
-            ):
+            for letter in self.letters(axes) - output_letters - self.moved - self.window - self.complete:
                 counts[letter] = counts.get(letter, 0) + 1
         return frozenset(letter for letter, count in counts.items() if count > 1)
 
@@ -126,9 +124,7 @@ class Relation:
             return allowed[entry.total]
         linear = entry.fill in ("sum", "mix", "same", "recur") or entry.rest in _BOUNDED
         dtypes = [n.meta["val"].dtype for n in nodes if n is not None and n.op != "get_attr"]
-        index_dtypes = [
-            dtype for dtype in dtypes if not dtype.is_floating_point and dtype != torch.bool
-        ]
+        index_dtypes = [dtype for dtype in dtypes if not dtype.is_floating_point and dtype != torch.bool]
         is_lookup = bool(index_dtypes) and len(self.operands) > 1  # an index, or the ends of parts
         return not computed or bool(self.moved) or entry.free or (linear and not is_lookup)
 
@@ -217,15 +213,10 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     if longest > MAX_AXIS:
         return Declined(f"{name} with an axis of {longest:,} positions: more than {MAX_AXIS:,}")
     line = _broadcast(line, shapes, size)
-    maps = (
-        compute_index_maps(node, line, size, tensors, indices)
-        if line.moved
-        else [{} for _ in line.outs]
-    )
+    maps = compute_index_maps(node, line, size, tensors, indices) if line.moved else [{} for _ in line.outs]
     return Relation(
-        node, entry, tensors, line.ins, line.outs, size, tuple(maps),
-        line.window, line.complete, line.moved, line.back,
-    )  # fmt: skip
+        node, entry, tensors, line.ins, line.outs, size, tuple(maps), line.window, line.complete, line.moved, line.back
+    )
 
 
 def _index(value) -> Tensor | None:
@@ -247,10 +238,7 @@ def _expanded(line: Line, node: fx.Node, tensors: tuple[Operand, ...]) -> Line:
             f"entry of {node.target} has {len(line.ins)} operands and {len(line.outs)} outputs, "
             f"the call {node.name} has {len(tensors)} and {len(values)}"
         )
-    ins = [
-        _dots(axes, len(schema.sizes(_value(op))))
-        for axes, op in zip(present, tensors, strict=True)
-    ]
+    ins = [_dots(axes, len(schema.sizes(_value(op)))) for axes, op in zip(present, tensors, strict=True)]
     outs = [_dots(axes, len(schema.sizes(v))) for axes, v in zip(line.outs, values, strict=True)]
     for axes, rank, described in [
         *((a, len(schema.sizes(_value(op))), op.name) for a, op in zip(ins, tensors, strict=True)),
@@ -258,8 +246,7 @@ def _expanded(line: Line, node: fx.Node, tensors: tuple[Operand, ...]) -> Line:
     ]:
         if len(axes) != rank:
             raise TableError(
-                f"entry of {node.target}: {described} of {node.name} has {rank} axes, "
-                f"the line has {len(axes)}"
+                f"entry of {node.target}: {described} of {node.name} has {rank} axes, the line has {len(axes)}"
             )
     return replace(line, ins=tuple(ins), outs=tuple(outs))
 
@@ -267,9 +254,7 @@ def _expanded(line: Line, node: fx.Node, tensors: tuple[Operand, ...]) -> Line:
 def _present(line: Line, node: fx.Node, tensors: tuple[Operand, ...]) -> list[Axes]:
     """The axes of the line's operands, without optional ones that are None in this call."""
     if not line.ins:
-        return [()] * len(
-            tensors
-        )  # No operands before the arrow: the call's operands, if any, have no axes.
+        return [()] * len(tensors)  # No operands before the arrow: the call's operands, if any, have no axes.
     if any(operand.index is not None for operand in tensors) or len(line.ins) == len(tensors):
         return list(line.ins)
     values = schema.arguments(node)
@@ -327,9 +312,7 @@ def _check_axis(axis, n, size: dict[str, int | None], where: str) -> None:
     if missing:
         raise TableError(f"{where}: sizes of {missing} are not determined; return a SizedLine")
     if n not in (None, 1) and product not in (None, n):
-        raise TableError(
-            f"{where}: axis {axis} is {n} long, the product of its letters is {product}"
-        )
+        raise TableError(f"{where}: axis {axis} is {n} long, the product of its letters is {product}")
 
 
 def _broadcast(line: Line, shapes, size: Mapping[str, int | None]) -> Line:

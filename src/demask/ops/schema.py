@@ -32,10 +32,9 @@ class Argument:
 def signature(target: Any) -> tuple[Argument, ...]:
     """The arguments of an op; cached, since torch creates its objects at every access."""
     return tuple(
-        Argument(a.name, a.kwarg_only, "Tensor" in str(a.type), a.has_default_value(),
-                 a.default_value, a.N)
+        Argument(a.name, a.kwarg_only, "Tensor" in str(a.type), a.has_default_value(), a.default_value, a.N)
         for a in schema_of(target).arguments
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,7 @@ def has_effect(node: fx.Node) -> bool:
     return isinstance(target, OpOverload) and (is_mutable(target) or draws_random_numbers(node))
 
 
-def bind_arguments(
-    target: Any, values: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def bind_arguments(target: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a call of an op, from its arguments by name; trailing
     arguments with default values are left out."""
     args, kwargs = [], {}
@@ -111,9 +108,7 @@ def operands(node: fx.Node, skip: tuple[str, ...] = ()) -> tuple[Operand, ...]:
     return tuple(tensors)
 
 
-def replace_operands(
-    arguments_by_name: Mapping[str, Any], which: tuple[Operand, ...], values: Any
-) -> dict[str, Any]:
+def replace_operands(arguments_by_name: Mapping[str, Any], which: tuple[Operand, ...], values: Any) -> dict[str, Any]:
     """Arguments by name, with `values` in the place of the operands `which`."""
     updated = dict(arguments_by_name)
     for operand, value in zip(which, values, strict=True):

@@ -57,14 +57,10 @@ PRODUCTS_OF_VALUES = _ops("matmul.default bmm.default")
 CONV_OF_AXES = {axes: op for op, axes in CONVOLUTIONS.items()}
 AVERAGE_POOL_OF_AXES = {axes: op for op, axes in AVERAGE_POOLS.items()}
 # Layers: contractions of one input with a weight -> the weight's axis of output channels.
-OUTPUT_AXIS = {
-    **dict.fromkeys((*CONVOLUTIONS, aten.linear.default), 0),
-    **dict.fromkeys(TRANSPOSED_CONVOLUTIONS, 1),
-}
+OUTPUT_AXIS = {**dict.fromkeys((*CONVOLUTIONS, aten.linear.default), 0), **dict.fromkeys(TRANSPOSED_CONVOLUTIONS, 1)}
 
 # Elements in the same row-major order, in another shape.
-RESHAPES = _ops(" ".join(name.removeprefix("aten.")
-                         for name, entry in move.ENTRIES if entry.line is move.view))  # fmt: skip
+RESHAPES = _ops(" ".join(name.removeprefix("aten.") for name, entry in move.ENTRIES if entry.line is move.view))
 SQUEEZES = _ops("squeeze.default squeeze.dim squeeze.dims")
 # Reshapes that may split axes; among these: those that refuse strides that would require a copy,
 # and those that users write.
@@ -81,8 +77,9 @@ TAKES = SELECTS | _ops("""chunk.default split.Tensor split_with_sizes.default sl
 PADS = _ops("constant_pad_nd.default pad.default")
 # Names: each element of the output is an element of the first operand.
 MOVES = frozenset(name for name, _ in move.ENTRIES if "pad" not in name) - {
-    "aten.cat.default", "aten.slice_scatter.default",
-}  # fmt: skip
+    "aten.cat.default",
+    "aten.slice_scatter.default",
+}
 # The operand itself, in its memory; or in memory that may be new.
 ALIASES = _ops("alias.default detach.default")
 COPIES = _ops("clone.default contiguous.default")
@@ -96,8 +93,7 @@ MEMORY_VIEWS = TRANSPOSED_VIEWS | _ops("""view.default unsqueeze.default squeeze
 EXPANSIONS = _ops("expand.default")
 # Names: the output never shares memory with an operand, although the op may decompose into ops that
 # include views (norms, softmax, windows); the same for products of two operands or more.
-OWN_MEMORY = frozenset(name for name, entry in TABLE.items()
-                       if entry.affine or entry.rest or entry.region)  # fmt: skip
+OWN_MEMORY = frozenset(name for name, entry in TABLE.items() if entry.affine or entry.rest or entry.region)
 SUMS_OF_PRODUCTS = frozenset(name for name, entry in TABLE.items() if entry.fill in ("sum", "mix"))
 # By name: (operand that is indexed, argument of its axis, operand of positions along it).
 INDEXED = {
@@ -128,23 +124,31 @@ JOIN_TREES = JOINS | _ops("slice.Tensor constant_pad_nd.default index_select.def
 FORMAT_PRESERVING = _ops("batch_norm.default max_pool2d.default avg_pool2d.default cat.default")
 # Norms -> the argument that selects the statistics of the batch.
 BATCH_STATISTICS: Mapping[Any, str] = {
-    aten.batch_norm.default: "training", aten.instance_norm.default: "use_input_stats",
-}  # fmt: skip
+    aten.batch_norm.default: "training",
+    aten.instance_norm.default: "use_input_stats",
+}
 # Ops of a tensor and a number -> the op of two tensors.
 OF_TWO_TENSORS: Mapping[Any, Any] = {
     aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
-    **{aten_op(f"{name}.Scalar"): aten_op(f"{name}.Tensor")
-       for name in ("remainder", "bitwise_and", "bitwise_or", "bitwise_xor")},
-    **{aten_op(f"__{name}__.Scalar"): aten_op(f"bitwise_{to}.Tensor")
-       for name, to in (("and", "and"), ("or", "or"), ("xor", "xor"), ("lshift", "left_shift"),
-                        ("rshift", "right_shift"))},
-}  # fmt: skip
+    **{
+        aten_op(f"{name}.Scalar"): aten_op(f"{name}.Tensor")
+        for name in ("remainder", "bitwise_and", "bitwise_or", "bitwise_xor")
+    },
+    **{
+        aten_op(f"__{name}__.Scalar"): aten_op(f"bitwise_{to}.Tensor")
+        for name, to in (
+            ("and", "and"),
+            ("or", "or"),
+            ("xor", "xor"),
+            ("lshift", "left_shift"),
+            ("rshift", "right_shift"),
+        )
+    },
+}
 # Ops whose numbers torch.export passes to ops of a tensor and a number when it decomposes them.
 DECOMPOSED_WITH_NUMBERS = _ops("""addbmm.default addcdiv.default addcmul.default addmm.default
     addmv.default addr.default baddbmm.default celu.default elu.default hardtanh.default
     leaky_relu.default softplus.default""")
 
 # Norms whose statistics may be over the image, by their arguments.
-IMAGE_NORMS = frozenset(
-    {aten.group_norm.default, aten.instance_norm.default, aten.batch_norm.default}
-)
+IMAGE_NORMS = frozenset({aten.group_norm.default, aten.instance_norm.default, aten.batch_norm.default})

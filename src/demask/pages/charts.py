@@ -24,8 +24,7 @@ def draw_timeline(timeline: Timeline) -> str:
     """Bytes alive over steps, with a line at each limit."""
     peak, total = timeline.peak, sum(span.length for span in timeline.spans) or 1.0
     most = max([peak.bytes, *timeline.limits.values(), 1])
-    title = (f"{len(timeline.spans):,} steps; at most {format_bytes(peak.bytes)} alive, at "
-             f"{peak.name}")  # fmt: skip
+    title = f"{len(timeline.spans):,} steps; at most {format_bytes(peak.bytes)} alive, at {peak.name}"
     parts, start = [_text(LEFT, 14, "bytes alive", 'class="strong"')], 0.0
     for k in range(3):
         parts.append(_grid_line(TOP + DOWN * (1 - k / 2), format_bytes(int(most * k / 2))))
@@ -33,9 +32,11 @@ def draw_timeline(timeline: Timeline) -> str:
         x, width = LEFT + ACROSS * start / total, ACROSS * span.length / total
         height = DOWN * span.bytes / most
         words = f"{span.name}: {format_bytes(span.bytes)}{f', {span.words}' * bool(span.words)}"
-        parts.append(f'<rect class="stays" x="{x:.2f}" y="{TOP + DOWN - height:.2f}" '
-                     f'width="{max(width, 0.3):.2f}" height="{height:.2f}">'
-                     f"<title>{escape(words)}</title></rect>")  # fmt: skip
+        parts.append(
+            f'<rect class="stays" x="{x:.2f}" y="{TOP + DOWN - height:.2f}" '
+            f'width="{max(width, 0.3):.2f}" height="{height:.2f}">'
+            f"<title>{escape(words)}</title></rect>"
+        )
         start += span.length
     for name, size in timeline.limits.items():
         y = TOP + DOWN * (1 - size / most)
@@ -67,8 +68,7 @@ def _curve(curve: Curve, curves: StepCharts) -> str:
     low, high, step = _ticks([y for _, y in points])
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return (LEFT + ACROSS * x / (curves.last or 1),
-                TOP + DOWN * (high - y) / (high - low))  # fmt: skip
+        return (LEFT + ACROSS * x / (curves.last or 1), TOP + DOWN * (high - y) / (high - low))
 
     parts = [_text(LEFT, 14, curve.title, 'class="strong"')]
     for k in range(round((high - low) / step) + 1):
@@ -77,8 +77,9 @@ def _curve(curve: Curve, curves: StepCharts) -> str:
     for x, words in curves.events:
         across = at(x, low)[0]
         title = f"<title>step {x:g}: {escape(words)}</title>"
-        parts.append(f'<line class="mark" x1="{across:.1f}" x2="{across:.1f}" y1="{TOP}" '
-                     f'y2="{TOP + DOWN}">{title}</line>')  # fmt: skip
+        parts.append(
+            f'<line class="mark" x1="{across:.1f}" x2="{across:.1f}" y1="{TOP}" y2="{TOP + DOWN}">{title}</line>'
+        )
     drawn = [at(x, y) for x, y in points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
     parts.append(f'<polyline class="curve" points="{path}"/>')
@@ -97,10 +98,7 @@ def _averaged(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
     """At most POINTS points: means of equally many."""
     size = math.ceil(len(points) / POINTS) or 1
     groups = [points[k : k + size] for k in range(0, len(points), size)]
-    return [
-        (sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group))
-        for group in groups
-    ]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
 
 
 def _ticks(values: Sequence[float]) -> tuple[float, float, float]:
@@ -114,8 +112,9 @@ def _ticks(values: Sequence[float]) -> tuple[float, float, float]:
 
 def _svg(title: str, parts: Sequence[str]) -> str:
     body = "\n".join(parts)
-    return (f'<svg class="chart" role="img" viewBox="0 0 {WIDTH} {HEIGHT}">\n'
-            f"<title>{escape(title)}</title>\n{body}\n</svg>")  # fmt: skip
+    return (
+        f'<svg class="chart" role="img" viewBox="0 0 {WIDTH} {HEIGHT}">\n<title>{escape(title)}</title>\n{body}\n</svg>'
+    )
 
 
 def _grid_line(y: float, words: str) -> str:

@@ -91,10 +91,7 @@ def _table(table: TextTable) -> str:
         kind = "" if k in table.left else ' class="number"'
         return f"<{tag}{scope}{kind}>{escape(text)}</{tag}>"
 
-    head = "".join(
-        cell("th", k, text, ' scope="col"') if text else "<td></td>"
-        for k, text in enumerate(table.head)
-    )
+    head = "".join(cell("th", k, text, ' scope="col"') if text else "<td></td>" for k, text in enumerate(table.head))
 
     def cells(row: Sequence[str]) -> str:
         if len(row) == 1 < len(table.head):

@@ -29,12 +29,15 @@ def draw_network(picture: NetworkPicture) -> str:
     key = "".join(
         f'<li><svg width="16" height="12" aria-hidden="true"><rect class="{look}" x="1" y="1" '
         f'width="14" height="10"/></svg> {escape(words)}</li>'
-        for look in LOOKS if (words := getattr(picture, look))
-    )  # fmt: skip
+        for look in LOOKS
+        if (words := getattr(picture, look))
+    )
     body = "\n".join(blocks)
-    return (f'<ul class="key">{key}</ul>\n<ol class="network">\n{body}\n</ol>\n<p class="quiet">'
-            f"{escape(picture.words)} Point at a box, or move to it with the tab key, to read "
-            "more.</p>")  # fmt: skip
+    return (
+        f'<ul class="key">{key}</ul>\n<ol class="network">\n{body}\n</ol>\n<p class="quiet">'
+        f"{escape(picture.words)} Point at a box, or move to it with the tab key, to read "
+        "more.</p>"
+    )
 
 
 def _block(box: Box) -> str:

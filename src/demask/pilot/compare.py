@@ -120,21 +120,31 @@ class Comparison(PageSource):
 
     def page(self) -> Page:
         """What `print`, `to_html` and notebooks show, as sections."""
-        heads = ("simplifier", "same class", "error", "correlation", "zeros: precision", "recall",
-                 "weights", "MACs", "speed")  # fmt: skip
+        heads = (
+            "simplifier",
+            "same class",
+            "error",
+            "correlation",
+            "zeros: precision",
+            "recall",
+            "weights",
+            "MACs",
+            "speed",
+        )
         speed = "1 ×" if self.timing else "–"
         size = format_bytes(self.weight_bytes)
-        rows: list[tuple[str, ...]] = [
-            ("(full)", "", "", "", "", "", size, f"{self.macs:.3g}", speed)
-        ]
+        rows: list[tuple[str, ...]] = [("(full)", "", "", "", "", "", size, f"{self.macs:.3g}", speed)]
         for row in self.rows:
             rows.append((row.by, *([""] * (len(heads) - 1) if row.refused else _cells(row))))
         zeros = "" if self.zeros is None else f"; {_percent(self.zeros)} zeros after ReLU"
         refused = [f"{r.by}: refused: {r.refused}" for r in self.rows if r.refused]
-        return Page("demask pilot compare", (
-            TextTable(heads, rows, "Simplifiers", unbroken=(0,), pad_edge=False, width=WIDTH),
-            Lines([f"{self.inputs} inputs{zeros}", *refused], is_close=True),
-        ))  # fmt: skip
+        return Page(
+            "demask pilot compare",
+            (
+                TextTable(heads, rows, "Simplifiers", unbroken=(0,), pad_edge=False, width=WIDTH),
+                Lines([f"{self.inputs} inputs{zeros}", *refused], is_close=True),
+            ),
+        )
 
 
 @in_isolation
@@ -189,9 +199,7 @@ def compare(
     if not calls:
         raise BadInput("expected one input or more, got none")
     report("running the full network")
-    program = capture_program(
-        model, calls[0] if isinstance(calls[0], tuple) else (calls[0],), {}, None
-    )
+    program = capture_program(model, calls[0] if isinstance(calls[0], tuple) else (calls[0],), {}, None)
     analysis = Analysis(program, table)
     full = _Observed.of(analysis, {}, calls)
     runnable = build_uncut(analysis, program, ())  # run as the pilots are, so that times compare
@@ -201,18 +209,20 @@ def compare(
         measured.append(_row(one, analysis, full, calls, runnable, (pairs, seconds)))
     rows = tuple(row for row, _, _ in measured)
     first = next((timing for _, _, timing in measured if timing is not None), None)
-    here = capture_program(
-        runnable, calls[0], {}, None
-    )  # of these inputs' sizes, as the pilots are
+    here = capture_program(runnable, calls[0], {}, None)  # of these inputs' sizes, as the pilots are
     sizes = measure_program(here, Analysis(here, table).relations)
     same = {row.by: agreed for row, agreed, _ in measured}
     return Comparison(rows, full.count, sizes.bytes, sizes.macs, full.zero_share(), first, same)
 
 
 def _row(
-    one: Simplifier, analysis: Analysis, full: _Observed, calls: list[Any],
-    runnable: nn.Module, limits: tuple[int, float],
-) -> tuple[ComparisonRow, tuple[bool, ...], Timing | None]:  # fmt: skip
+    one: Simplifier,
+    analysis: Analysis,
+    full: _Observed,
+    calls: list[Any],
+    runnable: nn.Module,
+    limits: tuple[int, float],
+) -> tuple[ComparisonRow, tuple[bool, ...], Timing | None]:
     try:
         slim = one.applied(analysis)
     except BadInput as error:
@@ -240,9 +250,7 @@ def _row(
 
 
 @torch.no_grad()
-def _timed(
-    networks: Mapping[str, nn.Module], args: tuple[Any, ...], pairs: int, seconds: float
-) -> dict[str, Timing]:
+def _timed(networks: Mapping[str, nn.Module], args: tuple[Any, ...], pairs: int, seconds: float) -> dict[str, Timing]:
     contenders = {name: (lambda net=net: net(*args)) for name, net in networks.items()}
     return time_alternately(contenders, pairs, seconds=seconds)
 
@@ -281,8 +289,7 @@ class _Observed:
         leaves = [flat(program, args, {}) for args in calls]
         run = walk(program, LoadedConstants(program), leaves, seen.see, outputs=True)
         seen.outputs = run.outputs
-        firsts = (next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1)
-                  for call in leaves)  # fmt: skip
+        firsts = (next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1) for call in leaves)
         seen.count = sum(firsts)
         return seen
 
@@ -316,14 +323,9 @@ class _Observed:
         """Pearson's, of magnitudes over inputs and channels, the mean over layers that vary."""
         coefficients = []
         for name, mine in self.magnitudes.items():
-            a, b = (
-                torch.cat(mine).double(),
-                torch.cat(other.magnitudes.get(name) or [torch.empty(0)]),
-            )
+            a, b = (torch.cat(mine).double(), torch.cat(other.magnitudes.get(name) or [torch.empty(0)]))
             if a.shape == b.shape and float(a.std()) > 0 and float(b.std()) > 0:
-                coefficients.append(
-                    float(torch.corrcoef(torch.stack([a.flatten(), b.double().flatten()]))[0, 1])
-                )
+                coefficients.append(float(torch.corrcoef(torch.stack([a.flatten(), b.double().flatten()]))[0, 1]))
         return sum(coefficients) / len(coefficients) if coefficients else None
 
     def zero_rates(self, other: _Observed) -> tuple[float | None, float | None]:
@@ -334,11 +336,7 @@ class _Observed:
                 b = _like(b, a)
                 if b is None:
                     return None, None
-                hit, claimed, actual = (
-                    hit + int((a & b).sum()),
-                    claimed + int(b.sum()),
-                    actual + int(a.sum()),
-                )
+                hit, claimed, actual = (hit + int((a & b).sum()), claimed + int(b.sum()), actual + int(a.sum()))
         return (hit / claimed if claimed else None), (hit / actual if actual else None)
 
     def zero_share(self) -> float | None:
@@ -367,18 +365,21 @@ def _like(zeros: Tensor, full: Tensor) -> Tensor | None:
 
 
 def _tensors(out: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(out)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()]  # fmt: skip
+    return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _cells(row: ComparisonRow) -> list[str]:
     speed = "–" if row.speed is None else f"{row.speed:.2f} ×"
     return [
-        _percent(row.agreement), "–" if row.error is None else f"{row.error:.2g}",
+        _percent(row.agreement),
+        "–" if row.error is None else f"{row.error:.2g}",
         "–" if row.correlation is None else f"{row.correlation:.3f}",
-        _percent(row.precision), _percent(row.recall), format_bytes(row.weight_bytes),
-        f"{row.macs:.3g}", speed,
-    ]  # fmt: skip
+        _percent(row.precision),
+        _percent(row.recall),
+        format_bytes(row.weight_bytes),
+        f"{row.macs:.3g}",
+        speed,
+    ]
 
 
 def _percent(share: float | None) -> str:

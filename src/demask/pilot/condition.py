@@ -34,24 +34,8 @@ from demask.pilot.simplifiers.simplify import Simplifier
 from demask.tune.race import speed_of
 
 KINDS = (Columns, Certified, Skip, ConstantChannels, Value, Precision, Order, Route, Regions)
-CHOSEN = (
-    Skip,
-    ConstantChannels,
-    Value,
-    Precision,
-    Route,
-)  # whose first parameter a guarantee chooses
-KNOBS = (
-    0.95,
-    0.9,
-    0.8,
-    0.7,
-    0.6,
-    0.5,
-    0.4,
-    0.3,
-    0.2,
-)  # shares that are computed, the most careful first
+CHOSEN = (Skip, ConstantChannels, Value, Precision, Route)  # whose first parameter a guarantee chooses
+KNOBS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # shares that are computed, the most careful first
 WHOLE = "the network, whole"
 WARMUP = 3
 
@@ -134,8 +118,9 @@ def condition(
     """
     example = tuple(args), dict(kwargs or {})
     if calibration is not None:
-        module, chosen = _calibrated(model, example, (pilot, table), condition, list(calibration),
-                                 labels, (loss, level), knobs)  # fmt: skip
+        module, chosen = _calibrated(
+            model, example, (pilot, table), condition, list(calibration), labels, (loss, level), knobs
+        )
     else:
         chosen = condition_of(condition)
         module = chosen.applied(model, *example, pilot, table)
@@ -159,8 +144,7 @@ def condition_of(text: str | Condition) -> Condition:
         try:
             return parsed(text, KINDS)
         except TypeError as error:  # a parameter that has no default
-            raise BadInput(f"the condition {text!r} is not complete: say its threshold, as in "
-                           f"'{text}:0.8'") from error  # fmt: skip
+            raise BadInput(f"the condition {text!r} is not complete: say its threshold, as in '{text}:0.8'") from error
     if isinstance(text, Condition):
         return text
     names = ", ".join(kind.name for kind in KINDS)
@@ -176,23 +160,21 @@ def slower(
     """Why a conditioned module may be slower than the model, by alternate timing; "" otherwise."""
     args, kwargs = example
     original = _eval(model)
-    calls = {
-        "baseline": partial(original, *args, **kwargs),
-        "result": partial(module, *args, **kwargs),
-    }
+    calls = {"baseline": partial(original, *args, **kwargs), "result": partial(module, *args, **kwargs)}
     with torch.no_grad():
         speed = speed_of(**sample_seconds(calls, PAIRS, WARMUP, clock=clock))
     if speed.least >= ALLOWED:
         return ""
-    return (f"conditioned it may be slower (ratio {speed.ratio:.2f}, at least {speed.least:.2f}); "
-            "check=False (--unchecked) returns it all the same")  # fmt: skip
+    return (
+        f"conditioned it may be slower (ratio {speed.ratio:.2f}, at least {speed.least:.2f}); "
+        "check=False (--unchecked) returns it all the same"
+    )
 
 
 def dense(model: nn.Module, wanted: Conditioned, why: str) -> nn.Module:
     """A copy of the model in eval mode that says why it is not conditioned; it shares tensors."""
     copy: Any = _eval(model)
-    left = (Decision(d.layer, "as it was", f"it would be {d.what}: {d.why}")
-            for d in wanted.decisions)  # fmt: skip
+    left = (Decision(d.layer, "as it was", f"it would be {d.what}: {d.why}") for d in wanted.decisions)
     decisions = (Decision(WHOLE, "dense", why), *left)
     copy.conditioned = Conditioned(wanted.condition, wanted.pilot, True, decisions)
     return copy
@@ -206,18 +188,26 @@ def _eval(model: nn.Module) -> nn.Module:
 
 
 def _calibrated(
-    model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]], by: tuple[Any, Table],
-    wanted: str | Condition, batches: list[Any], labels: Tensor | None,
-    bounds: tuple[float, float], knobs: Sequence[float],
-) -> tuple[Any, Condition]:  # fmt: skip
+    model: nn.Module,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    by: tuple[Any, Table],
+    wanted: str | Condition,
+    batches: list[Any],
+    labels: Tensor | None,
+    bounds: tuple[float, float],
+    knobs: Sequence[float],
+) -> tuple[Any, Condition]:
     """The conditioned module of the boldest parameter that is guaranteed, or the model. by: the
     pilot and the table; bounds: loss and level."""
     if not isinstance(wanted, str) or ":" in wanted:
-        raise BadInput(f"calibration chooses the parameter of a condition that is named without "
-                       f"it, such as 'skip'; got {wanted!r}")  # fmt: skip
+        raise BadInput(
+            f"calibration chooses the parameter of a condition that is named without it, such as 'skip'; got {wanted!r}"
+        )
     if wanted not in (names := [kind.name for kind in CHOSEN]):
-        raise BadInput(f"calibration chooses the parameter of {', '.join(names)}; {wanted!r} has "
-                       "none to choose: leave calibration out")  # fmt: skip
+        raise BadInput(
+            f"calibration chooses the parameter of {', '.join(names)}; {wanted!r} has "
+            "none to choose: leave calibration out"
+        )
     conditions = {knob: condition_of(f"{wanted}:{knob}") for knob in knobs}
     modules = {knob: kind.applied(model, *example, *by) for knob, kind in conditions.items()}
     outcomes = observed(_eval(model), modules.__getitem__, knobs, batches, labels)

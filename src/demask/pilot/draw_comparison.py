@@ -45,9 +45,7 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def _panel(
-    axes: Axes, title: str, values: Sequence[float | None], rows: tuple[ComparisonRow, ...]
-) -> None:
+def _panel(axes: Axes, title: str, values: Sequence[float | None], rows: tuple[ComparisonRow, ...]) -> None:
     axes.set_title(title, loc="left", fontsize=9)
     axes.tick_params(labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)
@@ -55,6 +53,5 @@ def _panel(
         words = "refused" if row.refused else "–" if value is None else f"{value:.3g}"
         length = 0.0 if row.refused or value is None else max(value, 0.0)
         axes.barh(place, length, height=0.65, color=BARS)
-        axes.annotate(words, (length, place), xytext=(3, 0), textcoords="offset points",
-                      va="center", fontsize=7)  # fmt: skip
+        axes.annotate(words, (length, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)
     axes.margins(x=0.2)

@@ -37,14 +37,7 @@ from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pilot.chains.chain_cost import NOMINAL, ChainRates, Reads, Uses, cached_shares, measured
 from demask.pilot.chains.chain_op import ROWS
 from demask.pilot.chains.chain_plan import ChainLayer
-from demask.pilot.chains.exact_conditions import (
-    GAIN,
-    Picked,
-    choose,
-    inputs_of_chains,
-    layers_of,
-    values_of,
-)
+from demask.pilot.chains.exact_conditions import GAIN, Picked, choose, inputs_of_chains, layers_of, values_of
 from demask.pilot.chains.find import LinearChain, find_chains, remove_dropout
 from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.condition import condition_of
@@ -57,11 +50,18 @@ from demask.sparse.plan.tape import NoPlan
 
 Pair = tuple[str, str]  # a pilot's text, "" for none; a condition's text
 CANDIDATES: tuple[Pair, ...] = (
-    ("", "columns"), ("bits:8", "certified"), ("bits:8", "certified:levels=2"),
-    ("bits:8", "skip:0.5"), ("bits:4", "skip:0.25"), ("channels:0.5", "skip:0.5"),
-)  # fmt: skip
-EXACT = {"columns": ("dense", "columns"), "certified": ("dense", "columns", "certified"),
-         "certified:levels=2": ("dense", "columns", "two")}  # fmt: skip
+    ("", "columns"),
+    ("bits:8", "certified"),
+    ("bits:8", "certified:levels=2"),
+    ("bits:8", "skip:0.5"),
+    ("bits:4", "skip:0.25"),
+    ("channels:0.5", "skip:0.5"),
+)
+EXACT = {
+    "columns": ("dense", "columns"),
+    "certified": ("dense", "columns", "certified"),
+    "certified:levels=2": ("dense", "columns", "two"),
+}
 BETTER = 1.05  # times that a pilot must be faster than columns alone
 MOST = 64  # inputs that are used
 LOSS = 0.01  # share of answers that may differ, of conditions that are not exact
@@ -139,16 +139,22 @@ class Explanation(PageSource):
 
     def page(self) -> Page:
         """What `print`, `to_html` and notebooks show, as sections."""
-        rows = [(
-            line.pilot or "none", line.condition,
-            "" if line.seconds is None else f"{line.seconds * 1e3:.3f}",
-            "" if line.gain is None else f"{line.gain:.2f}",
-            "" if line.loss is None else f"{line.loss:.1%}",
-            f"{'use' if line.use else 'do not use'}: {line.why}",
-        ) for line in self.lines]  # fmt: skip
+        rows = [
+            (
+                line.pilot or "none",
+                line.condition,
+                "" if line.seconds is None else f"{line.seconds * 1e3:.3f}",
+                "" if line.gain is None else f"{line.gain:.2f}",
+                "" if line.loss is None else f"{line.loss:.1%}",
+                f"{'use' if line.use else 'do not use'}: {line.why}",
+            )
+            for line in self.lines
+        ]
         columns = ("pilot", "condition", "ms", "gain", "loss", "verdict")
-        head = (f"{self.summary}. As it is: {self.seconds * 1e3:.3f} ms, {self.inputs} inputs, "
-                f"{self.threads} threads, {self.machine}")  # fmt: skip
+        head = (
+            f"{self.summary}. As it is: {self.seconds * 1e3:.3f} ms, {self.inputs} inputs, "
+            f"{self.threads} threads, {self.machine}"
+        )
         table = TextTable(columns, rows, "Conditions", left=(0, 1, 5), is_close=True, width=140)
         return Page("demask pilot explain", (Lines([head]), table), self.summary)
 
@@ -279,9 +285,7 @@ class _ExplainedNetwork:
     why: str = ""  # why layers are in no chain
 
     @classmethod
-    def of(
-        cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any, table: Table
-    ) -> _ExplainedNetwork:
+    def of(cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any, table: Table) -> _ExplainedNetwork:
         editor = GraphEditor(capture_program(model, inputs[0], None, None))
         check_inputs(model, inputs)
         remove_dropout(editor)
@@ -313,14 +317,11 @@ def _plain(layers: Sequence[ChainLayer], x: Tensor) -> Tensor:
     return x
 
 
-def _rest(
-    editor: GraphEditor, where: Sequence[LinearChain], args: tuple[Any, ...], table: Table
-) -> nn.Module | None:
+def _rest(editor: GraphEditor, where: Sequence[LinearChain], args: tuple[Any, ...], table: Table) -> nn.Module | None:
     """The network with a constant in place of each chain, None where nothing else is left of it.
     The editor is used up."""
     before = editor.program
-    for chain, value in zip(where, values_of(editor, [c.last for c in where], args, None),
-                            strict=True):  # fmt: skip
+    for chain, value in zip(where, values_of(editor, [c.last for c in where], args, None), strict=True):
         if value is not None:
             editor.replace(chain.last, editor.add_constant("chain", value, chain.last))
     network = build_uncut(Analysis(before, table), editor.finish(), ["chains as constants"])
@@ -329,9 +330,12 @@ def _rest(
 
 
 def _timed(
-    model: nn.Module, rest: nn.Module | None, inputs: Sequence[tuple[Any, ...]],
-    chains: Sequence[_ExplainedChain], clock: Callable[[], float],
-) -> tuple[float, list[float], float]:  # fmt: skip
+    model: nn.Module,
+    rest: nn.Module | None,
+    inputs: Sequence[tuple[Any, ...]],
+    chains: Sequence[_ExplainedChain],
+    clock: Callable[[], float],
+) -> tuple[float, list[float], float]:
     """Median seconds of the network, of each chain in torch, and of what is in no chain."""
     calls = {"whole": _cycled(model, inputs)}
     if rest is not None:
@@ -360,27 +364,20 @@ def _flops(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> float:
     return counter.get_total_flops() / len(some)
 
 
-def _line(
-    network: _ExplainedNetwork, pilot: str, condition: str, machine: ChainRates, loss: float
-) -> ExplainedPair:  # fmt: skip
+def _line(network: _ExplainedNetwork, pilot: str, condition: str, machine: ChainRates, loss: float) -> ExplainedPair:
     try:
         kind = condition_of(condition)
         if text(kind) in EXACT:
             exact = _exact(network, pilot, text(kind), machine)
             return replace(exact, condition=condition)
         if isinstance(kind, Order):
-            raise BadInput("an order takes the time or the bytes of its limit; there is nothing to "
-                           "predict")  # fmt: skip
+            raise BadInput("an order takes the time or the bytes of its limit; there is nothing to predict")
         return _tried(network, pilot, condition, loss)
     except (DemaskError, NotImplementedError) as error:
-        return ExplainedPair(
-            pilot, condition, None, None, None, False, False, f"refused: {error}"[:200]
-        )
+        return ExplainedPair(pilot, condition, None, None, None, False, False, f"refused: {error}"[:200])
 
 
-def _exact(
-    network: _ExplainedNetwork, pilot: str, condition: str, machine: ChainRates
-) -> ExplainedPair:
+def _exact(network: _ExplainedNetwork, pilot: str, condition: str, machine: ChainRates) -> ExplainedPair:
     """The pair of an exact condition, predicted from bytes. Chains that gain nothing stay with
     torch."""
     seconds, said, unchanged = network.rest, [], 0
@@ -411,9 +408,7 @@ def _exact(
     return ExplainedPair(pilot, condition, seconds, gain, 0.0, True, use, why)
 
 
-def picked_here(
-    layers: Sequence[ChainLayer], rows: Tensor, allowed: Sequence[str], machine: ChainRates
-) -> Picked:
+def picked_here(layers: Sequence[ChainLayer], rows: Tensor, allowed: Sequence[str], machine: ChainRates) -> Picked:
     """Modes by these rows, with predicted seconds for the cached share of their weights."""
     picked = choose(layers, rows, allowed, machine)
     used, x = [], rows
@@ -445,9 +440,7 @@ def _tried(network: _ExplainedNetwork, pilot: str, condition: str, allowed: floa
     """Timed and compared on the inputs, pilot included; `allowed`: share of answers that may
     differ."""
     kind = condition_of(condition)
-    conditioned: Any = kind.applied(
-        network.model, network.inputs[0], None, pilot or None, network.table
-    )
+    conditioned: Any = kind.applied(network.model, network.inputs[0], None, pilot or None, network.table)
     share = _flops(conditioned, network.inputs) / max(network.flops, 1.0)
     ratio, changed = _run_alternately(conditioned, network)
     seconds, loss = network.seconds * ratio, changed / len(network.inputs)

@@ -24,9 +24,18 @@ from demask.errors import BadInput
 BY = ("pilot", "magnitude", "random")
 # Each element of a parameter has its own update: rows can be left out.
 BY_ELEMENT = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
-    optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop,
-)  # fmt: skip
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.Rprop,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +117,16 @@ class Gate(TorchFunctionMode):
         if every is not None and (type(every) is not int or every < 1):
             raise BadInput(f"expected every to be a number of steps or None, got {every!r}")
         if (by == "pilot") != (priorities is not None):
-            raise BadInput("priorities are for by='pilot', which needs them: an ExecutionData from "
-                           "demask.pilot.collect, a mapping, or a function of none")  # fmt: skip
+            raise BadInput(
+                "priorities are for by='pilot', which needs them: an ExecutionData from "
+                "demask.pilot.collect, a mapping, or a function of none"
+            )
         self.fraction, self.by, self.every, self.rest = fraction, by, every, rest
         self.layers = tuple(_layers(model))
         if not self.layers:
             raise BadInput("the model has no linear layer or convolution that trains")
         self.steps = self.updated = 0
-        self._read_priorities: Callable[[], Any] = (
-            priorities if callable(priorities) else lambda: priorities
-        )
+        self._read_priorities: Callable[[], Any] = priorities if callable(priorities) else lambda: priorities
         self._draw = torch.Generator().manual_seed(seed)
         self.rows: dict[str, Tensor] = {}
         self._by_weight: dict[int, Tensor] = {}
@@ -144,19 +153,19 @@ class Gate(TorchFunctionMode):
             return torch.linalg.vector_norm(layer.weight.detach().flatten(1), dim=1).cpu()
         named = current.mean().magnitudes if hasattr(current, "magnitudes") else current
         if not isinstance(named, Mapping) or layer.name not in named:
-            raise BadInput(f"there are no priorities of layer {layer.name!r}; collect them from "
-                           "a network with the same layers")  # fmt: skip
+            raise BadInput(
+                f"there are no priorities of layer {layer.name!r}; collect them from a network with the same layers"
+            )
         numbers = torch.as_tensor(named[layer.name]).detach().cpu().float()
         if numbers.shape != (layer.units,) or not bool(numbers.isfinite().all()):
-            raise BadInput(f"priorities of {layer.name!r}: expected {layer.units} finite numbers, "
-                           f"got shape {tuple(numbers.shape)}")  # fmt: skip
+            raise BadInput(
+                f"priorities of {layer.name!r}: expected {layer.units} finite numbers, got shape {tuple(numbers.shape)}"
+            )
         return numbers
 
     # ----------------------------------------------------------------------------------- gradients
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         keywords = dict(kwargs or {})
         if func in _CALLS and torch.is_grad_enabled():
             output = self._gated(func, args, keywords)
@@ -193,8 +202,9 @@ class Gate(TorchFunctionMode):
         """
         if not isinstance(optimizer, BY_ELEMENT):
             known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
-            raise BadInput(f"expected an optimizer that updates each number by itself ({known}), "
-                           f"got {type(optimizer).__name__}")  # fmt: skip
+            raise BadInput(
+                f"expected an optimizer that updates each number by itself ({known}), got {type(optimizer).__name__}"
+            )
         rows = {}
         for layer in self.layers:
             for parameter in (layer.weight, layer.bias):
@@ -207,9 +217,7 @@ class Gate(TorchFunctionMode):
             self.choose()
 
     @contextmanager
-    def _narrowed(
-        self, optimizer: optim.Optimizer, rows: Mapping[nn.Parameter, Tensor]
-    ) -> Iterator[None]:
+    def _narrowed(self, optimizer: optim.Optimizer, rows: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
         """The optimizer sees the chosen rows of parameters, gradients and state."""
         narrow: list[_NarrowParameter] = []
         hidden: list[tuple[Tensor, Tensor]] = []
@@ -240,9 +248,10 @@ class _NarrowParameter:
         self.parameter, self.rows, self.state = parameter, rows, state
         self.data, self.grad = parameter.data, parameter.grad
         self.full_state = {
-            name: value for name, value in state.get(parameter, {}).items()
+            name: value
+            for name, value in state.get(parameter, {}).items()
             if isinstance(value, Tensor) and value.shape == parameter.shape
-        }  # fmt: skip
+        }
         assert self.grad is not None
         grad = self.grad.to_dense()[rows]
         parameter.grad = None
@@ -310,9 +319,7 @@ class _GatedConv(torch.autograd.Function):
     """A convolution without groups whose weight and bias have gradients in some rows."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, geometry: Any
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, geometry: Any) -> Tensor:
         ctx.save_for_backward(x, weight, rows)
         ctx.geometry = geometry
         stride, padding, dilation = geometry
@@ -361,5 +368,7 @@ def _each(value: Any, axes: int) -> list[int]:
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _CALLS: dict[Any, tuple[tuple[str, ...], Callable[..., Tensor | None]]] = {
-    F.linear: (_CONV[:3], _linear), F.conv2d: (_CONV, _conv), F.conv1d: (_CONV, _conv),
-}  # fmt: skip
+    F.linear: (_CONV[:3], _linear),
+    F.conv2d: (_CONV, _conv),
+    F.conv1d: (_CONV, _conv),
+}

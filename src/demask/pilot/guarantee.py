@@ -103,13 +103,14 @@ class Outcomes:
     def __post_init__(self) -> None:
         parts = self.lost, self.won, self.differs
         if not self.knobs or not all(isinstance(part, Tensor) for part in parts):
-            raise BadInput("expected a value of the parameter or more, and lost, won and differs "
-                           f"as tensors; got {len(self.knobs)} values and "
-                           f"{', '.join(type(part).__name__ for part in parts)}")  # fmt: skip
+            raise BadInput(
+                "expected a value of the parameter or more, and lost, won and differs "
+                f"as tensors; got {len(self.knobs)} values and "
+                f"{', '.join(type(part).__name__ for part in parts)}"
+            )
         shapes = {tuple(part.shape) for part in parts}
         if len(shapes) != 1 or len(self.lost) != len(self.knobs) or self.lost.ndim != 2:
-            raise BadInput(f"expected [{len(self.knobs)} knobs, examples] three times, "
-                           f"got {sorted(shapes)}")  # fmt: skip
+            raise BadInput(f"expected [{len(self.knobs)} knobs, examples] three times, got {sorted(shapes)}")
 
     def at(self, examples: Tensor) -> Outcomes:
         """The outcomes of some examples, int64 [examples]."""
@@ -120,8 +121,9 @@ class Outcomes:
         """The counts, per knob."""
         lost, won, differs = (part.sum(1).tolist() for part in (self.lost, self.won, self.differs))
         examples = self.lost.shape[1]
-        return tuple(Measured(examples, *counts, labelled=self.labelled)
-                     for counts in zip(lost, won, differs, strict=True))  # fmt: skip
+        return tuple(
+            Measured(examples, *counts, labelled=self.labelled) for counts in zip(lost, won, differs, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,21 +236,26 @@ class Guarantee:
         kind = "accuracy lost" if self.reported.labelled else "answers that differ"
         measured, level = self.reported, f"{self.level:.0%}"
         sizes = " + ".join(f"{size:,}" for size in self.sizes)
-        lines = [("examples (choose + bound + report)", sizes), ("values tested, passed",
-                 f"{self.tested}, {self.passed}")]  # fmt: skip
+        lines = [
+            ("examples (choose + bound + report)", sizes),
+            ("values tested, passed", f"{self.tested}, {self.passed}"),
+        ]
         if self.threshold is None:
-            value = (f"none: run the full network (p = {self.p_value:.3g} at the most promising; "
-                     f"{self._missing()})")  # fmt: skip
+            value = f"none: run the full network (p = {self.p_value:.3g} at the most promising; {self._missing()})"
         else:
             value = f"{self.threshold:.6g} (p = {self.p_value:.3g})"
         lines += [
             ("threshold", value),
             (f"{kind}, guaranteed at {level}", f"at most {100 * self.loss:.2f} points"),
-            (f"{kind}, third split", f"{100 * measured.loss:+.2f} points, at most "
-             f"{100 * self.loss_bound:.2f} at {level}"),
-            ("disagreement, third split", f"{measured.disagreement:.2%}, at most "
-             f"{self.disagreement_bound:.2%} at {level}"),
-        ]  # fmt: skip
+            (
+                f"{kind}, third split",
+                f"{100 * measured.loss:+.2f} points, at most {100 * self.loss_bound:.2f} at {level}",
+            ),
+            (
+                "disagreement, third split",
+                f"{measured.disagreement:.2%}, at most {self.disagreement_bound:.2%} at {level}",
+            ),
+        ]
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:{width}}  {value}" for name, value in lines)
 
@@ -256,14 +263,10 @@ class Guarantee:
         """How many examples a threshold needs, in words."""
         if self.enough is None:
             return "it loses too much for any number of examples"
-        return (
-            f"at its rates about {self.enough:,} examples in all would do, not {sum(self.sizes):,}"
-        )
+        return f"at its rates about {self.enough:,} examples in all would do, not {sum(self.sizes):,}"
 
 
-def compared(
-    knobs: Sequence[float], full: Tensor, conditioned: Tensor, labels: Tensor | None = None
-) -> Outcomes:
+def compared(knobs: Sequence[float], full: Tensor, conditioned: Tensor, labels: Tensor | None = None) -> Outcomes:
     """The outcomes of classes: full [examples], conditioned [knobs, examples], labels [examples] or
     None, integers. knobs: the most careful first.
 
@@ -300,8 +303,10 @@ def observed(
         raise BadInput("expected batches of examples to learn from, got none")
     full = torch.cat([read(model(*args)) for args in calls])
     if labels is not None and (labels.shape != full.shape or labels.is_floating_point()):
-        raise BadInput(f"expected labels as {list(full.shape)} classes, integers, one per example, "
-                       f"got {labels.dtype} {list(labels.shape)}")  # fmt: skip
+        raise BadInput(
+            f"expected labels as {list(full.shape)} classes, integers, one per example, "
+            f"got {labels.dtype} {list(labels.shape)}"
+        )
     rows = []
     for knob in knobs:
         network = factory(knob)
@@ -337,21 +342,14 @@ def by_mean(outcomes: Outcomes, loss: float = LOSS) -> float | None:
         0.9
     """
     if not isinstance(outcomes, Outcomes) or not outcomes.lost.shape[1]:
-        raise BadInput("expected demask.pilot.guarantee.Outcomes of one example or more, got "
-                       f"{outcomes!r:.40}")  # fmt: skip
-    accepted = [knob for knob, one in zip(outcomes.knobs, outcomes.measured(), strict=True)
-             if one.loss <= loss]  # fmt: skip
+        raise BadInput(f"expected demask.pilot.guarantee.Outcomes of one example or more, got {outcomes!r:.40}")
+    accepted = [knob for knob, one in zip(outcomes.knobs, outcomes.measured(), strict=True) if one.loss <= loss]
     return accepted[-1] if accepted else None
 
 
 @public
 def guarantee(
-    outcomes: Outcomes,
-    loss: float = LOSS,
-    level: float = LEVEL,
-    *,
-    split: Splits | None = None,
-    seed: int = 0,
+    outcomes: Outcomes, loss: float = LOSS, level: float = LEVEL, *, split: Splits | None = None, seed: int = 0
 ) -> Guarantee:
     """A `Guarantee`: the most aggressive value of a parameter whose loss on new data is bounded.
 
@@ -416,8 +414,7 @@ def guarantee(
         least = _enough(tests[start], loss, level)
         total = None if least is None else -(-least * sum(sizes) // sizes[1])
         return Guarantee(None, loss, level, p, passed, tested, sizes, nothing, total)
-    return Guarantee(outcomes.knobs[last], loss, level, p, passed, tested, sizes,
-                     report.measured()[last])  # fmt: skip
+    return Guarantee(outcomes.knobs[last], loss, level, p, passed, tested, sizes, report.measured()[last])
 
 
 def _enough(measured: Measured, loss: float, level: float) -> int | None:
@@ -432,18 +429,13 @@ def _enough(measured: Measured, loss: float, level: float) -> int | None:
     low = high // 2
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
-        low, high = (
-            (middle, high) if measured.p_value(loss, level, middle) > 1 - level else (low, middle)
-        )
+        low, high = (middle, high) if measured.p_value(loss, level, middle) > 1 - level else (low, middle)
     return high
 
 
 def _most_certain(measured: Sequence[Measured], loss: float, level: float, n: int) -> int:
     """The value that passes most surely on `n` examples of these rates; of several the first."""
-    return min(
-        range(len(measured)), key=lambda k: (measured[k].p_value(loss, level, n), measured[k].loss)
-    )
+    return min(range(len(measured)), key=lambda k: (measured[k].p_value(loss, level, n), measured[k].loss))
 
 
-__all__ = ["Guarantee", "Measured", "Outcomes", "Splits", "by_mean", "compared", "guarantee",
-           "observed", "splits"]  # fmt: skip
+__all__ = ["Guarantee", "Measured", "Outcomes", "Splits", "by_mean", "compared", "guarantee", "observed", "splits"]

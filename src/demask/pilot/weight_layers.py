@@ -52,9 +52,7 @@ def layers_of(analysis: Analysis) -> tuple[WeightLayer, ...]:
 
 def _named(analysis: Analysis, counts: Counter[str]) -> Iterator[WeightLayer]:
     for node, relation in analysis.relations.items():
-        if not isinstance(relation, Relation) or not (
-            relation.entry.fill == "sum" or relation.back
-        ):
+        if not isinstance(relation, Relation) or not (relation.entry.fill == "sum" or relation.back):
             continue
         for operand in _weights(relation):
             key = str(relation.operands[operand].value.target)

@@ -47,11 +47,7 @@ class Alignment:
 @in_isolation
 @public
 def align(
-    model: nn.Module,
-    example_inputs: Any,
-    *,
-    structure: str = "channel",
-    skip: Sequence[str] = (),
+    model: nn.Module, example_inputs: Any, *, structure: str = "channel", skip: Sequence[str] = ()
 ) -> tuple[Alignment, ...]:
     """Mask the same slices of all layers whose results meet, in place. This is a step of pruning,
     not exact: it returns what was dropped.

@@ -30,9 +30,7 @@ class PerGroup:
 
     removed: Mapping[str, int]
 
-    def __call__(
-        self, scores: Mapping[str, Tensor], fraction: float, context: Any
-    ) -> dict[str, int]:
+    def __call__(self, scores: Mapping[str, Tensor], fraction: float, context: Any) -> dict[str, int]:
         return {name: len(score) - self.removed.get(name, 0) for name, score in scores.items()}
 
 
@@ -46,10 +44,7 @@ class PruningOptions:
 
 
 def pruner_of_copy(
-    model: nn.Module,
-    example_inputs: Any,
-    options: PruningOptions,
-    removed: Mapping[str, int] | None = None,
+    model: nn.Module, example_inputs: Any, options: PruningOptions, removed: Mapping[str, int] | None = None
 ) -> Pruner:
     """A pruner of a copy of `model` in eval mode, that masks `removed` units in its first step.
 
@@ -60,9 +55,13 @@ def pruner_of_copy(
     for ours, theirs in zip(copy.parameters(), model.parameters(), strict=True):
         ours.grad = None if theirs.grad is None else theirs.grad.detach().clone()
     pruner = Pruner(
-        copy.eval(), example_inputs, score=options.score, structure=options.structure,
-        skip=options.skip, allocation=PerGroup(removed or {}),
-    )  # fmt: skip
+        copy.eval(),
+        example_inputs,
+        score=options.score,
+        structure=options.structure,
+        skip=options.skip,
+        allocation=PerGroup(removed or {}),
+    )
     args, kwargs = as_arguments(example_inputs)
     with torch.no_grad():
         copy(*args, **(kwargs or {}))
@@ -92,8 +91,7 @@ class PredictedTime:
 
     def milliseconds(self, removed: Mapping[str, int]) -> float:
         """Those of the network without so many slices of its groups."""
-        counts = {name: int(self._left[name].sum()) - n for name, n in removed.items()
-                  if name in self._left}  # fmt: skip
+        counts = {name: int(self._left[name].sum()) - n for name, n in removed.items() if name in self._left}
         return 1e3 * self._table.total(counts)
 
     def save(self) -> None:
@@ -111,6 +109,7 @@ def call_evaluate(evaluate: Callable[[nn.Module], Any], model: nn.Module, what: 
     except Exception as error:
         raise BadInput(f"evaluate failed on {what}: {described(error)}") from error
     if accuracy != accuracy or abs(accuracy) == float("inf"):
-        raise BadInput(f"evaluate returned {accuracy} for {what}: expected a finite number, higher "
-                       "for a better network")  # fmt: skip
+        raise BadInput(
+            f"evaluate returned {accuracy} for {what}: expected a finite number, higher for a better network"
+        )
     return accuracy

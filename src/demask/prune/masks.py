@@ -191,12 +191,9 @@ def check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
     for name, mask in masks.items():
         if name not in places:
             raise BadInput(f"expected masks of the model's parameters, got one of {name!r}")
-        shape = places[name][0].parameter.shape if not places[name][0].parametrized else (
-            places[name][0].value.shape)  # fmt: skip
+        shape = places[name][0].parameter.shape if not places[name][0].parametrized else (places[name][0].value.shape)
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
-            got = (
-                f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{mask!r:.60}"
-            )
+            got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{mask!r:.60}"
             raise BadInput(f"expected a bool mask of {tuple(shape)} for {name}, got {got}")
 
 
@@ -213,15 +210,11 @@ def find_uncalled(model: nn.Module, args: tuple, kwargs: Mapping | None) -> froz
         for hook in hooks:
             hook.remove()
     return frozenset(
-        name
-        for name, places in find_places(model).items()
-        if any(place.module not in called for place in places)
+        name for name, places in find_places(model).items() if any(place.module not in called for place in places)
     )
 
 
-def run_in_eval_mode(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-) -> None:
+def run_in_eval_mode(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
     """Run a model without gradients in eval mode; the flags of its modules are restored."""
     modes = [(module, module.training) for module in model.modules()]
     try:

@@ -62,8 +62,9 @@ def _name_lines(figure: Figure, axes: Axes, lines: dict[str, list[Any]]) -> None
     worst = sorted(lines, key=lambda name: lines[name][-1].accuracy)[:WORST]
     for name in worst:
         last = lines[name][-1]
-        axes.annotate(name, (100 * last.amount, last.accuracy), fontsize=7, ha="right",
-                      xytext=(-4, 4), textcoords="offset points")  # fmt: skip
+        axes.annotate(
+            name, (100 * last.amount, last.accuracy), fontsize=7, ha="right", xytext=(-4, 4), textcoords="offset points"
+        )
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
@@ -81,11 +82,19 @@ def draw_search(search: Any, path: Path) -> None:
     axes = figure.subplots()
     done = [trial for trial in search.trials if trial.accuracy is not None]
     cost = search.cost_of
-    axes.plot([cost(t) for t in done], [t.accuracy for t in done], "o", color=OTHERS,
-              markersize=4, alpha=0.6, label="trials")  # fmt: skip
+    axes.plot(
+        [cost(t) for t in done], [t.accuracy for t in done], "o", color=OTHERS, markersize=4, alpha=0.6, label="trials"
+    )
     front = sorted(search.front, key=cost)
-    axes.plot([cost(t) for t in front], [t.accuracy for t in front], "o-", color=CHOSEN,
-              markersize=5, linewidth=1.2, label="no other is better and cheaper")  # fmt: skip
+    axes.plot(
+        [cost(t) for t in front],
+        [t.accuracy for t in front],
+        "o-",
+        color=CHOSEN,
+        markersize=5,
+        linewidth=1.2,
+        label="no other is better and cheaper",
+    )
     axes.plot([cost(search.dense)], [search.dense.accuracy], "s", color=DENSE, label="as it is")
     if search.budget is not None:
         axes.axvline(search.budget, color=DENSE, linestyle=":", label="budget")

@@ -82,8 +82,7 @@ class Pruned:
         for name, removed in self.removed.items():
             row = self.units[name], len(removed), self.left[name]
             table.add_row(name, *(f"{n:,}" for n in row))
-        totals = [sum(self.units.values()), sum(map(len, self.removed.values())),
-                  sum(self.left.values())]  # fmt: skip
+        totals = [sum(self.units.values()), sum(map(len, self.removed.values())), sum(self.left.values())]
         table.add_section()
         table.add_row("all", *(f"{n:,}" for n in totals))
         sizes = "\n".join(
@@ -159,9 +158,11 @@ class Pruner:
         schedule: Schedule | None = None,
         skip: Sequence[str] = (),
     ):
-        for value, what, such in ((score, "score", "prune.L1()"),
-                                  (allocation, "allocation", "prune.MACs(0.5)"),
-                                  (schedule, "schedule", "prune.OneShot(0.5)")):  # fmt: skip
+        for value, what, such in (
+            (score, "score", "prune.L1()"),
+            (allocation, "allocation", "prune.MACs(0.5)"),
+            (schedule, "schedule", "prune.OneShot(0.5)"),
+        ):
             _check_function(value, what, such)
         self.model: nn.Module = _unwrapped(model)
         self.structure = structure
@@ -185,8 +186,12 @@ class Pruner:
     def _read_layers(self) -> dict[str, Any]:
         """The places of the weights whose inputs the score needs."""
         places = find_places(self.model)
-        names = {m.parameter for c in self.candidates for m in c.members
-                 if m.is_weight and (c.group is None or not m.produces)}  # fmt: skip
+        names = {
+            m.parameter
+            for c in self.candidates
+            for m in c.members
+            if m.is_weight and (c.group is None or not m.produces)
+        }
         return {name: places[name] for name in names - self._uncalled}
 
     @public
@@ -275,30 +280,29 @@ class Pruner:
         finite = {name: s.masked_fill(~alive[name], 0.0) for name, s in scores.items()}
         shares = _called("allocation", self.allocation, finite, fraction, self)
         if not isinstance(shares, Mapping):
-            raise BadInput("expected the allocation to return how many units stay by name, of "
-                           f"{', '.join(finite)}; got {shares!r:.60}")  # fmt: skip
+            raise BadInput(
+                "expected the allocation to return how many units stay by name, of "
+                f"{', '.join(finite)}; got {shares!r:.60}"
+            )
         return shares
 
     def _select(
-        self, plan: Mapping[str, int | Tensor], scores: Mapping[str, Tensor],
-        alive: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self, plan: Mapping[str, int | Tensor], scores: Mapping[str, Tensor], alive: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """By group or weight, the units that stay, bool. Raises BadInput where none would."""
         keep = {}
         for candidates in self.candidates:
             name, share = candidates.name, plan.get(candidates.name)
             mine = alive[name]
-            if (
-                isinstance(share, Tensor)
-                and share.dtype == torch.bool
-                and share.shape == mine.shape
-            ):
+            if isinstance(share, Tensor) and share.dtype == torch.bool and share.shape == mine.shape:
                 chosen = share.cpu() & mine
             elif isinstance(share, int) and share >= 0:
                 chosen = candidates.choose(scores[name], share) & mine
             else:
-                raise BadInput(f"expected how many units of {name} stay, an integer of 0 or more, "
-                               f"or which, bool [{len(mine)}]; got {share!r:.60}")  # fmt: skip
+                raise BadInput(
+                    f"expected how many units of {name} stay, an integer of 0 or more, "
+                    f"or which, bool [{len(mine)}]; got {share!r:.60}"
+                )
             if bool(mine.any()) and not bool(chosen.any()):
                 raise BadInput(f"all units of {name} would be masked: keep at least one")
             keep[name] = chosen
@@ -314,9 +318,7 @@ class Pruner:
 
     # --- biases -----------------------------------------------------------------------------------
 
-    def _compensation(
-        self, views: Sequence[ScoreView], gone: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _compensation(self, views: Sequence[ScoreView], gone: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By reading weight, what its layer's bias changes by, [outputs]."""
         compensate = getattr(self.score, "compensate", None)
         if compensate is None:

@@ -47,8 +47,10 @@ def recalibrate_norms(model: nn.Module, batches: Iterable[Any]) -> int:
         (tensor([2., 0.]), False)
     """
     if isinstance(batches, (Tensor, Mapping)):
-        raise BadInput("expected batches to be a list or another iterable of inputs, got one "
-                       f"{type(batches).__name__}: pass [batch]")  # fmt: skip
+        raise BadInput(
+            "expected batches to be a list or another iterable of inputs, got one "
+            f"{type(batches).__name__}: pass [batch]"
+        )
     norms = [m for m in model.modules() if isinstance(m, NORMS) and m.running_mean is not None]
     before = [{name: getattr(norm, name).clone() for name in STATISTICS} for norm in norms]
     count = 0
@@ -58,8 +60,9 @@ def recalibrate_norms(model: nn.Module, batches: Iterable[Any]) -> int:
                 _call(model, batch, count)
                 count += 1
         if not count:
-            raise BadInput("expected one batch or more, got none: a loader that was read to its "
-                           "end is empty, make a new one")  # fmt: skip
+            raise BadInput(
+                "expected one batch or more, got none: a loader that was read to its end is empty, make a new one"
+            )
     except BaseException:
         for norm, statistics in zip(norms, before, strict=True):
             for name, values in statistics.items():
@@ -135,17 +138,22 @@ def distillation_loss(
         0.0
     """
     if student_logits.shape != teacher_logits.shape:
-        raise BadInput(f"expected logits of the same shape, got {tuple(student_logits.shape)} of "
-                       f"the student, {tuple(teacher_logits.shape)} of the teacher")  # fmt: skip
+        raise BadInput(
+            f"expected logits of the same shape, got {tuple(student_logits.shape)} of "
+            f"the student, {tuple(teacher_logits.shape)} of the teacher"
+        )
     if not temperature > 0 or not 0 <= hard_share <= 1:
-        raise BadInput(f"expected temperature above 0 and hard_share from 0 to 1, got "
-                       f"{temperature!r} and {hard_share!r}")  # fmt: skip
+        raise BadInput(
+            f"expected temperature above 0 and hard_share from 0 to 1, got {temperature!r} and {hard_share!r}"
+        )
     student, teacher = (x.reshape(-1, x.shape[-1]) for x in (student_logits, teacher_logits))
     labels = None
     if targets is not None:
         if targets.shape != student_logits.shape[:-1]:
-            raise BadInput(f"expected targets of shape {tuple(student_logits.shape[:-1])}, one for "
-                           f"each position, got {tuple(targets.shape)}")  # fmt: skip
+            raise BadInput(
+                f"expected targets of shape {tuple(student_logits.shape[:-1])}, one for "
+                f"each position, got {tuple(targets.shape)}"
+            )
         counted = targets.reshape(-1) != ignore_index
         labels, student, teacher = targets.reshape(-1)[counted], student[counted], teacher[counted]
     goal = F.log_softmax(teacher.detach() / temperature, -1)

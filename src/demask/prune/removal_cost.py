@@ -105,16 +105,20 @@ class RemovalCost:
         cells = _CellExtents.of(coupling, coupling.groups)
         placer = LayoutAnalysis.of(coupling.program, coupling.ties.table).placer
         calls = tuple(
-            CallExtents(relation, {
-                letter: cells.letter(node, letter, size)
-                for letter, size in _sizes_computed(relation, placer, coupling).items()
-            })
+            CallExtents(
+                relation,
+                {
+                    letter: cells.letter(node, letter, size)
+                    for letter, size in _sizes_computed(relation, placer, coupling).items()
+                },
+            )
             for node, relation in coupling.ties.relations.items()
-        )  # fmt: skip
+        )
         products = tuple(
             SizeProduct(tuple(e for a in letters for e in call.letters[a]), call.relation.node)
-            for call in calls for letters in mac_products(call.relation)
-        )  # fmt: skip
+            for call in calls
+            for letters in mac_products(call.relation)
+        )
         return cls(coupling.groups, calls, products, tuple(cells.tensors()), coupling.whole)
 
     def macs(self, masks: Masks) -> int:
@@ -193,8 +197,9 @@ class _CellExtents:
         owners, places, names = self.owner[numbers], self.place[numbers], list(self.sizes)
         slices = {
             names[k]: torch.bincount(places[owners == k], minlength=self.sizes[names[k]])
-            for k in owners.unique().tolist() if k >= 0
-        }  # fmt: skip
+            for k in owners.unique().tolist()
+            if k >= 0
+        }
         return Extent(int((owners < 0).sum()), slices)
 
     def letter(self, node: fx.Node, letter: str, size: int) -> tuple[Extent, ...]:
@@ -208,9 +213,7 @@ class _CellExtents:
     def tensors(self) -> Iterator[RemainingTensor]:
         """Every tensor with elements; those that share memory once."""
         ties, constants = self.coupling.ties, self.coupling.program.constants
-        names = {
-            (t.data_ptr(), t.shape): n for n in ties.names() if (t := constants[n].tensor).numel()
-        }
+        names = {(t.data_ptr(), t.shape): n for n in ties.names() if (t := constants[n].tensor).numel()}
         for name in names.values():
             tensor = constants[name].tensor
             leaves = [cell for axis in ties.constant(name) for cell in ties.leaves(axis)]

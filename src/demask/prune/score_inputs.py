@@ -140,8 +140,7 @@ class InputRecorder:
                 f"expected statistics of the layers {', '.join(self._features)}, got some of "
                 f"{other[0]!r}: this is the state of another pruner"
             )
-        return {name: _read(name, state[name], size) for name, size in self._features.items()
-                if name in state}  # fmt: skip
+        return {name: _read(name, state[name], size) for name, size in self._features.items() if name in state}
 
 
 def _features(module: Any) -> int | None:

@@ -110,9 +110,7 @@ class ScoreView:
 Score = Callable[[ScoreView], Tensor]
 
 
-def _summed(
-    view: ScoreView, members: tuple[Member, ...], values: Callable[[Member], Tensor]
-) -> Tensor:
+def _summed(view: ScoreView, members: tuple[Member, ...], values: Callable[[Member], Tensor]) -> Tensor:
     """The sum over members of values, reduced to units, float64 [units]."""
     total = torch.zeros(view.candidates.units, dtype=torch.float64)
     for member in members:
@@ -269,9 +267,7 @@ class Fluctuation:
 
         return _summed(view, _needed(view, view.readers), values)
 
-    def compensate(
-        self, view: ScoreView, gone: Tensor, masked: Mapping[str, InputStatistics]
-    ) -> dict[str, Tensor]:
+    def compensate(self, view: ScoreView, gone: Tensor, masked: Mapping[str, InputStatistics]) -> dict[str, Tensor]:
         """By reading weight, what its layer's bias changes by, [outputs].
 
         Args:
@@ -294,8 +290,9 @@ class Fluctuation:
 
 def per_output(place: Place, products: Tensor) -> Tensor:
     """The sum of products of a layer's weight shape over all but its outputs, [outputs]."""
-    transposed = getattr(place.module, "transposed", False) or (not hasattr(
-        place.module, "out_features") and not hasattr(place.module, "out_channels"))  # fmt: skip
+    transposed = getattr(place.module, "transposed", False) or (
+        not hasattr(place.module, "out_features") and not hasattr(place.module, "out_channels")
+    )
     axis = 1 if transposed else 0
     return products.sum([d for d in range(products.ndim) if d != axis])
 
@@ -330,8 +327,5 @@ class Random:
 def _needed(view: ScoreView, members: tuple[Member, ...]) -> tuple[Member, ...]:
     """The members. Raises BadInput for none: nothing reads the units with a weight."""
     if not members:
-        raise BadInput(
-            f"{view.candidates.name} is read by no weight: score it by L1, L2, Taylor or Random, "
-            "or skip it"
-        )
+        raise BadInput(f"{view.candidates.name} is read by no weight: score it by L1, L2, Taylor or Random, or skip it")
     return members

@@ -18,13 +18,7 @@ from demask.graph.provenance import provenance_of
 from demask.pages import Curve, Lines, OnPage, Page, PageSource, StepCharts, TextTable
 from demask.progress import ProgressStep, progress
 from demask.prune.coupling.find_groups import as_arguments
-from demask.prune.masked_copies import (
-    PredictedTime,
-    PruningOptions,
-    call_evaluate,
-    masked_copy,
-    pruner_of_copy,
-)
+from demask.prune.masked_copies import PredictedTime, PruningOptions, call_evaluate, masked_copy, pruner_of_copy
 from demask.prune.plots import draw_sensitivity
 from demask.prune.scores import L1
 from demask.shrink.demask import demask
@@ -109,25 +103,36 @@ class Sensitivity(PageSource):
         for name, rows in self.by_group.items():
             cells = _at(rows, amounts) if few else _ends(rows)
             last = rows[-1]
-            table.append((name, str(last.size), *cells,
-                          f"{100 * last.macs / max(dense.macs, 1):.1f} %",
-                          f"{last.milliseconds:.3g}"))  # fmt: skip
-        line = (f"as it is: accuracy {dense.accuracy:.4g}, {dense.parameters:,} parameters, "
-                f"{dense.macs:,} MACs, {dense.milliseconds:.3g} ms (predicted). MACs and ms of "
-                "all: the network's, at the largest amount.")  # fmt: skip
-        return Page("demask sensitivity", (
-            TextTable(("accuracy", "slices", *heads, "MACs of all", "ms of all"), table,
-                      "Accuracy by group"),
-            Lines([line], is_wrapped=True, is_close=True),
-            OnPage([self._charts()]),
-        ))  # fmt: skip
+            table.append(
+                (
+                    name,
+                    str(last.size),
+                    *cells,
+                    f"{100 * last.macs / max(dense.macs, 1):.1f} %",
+                    f"{last.milliseconds:.3g}",
+                )
+            )
+        line = (
+            f"as it is: accuracy {dense.accuracy:.4g}, {dense.parameters:,} parameters, "
+            f"{dense.macs:,} MACs, {dense.milliseconds:.3g} ms (predicted). MACs and ms of "
+            "all: the network's, at the largest amount."
+        )
+        return Page(
+            "demask sensitivity",
+            (
+                TextTable(("accuracy", "slices", *heads, "MACs of all", "ms of all"), table, "Accuracy by group"),
+                Lines([line], is_wrapped=True, is_close=True),
+                OnPage([self._charts()]),
+            ),
+        )
 
     def _charts(self) -> StepCharts:
         """The accuracy of each group by the share of it that is removed, most lost first."""
         worst = sorted(self.by_group.items(), key=lambda group: group[1][-1].accuracy)
-        curves = [Curve(name, [(0.0, self.dense.accuracy),
-                               *((100 * row.amount, row.accuracy) for row in rows)], True)
-                  for name, rows in worst[:DRAWN]]  # fmt: skip
+        curves = [
+            Curve(name, [(0.0, self.dense.accuracy), *((100 * row.amount, row.accuracy) for row in rows)], True)
+            for name, rows in worst[:DRAWN]
+        ]
         words = f"The {DRAWN} groups that lose most." if len(worst) > DRAWN else ""
         return StepCharts(curves, 100.0, (), "What each group costs", words, "% removed")
 

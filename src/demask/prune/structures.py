@@ -180,9 +180,7 @@ class WeightBlocks:
         return needed | keep_highest(scores.masked_fill(needed, torch.inf), count)
 
 
-def find_candidates(
-    structure: str, coupling: Coupling, shapes: Mapping[str, torch.Size]
-) -> tuple[Candidates, ...]:
+def find_candidates(structure: str, coupling: Coupling, shapes: Mapping[str, torch.Size]) -> tuple[Candidates, ...]:
     """What a structure offers to remove in a network. Raises BadInput for an unknown structure, and
     where the network offers nothing.
 
@@ -195,9 +193,7 @@ def find_candidates(
     else:
         block, least = _read_pattern(structure)
         candidates = tuple(
-            WeightBlocks(name, shapes[name], axis, block, least)
-            for name, axis in coupling.matrices()
-            if name in shapes
+            WeightBlocks(name, shapes[name], axis, block, least) for name, axis in coupling.matrices() if name in shapes
         )
     if not candidates:
         raise BadInput(
@@ -218,6 +214,5 @@ def _read_pattern(structure: str) -> tuple[tuple[int, int], tuple[int, int] | No
         if n < m:
             return (1, 1), (n, m)
     raise BadInput(
-        f"expected a structure of {', '.join(KINDS_OF)}, element, block:RxC (block:4x1) or n:m "
-        f"(2:4); got {structure!r}"
+        f"expected a structure of {', '.join(KINDS_OF)}, element, block:RxC (block:4x1) or n:m (2:4); got {structure!r}"
     )

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from demask.pages import Box, Lines, NetworkPicture, Section, TextTable
 from demask.report.values import ModuleRow, ReportValues, share
 
-ALL_TIMED = ("Milliseconds are of the network. The page of demask bench MODEL --report "
-               "bench.html has those of each module.")  # fmt: skip
-PARTS_TIMED = ("Milliseconds of modules are of the chosen form, as measured for this choice, each "
-               "alone; those of all are of the network, called in turns.")  # fmt: skip
+ALL_TIMED = (
+    "Milliseconds are of the network. The page of demask bench MODEL --report bench.html has those of each module."
+)
+PARTS_TIMED = (
+    "Milliseconds of modules are of the chosen form, as measured for this choice, each "
+    "alone; those of all are of the network, called in turns."
+)
 
 
 def module_sections(report: ReportValues, timed: str = "") -> Iterator[Section]:
@@ -31,12 +34,29 @@ def module_sections(report: ReportValues, timed: str = "") -> Iterator[Section]:
         others = [n - m for n, m in zip(others, row.parameters, strict=True)]
     if any(others):
         rows.append(("(not read by this call)", *_sizes(*others), "", "", "", "", "", ""))
-    rows.append(("all", *_sizes(report.before.parameters, report.after.parameters),
-                 share(report.after.parameters, report.before.parameters),
-                 f"{report.before.macs // divisor:,}", f"{report.after.macs // divisor:,}",
-                 share(report.after.macs, report.before.macs), *_milliseconds(total)))  # fmt: skip
-    head = ("module", "parameters before", "removed", "after", "share", f"{unit} before", "after",
-            "share", "ms before", "after")  # fmt: skip
+    rows.append(
+        (
+            "all",
+            *_sizes(report.before.parameters, report.after.parameters),
+            share(report.after.parameters, report.before.parameters),
+            f"{report.before.macs // divisor:,}",
+            f"{report.after.macs // divisor:,}",
+            share(report.after.macs, report.before.macs),
+            *_milliseconds(total),
+        )
+    )
+    head = (
+        "module",
+        "parameters before",
+        "removed",
+        "after",
+        "share",
+        f"{unit} before",
+        "after",
+        "share",
+        "ms before",
+        "after",
+    )
     if total == (None, None):
         head, rows = head[:-2], [row[:-2] for row in rows]
     yield TextTable(head, rows, "Modules")
@@ -56,9 +76,14 @@ def module_unit(report: ReportValues) -> tuple[str, int]:
 
 def _cells(row: ModuleRow, divisor: int) -> tuple[str, ...]:
     parameters, macs = row.parameters, [n // divisor for n in row.macs]
-    return (row.name or "(the model itself)", *_sizes(*parameters),
-            share(parameters[1], parameters[0]), *map(_count, macs),
-            share(macs[1], macs[0]), *_milliseconds(row.seconds))  # fmt: skip
+    return (
+        row.name or "(the model itself)",
+        *_sizes(*parameters),
+        share(parameters[1], parameters[0]),
+        *map(_count, macs),
+        share(macs[1], macs[0]),
+        *_milliseconds(row.seconds),
+    )
 
 
 def _sizes(before: int, after: int) -> tuple[str, ...]:
@@ -93,8 +118,11 @@ def _box(row: ModuleRow, report: ReportValues) -> Box:
         words.append("what went is zero, or nothing reads it")
     if (density := report.densities.get(row.name)) is not None:
         words.append(f"{share(density, 1.0)} of its weights are stored")
-    words += [f"{item.slices:,} slices stay in {len(item.places)} modules: {item.text}"
-              for item in report.declined if row.name in item.places]  # fmt: skip
+    words += [
+        f"{item.slices:,} slices stay in {len(item.places)} modules: {item.text}"
+        for item in report.declined
+        if row.name in item.places
+    ]
     words += [line for line in report.graph_reasons if line.startswith(f"{row.name} ")]
     columns = (before[1] if len(before) > 1 else 1, after[1] if len(after) > 1 else 1)
     return Box(row.name or "(the model itself)", (before[0], after[0]), columns, "; ".join(words))

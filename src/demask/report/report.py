@@ -117,11 +117,11 @@ def _modules(provenance: Provenance) -> tuple[ModuleRow, ...]:
         if path not in cuts or math.prod(cuts[path].shape) < math.prod(cut.shape):
             cuts[path] = cut
     weights = {path: (cut.shape, sliced_shape(cut)) for path, cut in cuts.items()}
-    timed = {one.place: (one.seconds.get(GIVEN), one.seconds.get(one.chosen))
-             for one in provenance.decisions}  # fmt: skip
-    return tuple(ModuleRow(path, sizes.parameters, sizes.macs, weights.get(path),
-                           timed.get(path, (None, None)))
-                 for path, sizes in provenance.modules.items())  # fmt: skip
+    timed = {one.place: (one.seconds.get(GIVEN), one.seconds.get(one.chosen)) for one in provenance.decisions}
+    return tuple(
+        ModuleRow(path, sizes.parameters, sizes.macs, weights.get(path), timed.get(path, (None, None)))
+        for path, sizes in provenance.modules.items()
+    )
 
 
 def _zero_slices(network: nn.Module) -> dict[str, int]:

@@ -93,8 +93,7 @@ def report_sections(report: ReportValues, *, removed: bool = True) -> Iterator[S
     yield sizes_table(report)
     speed = report.speed
     measured = [] if speed is None else [*speed_sections(speed, report.decisions)]
-    yield OnPage([Lines(returned, "What was returned"), *measured, *module_sections(report),
-                  *_more_sections(report)])  # fmt: skip
+    yield OnPage([Lines(returned, "What was returned"), *measured, *module_sections(report), *_more_sections(report)])
     lines = [report.summary] if report.nothing_removed else []
     lines += _shortened([decline_line(item) for item in report.declined], "reasons")
     lines += [f"note: {note}" for note in report.notes]
@@ -109,8 +108,7 @@ def report_sections(report: ReportValues, *, removed: bool = True) -> Iterator[S
     if report.densities:
         rows = sparse_rows(report)
         more = [(f"{len(rows) - ROWS} more layers", "")] if len(rows) > ROWS else []
-        yield TextTable(("sparse layers", "weights stored"), rows, "Sparse layers",
-                    terminal_rows=[*rows[:ROWS], *more])  # fmt: skip
+        yield TextTable(("sparse layers", "weights stored"), rows, "Sparse layers", terminal_rows=[*rows[:ROWS], *more])
     yield InTerminal(measured)
     if report.timeline is not None:
         yield OnPage([report.timeline])
@@ -126,8 +124,7 @@ def _more_sections(report: ReportValues) -> Iterator[Section]:
     heading, better = "What would free more", report.better
     if report.declined:
         rows = [(item.text, f"{item.slices:,}", ", ".join(item.places)) for item in report.declined]
-        yield TextTable(("slices of zeros that stay, and why", "slices", "where"), rows, heading,
-                    left=(0, 2))  # fmt: skip
+        yield TextTable(("slices of zeros that stay, and why", "slices", "where"), rows, heading, left=(0, 2))
         heading = ""
     lines = [f"{better[:1].upper()}{better[1:]}."] if better else []
     joining = sum(n for effect, n in report.scatters.items() if effect not in OF_ONE_READER)

@@ -39,10 +39,15 @@ def returned(decisions: Sequence[TuneDecision]) -> str:
 def speed_sections(speed: Speed, decisions: Sequence[TuneDecision]) -> Iterator[Section]:
     """The lines and tables of a measurement."""
     original, result = (_milliseconds(row) for row in (speed.given, speed.result))
-    yield Lines([f"original {original} ms, result {result} ms: {speed.ratio:.2f} x",
-                 f"at least {speed.least:.2f} x, from {speed.pairs} rounds in turns, "
-                 f"{format_threads(speed.threads)}", speed.machine],
-                "Speed", is_wrapped=True)  # fmt: skip
+    yield Lines(
+        [
+            f"original {original} ms, result {result} ms: {speed.ratio:.2f} x",
+            f"at least {speed.least:.2f} x, from {speed.pairs} rounds in turns, {format_threads(speed.threads)}",
+            speed.machine,
+        ],
+        "Speed",
+        is_wrapped=True,
+    )
     for decision in decisions:
         if decision.place == WHOLE:
             yield _candidates(decision)
@@ -62,8 +67,7 @@ def choices(decisions: Sequence[TuneDecision]) -> list[SpeedChoice]:
         others = {name: taken for name, taken in totals.items() if name != form and taken < inf}
         instead = min(others, key=others.__getitem__, default="")
         places = tuple(decision.place for decision in group)
-        rows.append(SpeedChoice(form, len(group), totals[form], instead, others.get(instead, inf),
-                            places))  # fmt: skip
+        rows.append(SpeedChoice(form, len(group), totals[form], instead, others.get(instead, inf), places))
     return sorted(rows, key=lambda choice: -choice.seconds)
 
 

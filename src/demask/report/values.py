@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from demask.graph.provenance import (
-    ALIKE_WOULD,
-    GIVEN,
-    GRAPH_WOULD,
-    WHOLE,
-    Sizes,
-    Speed,
-    TuneDecision,
-)
+from demask.graph.provenance import ALIKE_WOULD, GIVEN, GRAPH_WOULD, WHOLE, Sizes, Speed, TuneDecision
 from demask.pages import Timeline
 
 NOTHING = "nothing left to remove"

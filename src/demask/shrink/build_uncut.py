@@ -21,8 +21,11 @@ def build_uncut(before: Analysis, after: Program, notes: Iterable[str]) -> Demas
 def build_sharing(before: Analysis, after: Program, notes: Iterable[str]) -> Demasked:
     """The module of `after`, which shares the tensors of the program."""
     program = before.program
-    whole = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
-             for name, c in after.constants.items() if name in program.constants}  # fmt: skip
+    whole = {
+        name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
+        for name, c in after.constants.items()
+        if name in program.constants
+    }
     relations = before.again(after).relations
     modules = measure_modules(program, before.relations), measure_modules(after, relations)
     record = Provenance(

@@ -69,17 +69,12 @@ def check_result(
     example = draw_examples((model,), args, dict(kwargs or {}))
     reference = copy_in_eval(model)
     try:
-        draws = [
-            (name, inputs, run_seeded(reference, inputs))
-            for name, inputs in draw_inputs(example, stated)
-        ]
+        draws = [(name, inputs, run_seeded(reference, inputs)) for name, inputs in draw_inputs(example, stated)]
     except Exception as error:  # the user's code: on a draw that it refuses, say
         draws = _example_draw(model, example)
         if not draws:
             _refuse(error)
-            return _add_note(
-                slim, f"this result was not checked: the model fails ({described(error)})"
-            )
+            return _add_note(slim, f"this result was not checked: the model fails ({described(error)})")
     if not (wrong := _difference(slim, draws)):
         return slim
     if _difference(build(program, slim.demasked), draws):
@@ -111,10 +106,16 @@ def _refuse(error: Exception) -> None:
 
 
 def describe_difference(
-    slim: nn.Module, model: nn.Module | ExportedProgram, args: Any, kwargs: Any, *,
-    record: Provenance | None = None, stated: Domains = NOTHING, branching: Program | None = None,
+    slim: nn.Module,
+    model: nn.Module | ExportedProgram,
+    args: Any,
+    kwargs: Any,
+    *,
+    record: Provenance | None = None,
+    stated: Domains = NOTHING,
+    branching: Program | None = None,
     caches: bool = True,
-) -> str:  # fmt: skip
+) -> str:
     """How a network of the model's class differs from it on the example and two similar draws; ""
     if it does not. Draws that the model rejects are not compared.
 
@@ -128,10 +129,7 @@ def describe_difference(
     caches = caches and record is None
     try:
         reference = copy_in_eval(model, caches=caches)
-        draws = [
-            (name, inputs, run_seeded(reference, inputs))
-            for name, inputs in draw_inputs(example, stated)
-        ]
+        draws = [(name, inputs, run_seeded(reference, inputs)) for name, inputs in draw_inputs(example, stated)]
     except Exception:
         draws = _example_draw(model, example, caches=caches)
     leaves, spec = pytree.tree_flatten(example)
@@ -171,19 +169,14 @@ def _other_sizes(program: Program, example: Inputs) -> Iterator[tuple[str, Input
 
 
 _NOT_REPEATABLE = (
-    "this result was not checked: the network's outputs differ from call to call (random numbers, "
-    "or a state)"
+    "this result was not checked: the network's outputs differ from call to call (random numbers, or a state)"
 )
 
 
-def _example_draw(
-    model: nn.Module | ExportedProgram, example: Inputs, *, caches: bool = False
-) -> Draws:
+def _example_draw(model: nn.Module | ExportedProgram, example: Inputs, *, caches: bool = False) -> Draws:
     """The example alone, for a model that rejects draws; [] where it fails there, too."""
     try:
-        return [
-            ("the example inputs", example, run_seeded(copy_in_eval(model, caches=caches), example))
-        ]
+        return [("the example inputs", example, run_seeded(copy_in_eval(model, caches=caches), example))]
     except Exception:
         return []
 
@@ -193,8 +186,10 @@ def _is_same_in_double(program: Program, model: nn.Module | ExportedProgram, dra
     if isinstance(model, ExportedProgram):
         return False
     try:
-        both = [_run_in_double(partial(copy_in_eval, model, share=False), draws),
-                _run_in_double(partial(build_plain, program), draws)]  # fmt: skip
+        both = [
+            _run_in_double(partial(copy_in_eval, model, share=False), draws),
+            _run_in_double(partial(build_plain, program), draws),
+        ]
         rows = [row for outputs in zip(*both, strict=True) for row in _pairs(*outputs)]
         return not any(_describe_leaf(a, b, torch.finfo(torch.float32).eps) for _, a, b in rows)
     except Exception:
@@ -231,12 +226,16 @@ def _return_captured(slim: Demasked, program: Program, wrong: str) -> Demasked:
     )
     warn_caller(text)
     whole = copy_tensors(program)
-    cuts = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
-            for name, c in whole.constants.items()}  # fmt: skip
+    cuts = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim) for name, c in whole.constants.items()}
     record = replace(
-        slim.demasked, cuts=cuts, reasons=(), effects={}, removed={}, after=slim.demasked.before,
+        slim.demasked,
+        cuts=cuts,
+        reasons=(),
+        effects={},
+        removed={},
+        after=slim.demasked.before,
         notes=(text, *slim.demasked.notes),
-    )  # fmt: skip
+    )
     return build(whole, record)
 
 
@@ -251,10 +250,11 @@ def draw_inputs(example: Inputs, stated: Domains = NOTHING) -> Iterator[tuple[st
     yield "the example inputs", example
     leaves, spec = pytree.tree_flatten(example)
     domains, draw = domains_of(leaves, stated), torch.Generator().manual_seed(0)
-    for name, change in (("drawn numbers (seed 0)", Domain.draw),
-                         ("values reordered (seed 0)", Domain.reorder)):  # fmt: skip
-        values = [change(domain, leaf, draw) if isinstance(leaf, Tensor) else leaf
-                  for leaf, domain in zip(leaves, domains, strict=True)]  # fmt: skip
+    for name, change in (("drawn numbers (seed 0)", Domain.draw), ("values reordered (seed 0)", Domain.reorder)):
+        values = [
+            change(domain, leaf, draw) if isinstance(leaf, Tensor) else leaf
+            for leaf, domain in zip(leaves, domains, strict=True)
+        ]
         yield name, pytree.tree_unflatten(values, spec)
 
 
@@ -281,14 +281,14 @@ def _cache_paths(output: Any) -> tuple[str, ...]:
     object of transformers' `Cache` under any name, or what older versions return as tuples."""
     named = leaves_with_paths(output, is_leaf=_is_cache)
     return tuple(
-        path for path, leaf in ((pytree.keystr(keys), leaf) for keys, leaf in named if keys)
+        path
+        for path, leaf in ((pytree.keystr(keys), leaf) for keys, leaf in named if keys)
         if _is_cache(leaf) or path.startswith("['past_key_values']")
-    )  # fmt: skip
+    )
 
 
 def _is_cache(value: Any) -> bool:
-    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers.")
-               for c in type(value).__mro__)  # fmt: skip
+    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers.") for c in type(value).__mro__)
 
 
 def _pairs(expected: Any, actual: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -313,9 +313,7 @@ def _describe_leaf(expected: Any, actual: Any, eps: float) -> str:
     return f"differs by {difference.ulps(eps):.3g} units in the last place of {kind}"
 
 
-def _is_rounding(
-    new_reference: Callable[[], nn.Module], slim: nn.Module, draws: Draws, flips: float = 0.0
-) -> bool:
+def _is_rounding(new_reference: Callable[[], nn.Module], slim: nn.Module, draws: Draws, flips: float = 0.0) -> bool:
     """Whether differences come from rounding alone: in float64 there are none but those of rounded
     constants, or the network itself rounds as badly before demasking. new_reference: builds the
     network before demasking, with tensors of its own.
@@ -324,8 +322,7 @@ def _is_rounding(
     rounds is read off its error in float32, which is that many times as large.
     """
     try:
-        both = [_run_in_double(new_reference, draws),
-                _run_in_double(partial(copy_in_eval, slim, share=False), draws)]  # fmt: skip
+        both = [_run_in_double(new_reference, draws), _run_in_double(partial(copy_in_eval, slim, share=False), draws)]
         runner = copy_in_eval(slim)
         for (_, inputs, expected), exact, other in zip(draws, *both, strict=True):
             with _CoarsestType() as types:
@@ -353,9 +350,7 @@ class _CoarsestType(TorchFunctionMode):
         super().__init__()
         self.eps = _DOUBLE
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -368,9 +363,7 @@ def _to_single(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def _is_rounded(
-    before: Any, after: Any, exact: Any, other: Any, narrow: Any, eps: float, flips: float
-) -> bool:
+def _is_rounded(before: Any, after: Any, exact: Any, other: Any, narrow: Any, eps: float, flips: float) -> bool:
     """Whether one output is as exact after demasking as before. exact, other: both in float64;
     narrow: before in float32, where all is computed in float64, else `exact` again. eps: of the
     coarsest type that the network computes in, float32's at most."""

@@ -115,12 +115,16 @@ def demask(
         raise BadInput(f"expected result to be 'auto', 'class' or 'graph', got {result!r}")
     if objective not in ("parameters", "macs"):
         raise BadInput(f"expected objective to be 'parameters' or 'macs', got {objective!r}")
-    options = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result,
-               "objective": objective}  # fmt: skip
+    options = {
+        "dynamic_shapes": dynamic_shapes,
+        "table": table,
+        "check": check,
+        "result": result,
+        "objective": objective,
+    }
     stated = state_domains(model, args, kwargs, inputs)
     # What becomes of modules is checked in the network.
-    smaller = partial(demask, dynamic_shapes=part_dynamic_shapes(None), table=table, check=False,
-                      result="graph")  # fmt: skip
+    smaller = partial(demask, dynamic_shapes=part_dynamic_shapes(None), table=table, check=False, result="graph")
     has_depth = result != "graph" and masks == "zeros" and modules in (None, "auto")
     if has_depth and isinstance(model, nn.Module):
         short = without_dead_layers(model, args, kwargs, smaller)
@@ -137,8 +141,7 @@ def demask(
     slim = run_through_cpu(demask, model, args, kwargs, **moved, **options)
     if slim is not None:
         return _with_origin(slim, unmasked, model, masks)
-    call = DemaskCall(model, args, kwargs, dynamic_shapes, table, masks, stated, check, smaller,
-                      objective)  # fmt: skip
+    call = DemaskCall(model, args, kwargs, dynamic_shapes, table, masks, stated, check, smaller, objective)
     try:
         slim = first_result(call, result)
     except KeepsState as error:
@@ -205,9 +208,7 @@ def _demask_modules(
 
     def part(name: str, part_args: tuple[Any, ...], part_kwargs: dict[str, Any]) -> nn.Module:
         module = model.get_submodule(name)
-        return demask(
-            module, part_args, part_kwargs, masks=masks_of_submodule(masks, name), **options
-        )
+        return demask(module, part_args, part_kwargs, masks=masks_of_submodule(masks, name), **options)
 
     slim = replace_submodules(model, args, kwargs, names, part, optional=optional)
     fit_config(slim, lambda: not describe_difference(slim, model, args, kwargs))

@@ -49,15 +49,11 @@ def copy_to_cpu(
         copy = structural_copy(model, share=False).to(CPU)
         if isinstance(copy, fx.GraphModule):
             move_module(copy, CPU)
-    args, kwargs = pytree.tree_map(
-        lambda leaf: leaf.to(CPU) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-    )
+    args, kwargs = pytree.tree_map(lambda leaf: leaf.to(CPU) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     return copy, args, kwargs
 
 
-def run_through_cpu(
-    function: Callable[..., nn.Module], model: Any, args: Any, kwargs: Any, **options: Any
-) -> Any:
+def run_through_cpu(function: Callable[..., nn.Module], model: Any, args: Any, kwargs: Any, **options: Any) -> Any:
     """The result of a function of networks for one on another device: computed for a copy on the
     CPU, then moved back. None for a network on the CPU."""
     if (device := device_of(model, args, kwargs)) == CPU:

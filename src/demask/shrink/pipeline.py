@@ -32,14 +32,7 @@ from demask.graph.normalize.select_token_early import select_token_early
 from demask.graph.normalize.separate_heads import separate_heads
 from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program, copy_tensors
-from demask.graph.provenance import (
-    Cut,
-    ModuleSizes,
-    Provenance,
-    Reason,
-    Sizes,
-    removed_parameters,
-)
+from demask.graph.provenance import Cut, ModuleSizes, Provenance, Reason, Sizes, removed_parameters
 from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import Table
@@ -49,13 +42,7 @@ from demask.shrink.emit.rewrite import Rewritten, rewrite
 from demask.shrink.layout.class_layout import FixedSizes
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.placement import Placement, place
-from demask.shrink.program_size import (
-    count_elements_written,
-    count_numbers,
-    measure_modules,
-    measure_program,
-    sum_macs,
-)
+from demask.shrink.program_size import count_elements_written, count_numbers, measure_modules, measure_program, sum_macs
 from demask.shrink.rewrites.absorb_pads import absorb_pads, restore_pads
 from demask.shrink.rewrites.group_heads import group_heads
 from demask.shrink.rewrites.partial_norms import condense_axes
@@ -68,8 +55,7 @@ from demask.shrink.tied_names import name_tied_tensors
 
 def smaller_sizes(program: Program, reason: str) -> Program:
     """A program for fewer sizes than were tried first, with a note that says so."""
-    sizes = ", ".join(f"{spec.name} ({', '.join(map(str, spec.sizes))})"
-                      for spec in input_specs(program))  # fmt: skip
+    sizes = ", ".join(f"{spec.name} ({', '.join(map(str, spec.sizes))})" for spec in input_specs(program))
     note = f"this network only takes inputs of these sizes: {sizes}; with more of them dynamic, "
     return replace(program, notes=(f"{note}{reason}", *program.notes))
 
@@ -117,8 +103,7 @@ def programs_of(
         has_program = True
         inputs = [str(node.target) for node in program.graph.find_nodes(op="placeholder")]
         known = domains_of(leaves, stated) if len(leaves) == len(inputs) else []
-        domains = {name: domain for name, domain in zip(inputs, known, strict=False)
-                   if domain != Domain()}  # fmt: skip
+        domains = {name: domain for name, domain in zip(inputs, known, strict=False) if domain != Domain()}
         example = ExampleSizes.of(program.graph, leaves)
         yield replace(program, example=example, domains=domains)
     if failure is not None and not has_program:
@@ -141,22 +126,14 @@ def _functional(captured: Program, fold_parameters: bool, writes: bool) -> Progr
 
 
 def capture_program(
-    model: nn.Module | ExportedProgram,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    dynamic_shapes: Any,
+    model: nn.Module | ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
 ) -> Program:
     """The program of a network for most sizes, before anything is removed."""
     return next(programs_of(model, args, kwargs, dynamic_shapes))
 
 
 def canonicalize(
-    program: Program,
-    table: Table,
-    log: Log | None = None,
-    *,
-    fold_parameters: bool = True,
-    views: bool = True,
+    program: Program, table: Table, log: Log | None = None, *, fold_parameters: bool = True, views: bool = True
 ) -> Program:
     """The program in canonical notation with folded constants, from which facts are derived. A pass
     that fails is omitted, and `log` says so. fold_parameters: as in `programs_of`. views: False:
@@ -166,10 +143,7 @@ def canonicalize(
         ("the canonical notation of calls", lambda p: canonicalize_calls(p, log)),
         ("the separation of heads from a dynamic batch", lambda p: separate_heads(p, table)),
         ("selection before views", select_before_view if views else _unchanged),
-        (
-            "the early selection of single tokens",
-            (lambda p: select_token_early(p, table)) if views else _unchanged,
-        ),
+        ("the early selection of single tokens", (lambda p: select_token_early(p, table)) if views else _unchanged),
         ("the folding of constants", partial(fold_constants, parameters=fold_parameters)),
     )
     for name, change in passes:
@@ -234,15 +208,11 @@ def shrink_program(
     """
     log = Log() if log is None else log
     first = _measure(whole, table)
-    step = log.attempt(
-        "demasking", lambda: _shrink_repeatedly(first, table, (borders, sides, fixed), log), first
-    )
+    step = log.attempt("demasking", lambda: _shrink_repeatedly(first, table, (borders, sides, fixed), log), first)
     program = (
         None
         if fixed is not None
-        else log.attempt(
-            "one call for several border maps", lambda: stack_border_maps(step.program), None
-        )
+        else log.attempt("one call for several border maps", lambda: stack_border_maps(step.program), None)
     )
     last, cuts = program or step.program, dict(step.cuts)
     names = partial(name_tied_tensors, last, cuts)
@@ -287,15 +257,11 @@ def with_macs_of(record: Provenance, program: Program, table: Table) -> Provenan
     after |= {path: (0, count) for path, count in macs.items() if count}
     before = {path: (row.parameters[0], row.macs[0]) for path, row in record.modules.items()}
     return replace(
-        record,
-        after=replace(record.after, macs=measured.sizes.macs),
-        modules=ModuleSizes.paired(before, after),
+        record, after=replace(record.after, macs=measured.sizes.macs), modules=ModuleSizes.paired(before, after)
     )
 
 
-def _shrink_repeatedly(
-    step: _MeasuredProgram, table: Table, options: _Options, log: Log
-) -> _MeasuredProgram:
+def _shrink_repeatedly(step: _MeasuredProgram, table: Table, options: _Options, log: Log) -> _MeasuredProgram:
     """The program after passes until one removes nothing. If the first one does not, the result has
     its reasons."""
     first, failed = step, (None, ())
@@ -314,9 +280,7 @@ def _shrink_once(step: _MeasuredProgram, table: Table, options: _Options, log: L
     borders, sides, fixed = options
     program = canonicalize(step.program, table, log, views=fixed is None)
     analysis = LayoutAnalysis.of(program, table, borders=borders, fixed=fixed)
-    attempts = (
-        _attempts(analysis, log, sides=sides) if fixed is None else _one_call_each(analysis, log)
-    )
+    attempts = _attempts(analysis, log, sides=sides) if fixed is None else _one_call_each(analysis, log)
     for attempt in attempts:
         folds = partial(fold_constants, attempt.program)
         program = log.attempt("the folding of constants", folds, attempt.program)
@@ -350,33 +314,21 @@ def _attempts(
     is applied twice: one that leaves calls it applies to would never end.
     """
     log.add(analysis.failed)
-    absorbed = (
-        None if _PADS in tried else log.attempt(_PADS, partial(_with_absorbed_pads, analysis), None)
-    )
+    absorbed = None if _PADS in tried else log.attempt(_PADS, partial(_with_absorbed_pads, analysis), None)
     for attempt in _attempts(absorbed, log, tried | {_PADS}, sides=sides) if absorbed else ():
         restored = log.attempt(_PADS, partial(restore_pads, attempt.program), None)
         if restored is not None:
             yield replace(attempt, program=restored)
-    points = (
-        None if _POINTS in tried else log.attempt(_POINTS, partial(carry_positions, analysis), None)
-    )
+    points = None if _POINTS in tried else log.attempt(_POINTS, partial(carry_positions, analysis), None)
     if points:
         yield from _attempts(points, log, tried | {_POINTS}, sides=sides)
     for form, name in _REWRITES:
-        other = (
-            None
-            if name in tried
-            else log.attempt(name, partial(_apply_rewrite, form, analysis), None)
-        )
+        other = None if name in tried else log.attempt(name, partial(_apply_rewrite, form, analysis), None)
         if other:
             yield from _attempts(other, log, tried | {name}, sides=sides)
     plain = list(_try_layouts(analysis, log, essential=True)) if analysis.carried else []
     yield from plain  # a side network would compute what others carry
-    side = (
-        sides
-        and analysis.borders
-        and log.attempt("a side network", partial(split_side_network, analysis), None)
-    )
+    side = sides and analysis.borders and log.attempt("a side network", partial(split_side_network, analysis), None)
     if side and (split := log.attempt("a side network", partial(analysis.again, side), None)):
         yield from (replace(smaller, has_side_network=True) for smaller in _try_layouts(split, log))
     if not analysis.carried:
@@ -400,9 +352,7 @@ def _one_call_each(analysis: LayoutAnalysis, log: Log) -> Iterator[Rewritten]:
             assert fixed is not None
             layouts = analysis.needs, analysis.placer.placement()
             try:
-                result, more = rewrite_for_class(
-                    program, relations, analysis.known, *layouts, fixed, analysis.carried
-                )
+                result, more = rewrite_for_class(program, relations, analysis.known, *layouts, fixed, analysis.carried)
             except CallFailed as failure:
                 analysis = analysis.without(failure)
                 log.add(analysis.failed)
@@ -431,9 +381,7 @@ def _with_absorbed_pads(analysis: LayoutAnalysis) -> LayoutAnalysis | None:
     program = absorb_pads(analysis)
     if program is None:
         return None
-    return replace(analysis, table=add_padded_entries(analysis.table)).again(
-        fold_constants(program)
-    )
+    return replace(analysis, table=add_padded_entries(analysis.table)).again(fold_constants(program))
 
 
 def _apply_rewrite(apply: _Rewrite, analysis: LayoutAnalysis) -> LayoutAnalysis | None:
@@ -453,10 +401,7 @@ def _try_layouts(
 
 
 def _whole_cuts(program: Program) -> dict[str, Cut]:
-    return {
-        name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
-        for name, c in program.constants.items()
-    }
+    return {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim) for name, c in program.constants.items()}
 
 
 def sliced_shape(cut: Cut) -> tuple[int, ...]:
@@ -495,9 +440,7 @@ def _emit_smaller(analysis: LayoutAnalysis, log: Log, tied: bool) -> Rewritten:
         placement = _place_tied(analysis) if tied else analysis.placer.placement()
         program, relations = analysis.program, analysis.relations
         try:
-            return rewrite(
-                program, relations, analysis.known, analysis.needs, placement, analysis.carried
-            )
+            return rewrite(program, relations, analysis.known, analysis.needs, placement, analysis.carried)
         except CallFailed as failure:
             analysis = analysis.without(failure)
             log.add(analysis.failed)
@@ -532,4 +475,4 @@ def _provenance(first: _MeasuredProgram, last: _MeasuredProgram, log: Log) -> Pr
         values=literal_inputs(first.program.graph),
         interface=first.program.interface,
         modules=modules,
-    )  # fmt: skip
+    )

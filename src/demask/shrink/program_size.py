@@ -18,9 +18,11 @@ from demask.ops import Declined, Relation, schema
 def measure_program(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
     """Parameters, MACs of one call on the example inputs, bytes; tied tensors count once."""
     constants = _distinct(program).values()
-    return _sizes([c.tensor for c in constants if c.parameter],
-                  [c.tensor for c in constants if not c.parameter],
-                  sum_macs(relations, program.example))  # fmt: skip
+    return _sizes(
+        [c.tensor for c in constants if c.parameter],
+        [c.tensor for c in constants if not c.parameter],
+        sum_macs(relations, program.example),
+    )
 
 
 def count_numbers(program: Program) -> int:
@@ -90,9 +92,7 @@ def _recurrent_products(relation: Relation) -> list[list[str]]:
 def letter_sizes(relation: Relation, example: ExampleSizes) -> dict[str, int]:
     """The size of every letter on the example inputs."""
     sizes = {letter: size for letter, size in relation.size.items() if size is not None}
-    shapes = [
-        o.value.meta["val"].shape if isinstance(o.value, fx.Node) else () for o in relation.operands
-    ]
+    shapes = [o.value.meta["val"].shape if isinstance(o.value, fx.Node) else () for o in relation.operands]
     shapes += [value.shape for value in schema.outputs(relation.node)]
     for axes, shape in zip([*relation.ins, *relation.outs], shapes, strict=True):
         for axis, size in zip(axes, shape, strict=True):
@@ -103,9 +103,7 @@ def letter_sizes(relation: Relation, example: ExampleSizes) -> dict[str, int]:
     return sizes
 
 
-def measure_modules(
-    program: Program, relations: Mapping[fx.Node, Relation | Declined]
-) -> dict[str, tuple[int, int]]:
+def measure_modules(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> dict[str, tuple[int, int]]:
     """Parameters and MACs by module, in order of execution; the sums are those of
     `measure_program`. A call belongs to the module of the largest tensor that it reads, or else to
     the module that contains it."""
@@ -114,10 +112,7 @@ def measure_modules(
     for node, relation in relations.items():
         read = [name for name in map(_constant_name, node.all_input_nodes) if name in owners]
         largest = max(read, key=lambda name: program.constants[name].tensor.numel(), default="")
-        path, count = (
-            owners[largest] if largest else path_of(node),
-            _macs(relation, program.example),
-        )
+        path, count = (owners[largest] if largest else path_of(node), _macs(relation, program.example))
         for owner in (*map(owners.__getitem__, read), *[path] * bool(count)):
             parameters.setdefault(owner, 0)
         macs[path] = macs.get(path, 0) + count

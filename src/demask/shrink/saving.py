@@ -25,13 +25,7 @@ from demask.graph.provenance import Provenance
 from demask.graph.result.resize import assign_tensor, tensors_of
 from demask.registry import RUNNERS
 from demask.shrink.check import describe_difference
-from demask.shrink.own_class.pretrained import (
-    SAVE,
-    build_on_meta,
-    copy_numbers,
-    is_never_written,
-    try_config,
-)
+from demask.shrink.own_class.pretrained import SAVE, build_on_meta, copy_numbers, is_never_written, try_config
 
 _ADVICE = (
     "demask.save(model, path) and demask.load(path, into=Model(config)) need none, nor do networks "
@@ -58,13 +52,17 @@ class CheckedSave:
             padded = pad_to_config(network)
             if padded is not None:
                 sizes = [sum(p.numel() for p in n.parameters()) for n in (network, padded)]
-                warn_caller(f"save_pretrained writes sizes that a config can say: {sizes[1]:,} "
-                            f"parameters in place of {sizes[0]:,}, some of them zeros, as none "
-                            f"describes this network ({wrong}). {_ADVICE}")  # fmt: skip
+                warn_caller(
+                    f"save_pretrained writes sizes that a config can say: {sizes[1]:,} "
+                    f"parameters in place of {sizes[0]:,}, some of them zeros, as none "
+                    f"describes this network ({wrong}). {_ADVICE}"
+                )
                 return save(padded, *args, **kwargs)
         if wrong:
-            raise BadInput(f"save_pretrained wrote nothing, because from_pretrained would not read "
-                           f"this network from its config: {wrong}. {_ADVICE}")  # fmt: skip
+            raise BadInput(
+                f"save_pretrained wrote nothing, because from_pretrained would not read "
+                f"this network from its config: {wrong}. {_ADVICE}"
+            )
         return save(network, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -85,13 +83,10 @@ def find_misfit(model: Any, state: Mapping[str, Tensor]) -> str:
     if graph is not None:
         return f"{graph} is a graph"
     try:
-        fresh: Any = build_on_meta(
-            model, type(model.config), json.loads(model.config.to_json_string())
-        )
+        fresh: Any = build_on_meta(model, type(model.config), json.loads(model.config.to_json_string()))
     except Exception as error:  # sizes that do not fit each other, in the words of any library
         return f"its class refuses the config: {described(error)}"
-    own = {name: t for name, t in fresh.state_dict(keep_vars=True).items()
-           if not is_never_written(fresh, name)}  # fmt: skip
+    own = {name: t for name, t in fresh.state_dict(keep_vars=True).items() if not is_never_written(fresh, name)}
     for name in state:
         if name not in own and not is_never_written(fresh, name):
             return f"its config has no {name}"
@@ -154,8 +149,7 @@ def _with_original_sizes(network: Any) -> Any | None:
             continue
         if shape is None or cut is None or cut.shape != shape:
             return None
-        positions = [sorted(range(n) if axis is None else axis)
-                     for n, axis in zip(shape, cut.kept, strict=True)]  # fmt: skip
+        positions = [sorted(range(n) if axis is None else axis) for n, axis in zip(shape, cut.kept, strict=True)]
         if [len(axis) for axis in positions] != list(own.shape):
             return None
         zeros = own.detach().new_zeros(shape)

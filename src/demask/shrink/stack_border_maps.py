@@ -53,9 +53,7 @@ def unstack_border_maps(program: Program) -> Program:
         (split,) = node.users
         arguments = schema.arguments(node)
         with editor.graph.inserting_before(node):
-            parts = [
-                editor.call_named(node.target, arguments | {"weight": w}, node) for w in weights
-            ]
+            parts = [editor.call_named(node.target, arguments | {"weight": w}, node) for w in weights]
         for part in list(split.users):
             k: Any = part.args[1]
             part.replace_all_uses_with(parts[k])
@@ -124,11 +122,7 @@ def _stacked_weights(node: fx.Node) -> list[fx.Node] | None:
     """The kernels of a stack, if the output of the call is split accordingly; else None."""
     arguments, axis = schema.arguments(node), _axis(node)
     weight, users = arguments["weight"], list(node.users)
-    if (
-        weight.target is not aten.cat.default
-        or arguments["groups"] != 1
-        or arguments["bias"] is not None
-    ):
+    if weight.target is not aten.cat.default or arguments["groups"] != 1 or arguments["bias"] is not None:
         return None
     weights: Any = weight.args[0]
     cut = schema.arguments(weight)["dim"]

@@ -31,37 +31,14 @@ from demask.ops import Table
 from demask.shrink.check import check_result, describe_difference, refuse_failing
 from demask.shrink.layout.class_layout import EVERYTHING, FixedSizes
 from demask.shrink.own_class.alike import advise, count_saved, explain, find_preserved_shapes
-from demask.shrink.own_class.build import (
-    changed_numbers,
-    find_branch,
-    find_class,
-    find_number,
-    own_class,
-    resize,
-)
+from demask.shrink.own_class.build import changed_numbers, find_branch, find_class, find_number, own_class, resize
 from demask.shrink.own_class.numbers import is_below
 from demask.shrink.own_class.parametrizations import keep_parametrizations
 from demask.shrink.own_class.pretrained import SAVE
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
-from demask.shrink.own_class.small_graphs import (
-    CALLERS,
-    LEAST_OF_MODULE,
-    has_methods,
-    with_small_graphs,
-)
-from demask.shrink.own_class.uncalled import (
-    describe_uncalled,
-    find_uncalled,
-    let_uncalled_follow,
-)
-from demask.shrink.pipeline import (
-    NORMAL_FORMS,
-    compose_cuts,
-    programs_of,
-    shrink_program,
-    smaller_sizes,
-    with_macs_of,
-)
+from demask.shrink.own_class.small_graphs import CALLERS, LEAST_OF_MODULE, has_methods, with_small_graphs
+from demask.shrink.own_class.uncalled import describe_uncalled, find_uncalled, let_uncalled_follow
+from demask.shrink.pipeline import NORMAL_FORMS, compose_cuts, programs_of, shrink_program, smaller_sizes, with_macs_of
 from demask.shrink.program_size import measure_module
 
 METHODS = (*CALLERS, SAVE)  # that a network with graphs in it would lose
@@ -106,8 +83,9 @@ class DemaskCall:
 
     def programs_of(self, model: nn.Module | ExportedProgram, masks: Masks) -> Iterator[Program]:
         """The programs of a network that is called like the model."""
-        return programs_of(model, self.args, self.kwargs, self.shapes, masks,
-                           writes=True, stated=self.stated, state=self.state)  # fmt: skip
+        return programs_of(
+            model, self.args, self.kwargs, self.shapes, masks, writes=True, stated=self.stated, state=self.state
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +135,7 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     branching: Program | None = None
     if branch := find_branch(program):
         static = replace(call, shapes={})
-        fewer = itertools.chain(((call, p) for p in call.programs()),
-                                ((static, p) for p in static.programs()))  # fmt: skip
+        fewer = itertools.chain(((call, p) for p in call.programs()), ((static, p) for p in static.programs()))
         proved = next(((c, p) for c, p in fewer if not find_branch(p)), None)
         if proved is None:
             raise ProgramMismatch(f"its code depends on a size ({branch})")
@@ -218,9 +195,7 @@ def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module
     model, program = find_class(call.model), candidate.program
     fixed = FixedSizes(modules=frozenset({EVERYTHING}))
     target, record = shrink_program(program, call.table, fixed=fixed)
-    own = resize(
-        model, Proof(program, target, record.cuts, (call.args, {}), lambda _: iter(()), ())
-    )
+    own = resize(model, Proof(program, target, record.cuts, (call.args, {}), lambda _: iter(()), ()))
     keep_parametrizations(own, model, {})
     notes = (f"nothing is removed: {candidate.reasons[-1]}", *record.notes)
     record = replace(record, form="class", notes=notes)
@@ -241,9 +216,7 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     may_have_graphs = not has_methods(own, METHODS)
     if size > CLASS_OVERHEAD * least and may_have_graphs and call.masks == "zeros":
         own = _with_small_graphs(call, candidate, own)
-        size = (
-            getattr(measure_module(own, provenance_of(own).after.macs), call.objective) - uncalled
-        )
+        size = getattr(measure_module(own, provenance_of(own).after.macs), call.objective) - uncalled
     parts, loss = len(provenance_of(own).graph_reasons), ""
     if may_have_graphs and not parts:
         loss = _describe_loss(provenance_of(own).after, candidate.record, call.objective)
@@ -270,8 +243,7 @@ def _describe_loss(own: Sizes, graph: Provenance, objective: str) -> str:
     for name in names:
         full, fewer = getattr(before, name), getattr(after, name)
         if full - fewer >= max(1, LEAST_OF_MODULE * full):
-            return (f"the network's class would keep all {full:,} {OBJECTIVES[name]}, of which it "
-                    f"has {fewer:,}")  # fmt: skip
+            return f"the network's class would keep all {full:,} {OBJECTIVES[name]}, of which it has {fewer:,}"
     return ""
 
 
@@ -307,9 +279,11 @@ def _with_small_graphs(call: DemaskCall, candidate: SmallerProgram, own: nn.Modu
         removed=dict(removed),
         modules=modules,
         graph_reasons=tuple(f"{path} is a graph: {explain(path, shapes)}" for path in parts),
-        notes=(*notes, *(f"{path}: {note}" for path, part in parts.items()
-                         for note in part.notes if note not in record.notes)),
-    )  # fmt: skip
+        notes=(
+            *notes,
+            *(f"{path}: {note}" for path, part in parts.items() for note in part.notes if note not in record.notes),
+        ),
+    )
     try:
         wrong = call.check and describe_difference(
             mixed, call.model, call.args, call.kwargs, record=record, stated=call.stated
@@ -328,8 +302,7 @@ def _cuts_of_parts(record: Provenance, parts: Mapping[str, Provenance]) -> dict[
     """The cuts of a network, those of modules that became graphs cut twice."""
     cuts = {name: cut for name, cut in record.cuts.items() if not is_below(name, parts)}
     for path, part in parts.items():
-        earlier = {name.removeprefix(f"{path}."): cut for name, cut in record.cuts.items()
-                   if is_below(name, [path])}  # fmt: skip
+        earlier = {name.removeprefix(f"{path}."): cut for name, cut in record.cuts.items() if is_below(name, [path])}
         for name, cut in part.cuts.items():
             if (composed := compose_cuts(cut, earlier)) is not None:
                 cuts[f"{path}.{name}"] = composed
@@ -351,9 +324,7 @@ def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     target = copy_tensors(candidate.target, candidate.program.constants.values())
     slim = build(target, record, originals=originals)
     if call.check:
-        slim = check_result(
-            slim, candidate.program, call.model, call.args, call.kwargs, call.stated
-        )
+        slim = check_result(slim, candidate.program, call.model, call.args, call.kwargs, call.stated)
     return slim
 
 
@@ -400,10 +371,13 @@ def _proved_class(
     cuts = {**record.cuts, **below}
     if uncalled := find_uncalled(model, program, inputs):
         more, rest = let_uncalled_follow(
-            own, model, uncalled, inputs,
+            own,
+            model,
+            uncalled,
+            inputs,
             lambda other: first_result(replace(call, model=other), "smaller class"),
             lambda a, b: describe_difference(a, b, call.args, call.kwargs, stated=call.stated),
-        )  # fmt: skip
+        )
         cuts |= more
         record = replace(record, notes=(*describe_uncalled(model, rest, cuts), *record.notes))
     numbers = changed_numbers(model, own)

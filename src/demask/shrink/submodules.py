@@ -53,22 +53,15 @@ def replace_submodules(
     """
     if not isinstance(model, nn.Module):
         raise BadInput(f"modules= takes an nn.Module, got {type(model).__name__}: demask it whole")
-    if names != "auto" and (
-        isinstance(names, str) or not all(isinstance(name, str) for name in names)
-    ):
-        raise BadInput(
-            'modules must be a list of names or globs of submodules ("*.mlp"), or "auto", got '
-            f"{names!r}"
-        )
+    if names != "auto" and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
+        raise BadInput(f'modules must be a list of names or globs of submodules ("*.mlp"), or "auto", got {names!r}')
     check_call(model, args, kwargs, None)
     wanted = blocks_of(model) if names == "auto" else match_names(model, names)
     tried = optional or names == "auto"
     calls = record_first_calls(model, args, dict(kwargs or {}), None if tried else wanted)
     missing = [name for name in wanted if name not in calls]
     if missing and not tried:
-        raise BadInput(
-            f"{missing[0]!r} is never called on the example inputs: pass inputs that reach it"
-        )
+        raise BadInput(f"{missing[0]!r} is never called on the example inputs: pass inputs that reach it")
     sharing = structural_copy(model, share=True)
     parts: dict[str, nn.Module] = {}
     queue = [name for name in wanted if name in calls]
@@ -104,28 +97,32 @@ def merge_records(
     for record in records.values():
         effects.update(record.effects)
     return Provenance(
-        cuts={f"{name}.{key}": replace(cut, source=f"{name}.{cut.source}")
-              for name, r in records.items() for key, cut in r.cuts.items()},
-        reasons=tuple(replace(reason, module=f"{name}.{reason.module}".rstrip("."))
-                      for name, r in records.items() for reason in r.reasons),
+        cuts={
+            f"{name}.{key}": replace(cut, source=f"{name}.{cut.source}")
+            for name, r in records.items()
+            for key, cut in r.cuts.items()
+        },
+        reasons=tuple(
+            replace(reason, module=f"{name}.{reason.module}".rstrip("."))
+            for name, r in records.items()
+            for reason in r.reasons
+        ),
         effects=dict(effects),
         notes=tuple(dict.fromkeys(note for r in records.values() for note in r.notes)),
         inputs=inputs,
         before=measure_module(model, sum(r.before.macs for r in records.values())),
         after=measure_module(result, sum(r.after.macs for r in records.values())),
-        removed={f"{name}.{key}".rstrip("."): count
-                 for name, r in records.items() for key, count in r.removed.items()},
-        decisions=tuple(replace(decision, place=name if decision.place == WHOLE
-                                else f"{name}.{decision.place}")
-                        for name, r in records.items() for decision in r.decisions),
-        densities={f"{name}.{key}": density
-                   for name, r in records.items() for key, density in r.densities.items()},
-        modules={f"{name}.{key}".rstrip("."): sizes
-                 for name, r in records.items() for key, sizes in r.modules.items()},
+        removed={f"{name}.{key}".rstrip("."): count for name, r in records.items() for key, count in r.removed.items()},
+        decisions=tuple(
+            replace(decision, place=name if decision.place == WHOLE else f"{name}.{decision.place}")
+            for name, r in records.items()
+            for decision in r.decisions
+        ),
+        densities={f"{name}.{key}": density for name, r in records.items() for key, density in r.densities.items()},
+        modules={f"{name}.{key}".rstrip("."): sizes for name, r in records.items() for key, sizes in r.modules.items()},
         form="class",
-        graph_reasons=tuple(f"{name}: {why}" for name, r in records.items()
-                            for why in r.graph_reasons),
-    )  # fmt: skip
+        graph_reasons=tuple(f"{name}: {why}" for name, r in records.items() for why in r.graph_reasons),
+    )
 
 
 def match_names(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -137,11 +134,7 @@ def match_names(model: nn.Module, names: Sequence[str]) -> list[str]:
         matching = fnmatch.filter([k for k in known if k], name) if globbed else [name]
         if (name not in known and not (globbed and matching)) or not name:
             near = sorted(k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2] and k)
-            hint = (
-                f"; did you mean {near[0]!r}?"
-                if near
-                else f"; it has {sorted(k for k in known if k)[:8]}"
-            )
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {sorted(k for k in known if k)[:8]}"
             raise BadInput(f"the model has no submodule {name!r}{hint}")
         matches |= dict.fromkeys(matching, name)
     for name, pattern in list(matches.items()):
@@ -166,8 +159,7 @@ def find_repeated_blocks(model: nn.Module) -> list[str]:
             continue
         if isinstance(holder, (nn.ModuleList, nn.Sequential)):
             kinds = Counter(type(block) for block in holder if any(True for _ in block.children()))
-            blocks += [f"{path}.{k}".lstrip(".") for k, block in enumerate(holder)
-                      if kinds[type(block)] > 1]  # fmt: skip
+            blocks += [f"{path}.{k}".lstrip(".") for k, block in enumerate(holder) if kinds[type(block)] > 1]
     return blocks
 
 
@@ -191,7 +183,5 @@ def record_first_calls(
         with torch.no_grad():
             work(*args, **kwargs)
     except Exception as error:
-        raise BadInput(
-            f"the model itself fails on the example inputs: {described(error)}"
-        ) from error
+        raise BadInput(f"the model itself fails on the example inputs: {described(error)}") from error
     return calls

@@ -54,16 +54,13 @@ def _group_tied(program: Program) -> dict[tuple[str, ...], list[str]]:
     groups of a convolution) has its own name, and is excluded."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for key, constant in program.constants.items():
-        whole = any(re.fullmatch(re.escape(a) + r"(_folded)?(_?\d+)?", key)
-                    for a in constant.aliases)  # fmt: skip
+        whole = any(re.fullmatch(re.escape(a) + r"(_folded)?(_?\d+)?", key) for a in constant.aliases)
         if whole:
             groups.setdefault(tuple(map(plain_name, constant.aliases)), []).append(key)
     return groups
 
 
-def _distribute_names(
-    program: Program, group: Sequence[str], taken: set[str]
-) -> dict[str, tuple[str, ...]]:
+def _distribute_names(program: Program, group: Sequence[str], taken: set[str]) -> dict[str, tuple[str, ...]]:
     """The names of each tensor of one group: the free ones of those it had, distributed."""
     readers = {key: _reading_modules(program.graph, key) for key in group}
     names: dict[str, list[str]] = {key: [] for key in group}

@@ -70,9 +70,7 @@ class DCSR:
         dtypes = {t.dtype for t in parts}
         if len(dtypes) != 1 or not dtypes <= set(INDICES) or any(t.ndim != 1 for t in parts):
             tensors = [f"{t.dtype} {tuple(t.shape)}" for t in parts]
-            raise BadInput(
-                f"expected rows, crow, col in int32 or int64, of one axis, got {tensors}"
-            )
+            raise BadInput(f"expected rows, crow, col in int32 or int64, of one axis, got {tensors}")
         if self.crow.numel() != self.rows.numel() + 1 or self.values.shape != self.col.shape:
             sizes = [t.numel() for t in (*parts, self.values)]
             raise BadInput(f"expected r rows, r + 1 row starts, n columns and values, got {sizes}")
@@ -125,17 +123,10 @@ class DCSR:
         counts = torch.zeros(self.size[0], dtype=self.crow.dtype, device=self.crow.device)
         counts = counts.index_copy(0, self.rows.long(), self.crow.diff())
         crow = torch.cat([self.crow[:1], counts.cumsum(0).to(self.crow.dtype)])
-        return torch.sparse_csr_tensor(
-            crow, self.col, self.values, self.size, check_invariants=False
-        )
+        return torch.sparse_csr_tensor(crow, self.col, self.values, self.size, check_invariants=False)
 
 
-def spmm(
-    w: Tensor | DCSR,
-    x: Tensor | DCSR,
-    bias: Tensor | None = None,
-    activation: ActivationLike = None,
-) -> Tensor:
+def spmm(w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activation: ActivationLike = None) -> Tensor:
     """The matrix product activation(w @ x + bias), where `w`, `x` or both are sparse.
 
     These layouts of `w` [m, k] and `x` [k, n] are supported:
@@ -201,10 +192,7 @@ def spmm(
     return sparse_product(w, x)
 
 
-_PAIRS = (
-    "expected sparse_csr or DCSR @ dense, sparse_csr or DCSR @ sparse_csr or DCSR, or "
-    "dense @ sparse_csc"
-)
+_PAIRS = "expected sparse_csr or DCSR @ dense, sparse_csr or DCSR @ sparse_csr or DCSR, or dense @ sparse_csc"
 
 
 def _layout(matrix: Tensor | DCSR) -> torch.layout | str:
@@ -239,17 +227,13 @@ def sparse_product(a: Tensor, b: Tensor) -> Tensor:
     rows = torch.arange(a.shape[0], device=col.device).repeat_interleave(crow.diff().long())
     begins, counts = other_crow[:-1].long()[col.long()], other_crow.diff().long()[col.long()]
     left_index = torch.arange(len(col), device=col.device).repeat_interleave(counts)
-    within = (
-        torch.arange(len(left_index), device=col.device) - (counts.cumsum(0) - counts)[left_index]
-    )
+    within = torch.arange(len(left_index), device=col.device) - (counts.cumsum(0) - counts)[left_index]
     right_index = begins[left_index] + within
     positions = rows[left_index] * b.shape[1] + other_col.long()[right_index]
     unique_positions, inverse = torch.unique(positions, return_inverse=True)
     sum_dtype = torch.float32 if values.dtype in NARROW else values.dtype
     sums = torch.zeros(len(unique_positions), dtype=sum_dtype, device=values.device)
-    sums = sums.index_add(
-        0, inverse, values[left_index].to(sum_dtype) * other_values[right_index].to(sum_dtype)
-    )
+    sums = sums.index_add(0, inverse, values[left_index].to(sum_dtype) * other_values[right_index].to(sum_dtype))
     starts = torch.arange(a.shape[0] + 1, device=col.device) * b.shape[1]
     starts = torch.searchsorted(unique_positions, starts).to(crow.dtype)
     columns = (unique_positions % max(b.shape[1], 1)).to(crow.dtype)
@@ -266,9 +250,7 @@ def csr_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Row starts, columns and values of a sparse_csr matrix; raises BadInput for other tensors."""
     if _layout(matrix) != torch.sparse_csr or matrix.ndim != 2:
         description = f"{tuple(matrix.shape)}, {matrix.layout}"
-        raise BadInput(
-            f"expected a sparse_csr matrix, as returned by to_sparse_csr(), got {description}"
-        )
+        raise BadInput(f"expected a sparse_csr matrix, as returned by to_sparse_csr(), got {description}")
     return _parts(matrix, matrix.crow_indices(), matrix.col_indices())
 
 

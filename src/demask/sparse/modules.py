@@ -63,9 +63,7 @@ class SparseLinear(SparseLayer):
 
     kind = "tokens"
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, activation: ActivationLike = None
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, activation: ActivationLike = None) -> None:
         super().__init__(weight, bias, activation)
         self.out_features, self.in_features = self.rows, self.columns
         self._set_program()
@@ -135,10 +133,19 @@ class SparseConv(SparseLayer):
     torch_type: ClassVar[type[nn.Module]]
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, kernel_size: Sizes, stride: Sizes = 1,
-        padding: Sizes | str = 0, dilation: Sizes = 1, groups: int = 1,
-        padding_mode: str = "zeros", output_padding: Sizes = 0, activation: ActivationLike = None,
-    ) -> None:  # fmt: skip
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Sizes | str = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+        padding_mode: str = "zeros",
+        output_padding: Sizes = 0,
+        activation: ActivationLike = None,
+    ) -> None:
         super().__init__(weight, bias, activation)
         self.kernel_size = self._sizes("kernel_size", kernel_size, 1)
         self.stride = self._sizes("stride", stride, 1)
@@ -147,8 +154,9 @@ class SparseConv(SparseLayer):
         self.groups, self.padding_mode, self.padding = groups, padding_mode, padding
         group_channels, remainder = divmod(self.columns, math.prod(self.kernel_size))
         if remainder:
-            raise BadInput(f"expected a multiple of the {self.kernel_size} kernel positions as "
-                           f"columns, got {self.columns} columns")  # fmt: skip
+            raise BadInput(
+                f"expected a multiple of the {self.kernel_size} kernel positions as columns, got {self.columns} columns"
+            )
         self.in_channels, self.out_channels = group_channels * groups, self.rows
         self._pads = self._padding(padding)
         self._check()
@@ -182,9 +190,7 @@ class SparseConv(SparseLayer):
             raise BadInput(f"expected a padding mode of {modes}, got {self.padding_mode!r}")
         limits = [max(s, d) for s, d in zip(self.stride, self.dilation, strict=True)]
         if any(n >= limit for n, limit in zip(self.output_padding, limits, strict=True)):
-            raise BadInput(
-                f"expected output_padding below stride or dilation, got {self.output_padding}"
-            )
+            raise BadInput(f"expected output_padding below stride or dilation, got {self.output_padding}")
         if any(self.output_padding) and not self.transposed:
             raise BadInput("expected output_padding only for a transposed convolution")
 
@@ -212,9 +218,7 @@ class SparseConv(SparseLayer):
         if cls.transposed:
             options["output_padding"] = module.output_padding
             in_channels, out_channels, *kernel = weight.shape
-            weight = weight.reshape(
-                module.groups, in_channels // module.groups, out_channels, *kernel
-            )
+            weight = weight.reshape(module.groups, in_channels // module.groups, out_channels, *kernel)
             weight = weight.transpose(1, 2).flatten(0, 1)
         layer = cls(weight.flatten(1), module.bias, activation=activation, **options)
         return layer.train(module.training)
@@ -230,10 +234,17 @@ class SparseConv(SparseLayer):
         """
         options = {"output_padding": self.output_padding} if self.transposed else {}
         layer = self.torch_type(
-            self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding,
-            dilation=self.dilation, groups=self.groups, padding_mode=self.padding_mode,
-            **options, **self._options(),
-        )  # fmt: skip
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+            padding_mode=self.padding_mode,
+            **options,
+            **self._options(),
+        )
         return self._dense(layer)
 
     def forward(self, x: Tensor) -> Tensor:

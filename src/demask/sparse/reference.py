@@ -43,9 +43,7 @@ from demask.sparse.segment_steps import (
 STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
-def run(
-    program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> list[Tensor]:
+def run(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of a program, tensors in the dtype of the inputs.
 
     They may be inputs, or views of one another. Raises BadInput for shapes, dtypes and indices that
@@ -56,15 +54,11 @@ def run(
     for step in program.steps:
         operands = [values[value] for value in reads(step)]
         kind = program.kinds[reads(step)[0]]
-        values.append(
-            call(step, kind, operands, *operand_tensors(step, kind, operands[0], weights))
-        )
+        values.append(call(step, kind, operands, *operand_tensors(step, kind, operands[0], weights)))
     return [values[value] for value in program.outputs]
 
 
-def check(
-    program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> list[tuple[Any, ...]]:
+def check(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     """The shape of every value. Raises BadInput for tensors that do not match the program.
 
     `part` checks the sizes of weights, `matrix` the indices.
@@ -84,9 +78,12 @@ def check(
 
 
 def weight(
-    step: ConvStep | LinearStep, weights: Sequence[Tensor], shape: Sequence[int],
-    dtype: torch.dtype | None = None, make: Callable[..., Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+    step: ConvStep | LinearStep,
+    weights: Sequence[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype | None = None,
+    make: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """The weight of a step for linear, conv1d, conv2d, conv_transpose1d or conv_transpose2d.
 
     shape: of the input. dtype: of the result; by default that of the values, or float32 if they
@@ -122,9 +119,7 @@ def part(span: Span, weights: Sequence[Tensor]) -> Tensor:
     return tensor.reshape(-1)[first:end]
 
 
-def matrix(
-    weight: SparseWeight, weights: Sequence[Tensor], columns: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def matrix(weight: SparseWeight, weights: Sequence[Tensor], columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """Values, row starts and columns of a matrix in CSR. Raises BadInput for indices out of range
     and for a dense matrix."""
     if weight.csr is None:
@@ -159,9 +154,8 @@ def check_indices(crow: Tensor, col: Tensor, columns: int) -> None:
 
 
 def call(
-    step: Step, kind: str, operands: Sequence[Tensor], weight: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    step: Step, kind: str, operands: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """The output of a step for its operands (in the order of `reads`), computed by ATen ops.
 
     kind: of the operands, as in `SegmentProgram.kinds`. weight: the result of `weight`; weight and
@@ -191,9 +185,7 @@ def call(
     return apply_activation(x + operands[1] if isinstance(step, AddStep) else x, step.act)
 
 
-def operand_tensors(
-    step: Step, kind: str, x: Tensor, weights: Sequence[Tensor]
-) -> tuple[Tensor | None, Tensor | None]:
+def operand_tensors(step: Step, kind: str, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias of a step in the dtype of x, or (numbers, None) of a selection, (constants,
     None) of a call, or (None, None)."""
     if isinstance(step, CallStep):
@@ -203,9 +195,7 @@ def operand_tensors(
     if not isinstance(step, (ConvStep, LinearStep)):
         return None, None
     step_bias = bias(step, weights)
-    return weight(step, weights, x.shape, x.dtype), None if step_bias is None else step_bias.to(
-        x.dtype
-    )
+    return weight(step, weights, x.shape, x.dtype), None if step_bias is None else step_bias.to(x.dtype)
 
 
 def call_constants(step: CallStep, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -309,9 +299,7 @@ def _transposed(step: ConvStep, x: Tensor, weight: Tensor, bias: Tensor | None) 
     function: Any = torch.conv_transpose1d if axes == 1 else torch.conv_transpose2d
     output_padding = tuple(a - b for a, b in zip(padding_before, padding_after, strict=True))
     if all(0 <= n < max(s, d) for n, s, d in zip(output_padding, stride, dilation, strict=True)):
-        return function(
-            x, weight, bias, stride, padding_before, output_padding, step.groups, dilation
-        )
+        return function(x, weight, bias, stride, padding_before, output_padding, step.groups, dilation)
     full = function(x, weight, None, stride, 0, 0, step.groups, dilation)
     cropped = F.pad(full, _ends([-n for n in padding_before], [-n for n in padding_after]))
     return cropped if bias is None else cropped + bias.reshape(-1, *[1] * axes)

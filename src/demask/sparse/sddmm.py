@@ -82,10 +82,7 @@ def _check(a: Tensor, b: Tensor, size: tuple[int, ...], transposed: bool) -> Non
         )
     are_matrices = a.ndim == b.ndim == len(size) == 2
     inner_axis, outer_axis = (1, 0) if transposed else (0, 1)
-    if not are_matrices or (a.shape[0], b.shape[outer_axis], a.shape[1]) != (
-        *size,
-        b.shape[inner_axis],
-    ):
+    if not are_matrices or (a.shape[0], b.shape[outer_axis], a.shape[1]) != (*size, b.shape[inner_axis]):
         b_shape = "[n, k]" if transposed else "[k, n]"
         raise BadInput(
             f"expected a [m, k], b {b_shape} and a mask [m, n], got {tuple(a.shape)}, "

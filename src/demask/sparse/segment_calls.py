@@ -92,8 +92,7 @@ def _expanded(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     """A value repeated along axes of known sizes; for any number of images, if it keeps that."""
     before, after = arguments["self"].meta["val"].shape, node.meta["val"].shape
     first = len(after) - len(before)
-    sizes = [-1 if k >= first and same_size(n, before[k - first]) else n
-             for k, n in enumerate(after)]  # fmt: skip
+    sizes = [-1 if k >= first and same_size(n, before[k - first]) else n for k, n in enumerate(after)]
     return ((arguments["self"],), tuple(sizes), ()) if _ints(sizes) else None
 
 
@@ -116,8 +115,8 @@ def _bordered(mode: str) -> CalledOp:
         return _pads(arguments) if arguments["mode"] == mode else None
 
     return CalledOp(
-        aten.pad.default, lambda xs, n, c: (xs[0], list(n), mode), (aten.pad.default,), match,
-        _padded_shape)  # fmt: skip
+        aten.pad.default, lambda xs, n, c: (xs[0], list(n), mode), (aten.pad.default,), match, _padded_shape
+    )
 
 
 def _joined(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
@@ -186,8 +185,10 @@ def _picked_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
 def _expanded_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
     before = (1,) * (len(n) - len(shapes[0])) + tuple(shapes[0])
     first = len(n) - len(shapes[0])
-    if first < 0 or any(k < first if new == -1 else new < 1 or (new != old and old != 1)
-                        for k, (new, old) in enumerate(zip(n, before, strict=True))):  # fmt: skip
+    if first < 0 or any(
+        k < first if new == -1 else new < 1 or (new != old and old != 1)
+        for k, (new, old) in enumerate(zip(n, before, strict=True))
+    ):
         raise BadInput(f"expected sizes to which {shapes[0]} can be expanded, got {n!r:.80}")
     return tuple(old if new == -1 else new for new, old in zip(n, before, strict=True))
 
@@ -214,14 +215,12 @@ def _joined_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
 
 def _number(op: Any, *targets: Any) -> CalledOp:
     """A pointwise call of a value and a number."""
-    return CalledOp(op, lambda xs, n, c: (xs[0], n[0]), targets, _of_number, same_shape,
-                    POINTWISE, numbers=1)  # fmt: skip
+    return CalledOp(op, lambda xs, n, c: (xs[0], n[0]), targets, _of_number, same_shape, POINTWISE, numbers=1)
 
 
 def _two(op: Any) -> CalledOp:
     """A pointwise call of two values."""
-    return CalledOp(op, lambda xs, n, c: tuple(xs), (op,), _of_two, same_shape, POINTWISE,
-                    operands=2, numbers=0)  # fmt: skip
+    return CalledOp(op, lambda xs, n, c: tuple(xs), (op,), _of_two, same_shape, POINTWISE, operands=2, numbers=0)
 
 
 #: name in the texts of programs -> the op. Entries for the same calls are tried in this order.

@@ -48,8 +48,13 @@ def kind_of(step: Step, operands: Sequence[str]) -> str:
         return step.kind
     images = dict.fromkeys((PoolStep, MeanStep, FlattenStep, ScaleStep), ("image",))
     plain = tuple(kind for kind in KINDS if kind != "matrices")  # channels are those of one image
-    some = {ConvStep: ("image", "signal"), LinearStep: ("tokens", "pixels"),
-            ConcatStep: plain, SelectStep: plain, **images}  # fmt: skip
+    some = {
+        ConvStep: ("image", "signal"),
+        LinearStep: ("tokens", "pixels"),
+        ConcatStep: plain,
+        SelectStep: plain,
+        **images,
+    }
     allowed = some.get(type(step), KINDS)
     if operands[0] not in allowed or len(set(operands)) != 1:
         raise BadInput(f"expected values of one kind of {allowed}, got {operands}")
@@ -128,8 +133,10 @@ def _check_call(step: CallStep) -> None:
         raise BadInput(f"expected a name, got {step.name!r:.40}")
     if entry is None or step.kind not in KINDS:
         raise BadInput(f"expected a call of {sorted(CALLED)}, got {step.call!r:.40}")
-    for what, number, limit in (("operands", len(step.xs), entry.operands),
-                                ("numbers", len(step.numbers), entry.numbers)):  # fmt: skip
+    for what, number, limit in (
+        ("operands", len(step.xs), entry.operands),
+        ("numbers", len(step.numbers), entry.numbers),
+    ):
         if limit is not None and number != limit:
             raise BadInput(f"expected {limit} {what} of {step.call}, got {number}")
     if not all(type(n) in entry.numeric and abs(n) <= max(LARGEST, MAX_SIZE) for n in step.numbers):
@@ -152,9 +159,7 @@ def _check_window(step: ConvStep | PoolStep) -> None:
     if isinstance(step, ConvStep):
         _check_conv(step)
         return
-    if not all(map(is_count, step.padding)) or any(
-        2 * p > k for p, k in zip(step.padding, step.kernel, strict=True)
-    ):
+    if not all(map(is_count, step.padding)) or any(2 * p > k for p, k in zip(step.padding, step.kernel, strict=True)):
         raise BadInput(f"expected padding of at most half the kernel, got {step.padding!r:.80}")
     if any(type(flag) is not bool for flag in (step.mean, step.ceil, step.counted)):
         raise BadInput(f"expected flags, got {step.mean!r}, {step.ceil!r}, {step.counted!r}")
@@ -262,13 +267,9 @@ def _convolved(step: ConvStep, sizes: Sequence[Any]) -> list[Any]:
         reach = step.dilation[axis] * (step.kernel[axis] - 1)
         padding_before, padding_after = step.padding[axis]
         if step.transposed:
-            outputs.append(
-                (size - 1) * step.stride[axis] + reach + 1 - padding_before - padding_after
-            )
+            outputs.append((size - 1) * step.stride[axis] + reach + 1 - padding_before - padding_after)
         else:
-            outputs.append(
-                (size + padding_before + padding_after - reach - 1) // step.stride[axis] + 1
-            )
+            outputs.append((size + padding_before + padding_after - reach - 1) // step.stride[axis] + 1)
     return outputs
 
 

@@ -22,14 +22,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from demask.errors import BadInput
-from demask.sparse.segment_checks import (
-    check_positive,
-    check_step,
-    is_count,
-    kind_of,
-    shape_of_step,
-    weight_spans,
-)
+from demask.sparse.segment_checks import check_positive, check_step, is_count, kind_of, shape_of_step, weight_spans
 from demask.sparse.segment_steps import INPUTS, NAMES, STEPS, SparseWeight, Step, has_rank, reads
 
 MAX_TEXT = 4_000_000  # characters of a program: ResNet-152 has 60,000
@@ -73,9 +66,7 @@ class SegmentProgram:
         except BadInput:
             raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BadInput(
-                f"expected a program as written by SegmentProgram.text: {error!r:.200}"
-            ) from None
+            raise BadInput(f"expected a program as written by SegmentProgram.text: {error!r:.200}") from None
 
     def shapes(self, inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
         """The shape of every value; sizes may be symbolic.

@@ -20,9 +20,7 @@ from typing import Any
 from demask.ops.activations import Act
 
 #: kind -> rank of its tensors; None for any
-RANKS: dict[str, int | None] = {
-    "image": 4, "signal": 3, "tokens": None, "pixels": 4, "matrices": None,
-}  # fmt: skip
+RANKS: dict[str, int | None] = {"image": 4, "signal": 3, "tokens": None, "pixels": 4, "matrices": None}
 KINDS = tuple(RANKS)
 INPUTS = ("image", "signal", "tokens", "pixels")  # kinds of inputs of programs
 CHANNELS_LAST = ("tokens", "pixels", "matrices")
@@ -207,10 +205,18 @@ Step = (
 )
 # Names of steps in the text of a program, which is stored in files.
 STEPS: dict[str, type] = {
-    "conv": ConvStep, "linear": LinearStep, "pool": PoolStep, "mean": MeanStep, "flat": FlattenStep,
-    "map": ActivationStep, "add": AddStep, "scale": ScaleStep, "cat": ConcatStep,
-    "select": SelectStep, "call": CallStep,
-}  # fmt: skip
+    "conv": ConvStep,
+    "linear": LinearStep,
+    "pool": PoolStep,
+    "mean": MeanStep,
+    "flat": FlattenStep,
+    "map": ActivationStep,
+    "add": AddStep,
+    "scale": ScaleStep,
+    "cat": ConcatStep,
+    "select": SelectStep,
+    "call": CallStep,
+}
 NAMES = {kind: name for name, kind in STEPS.items()}
 
 

@@ -98,9 +98,7 @@ class SparseLayer(nn.Module):
     def weight_csr(self) -> Tensor:
         """The weight matrix [rows, columns] as torch.sparse_csr, sharing memory; differentiable."""
         size = self.rows, self.columns
-        return torch.sparse_csr_tensor(
-            self.crow, self.col, self.values, size, check_invariants=False
-        )
+        return torch.sparse_csr_tensor(self.crow, self.col, self.values, size, check_invariants=False)
 
     def _dense(self, layer: nn.Module) -> nn.Module:
         """A torch layer with these weights, in a Sequential if there is an activation."""
@@ -113,14 +111,18 @@ class SparseLayer(nn.Module):
 
     def _options(self) -> dict[str, Any]:
         """Arguments of the equivalent torch layer."""
-        return {
-            "bias": self.bias is not None, "device": self.values.device, "dtype": self.values.dtype,
-        }  # fmt: skip
+        return {"bias": self.bias is not None, "device": self.values.device, "dtype": self.values.dtype}
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         """Loads any number of nonzeros; the shape of the layer must be the same."""
         values, col = (state_dict.get(f"{prefix}{key}") for key in ("values", "col"))
         is_complete = isinstance(values, Tensor) and isinstance(col, Tensor) and values.ndim == 1
@@ -134,9 +136,11 @@ class SparseLayer(nn.Module):
         self._set_program()
         # The number of columns is not stored: a smaller one is not recognized.
         if is_complete and col.numel() and not col.is_meta and int(col.max()) >= self.columns:
-            error_msgs.append(f"size mismatch for {prefix}col: expected columns below "
-                              f"{self.columns}, got {int(col.max())}: weights of another "
-                              f"layer")  # fmt: skip
+            error_msgs.append(
+                f"size mismatch for {prefix}col: expected columns below "
+                f"{self.columns}, got {int(col.max())}: weights of another "
+                f"layer"
+            )
 
     def extra_repr(self) -> str:
         """The text in parentheses in the layer's repr: bias, density and activation."""

@@ -17,7 +17,4 @@ from demask.stride.lowering.lower import NoSoundForm, lower
 from demask.stride.raising.raise_strides import raise_strides
 from demask.stride.targets import TARGETS, Target
 
-__all__ = [
-    "TARGETS", "Instructions", "Machine", "NoSoundForm", "Target", "instructions", "lower",
-    "raise_strides",
-]  # fmt: skip
+__all__ = ["TARGETS", "Instructions", "Machine", "NoSoundForm", "Target", "instructions", "lower", "raise_strides"]

@@ -96,9 +96,10 @@ class AveragePool:
     def pads(self, sizes: Sequence[int]) -> Pads:
         """Zeros before and after each axis, so that every window of `taps` is complete."""
         axes = zip(self.taps(sizes), self._axes(sizes), self.lengths(sizes), strict=True)
-        pads = [(p, p if (n + 2 * p - taps) // s + 1 == count
-                 else max((count - 1) * s + taps - n - p, 0))
-                for taps, (n, _, s, p), count in axes]  # fmt: skip
+        pads = [
+            (p, p if (n + 2 * p - taps) // s + 1 == count else max((count - 1) * s + taps - n - p, 0))
+            for taps, (n, _, s, p), count in axes
+        ]
         return tuple(pads)
 
     def _axes(self, sizes: Sequence[int]) -> list[tuple[int, int, int, int]]:
@@ -361,8 +362,7 @@ def _as_pool(editor: GraphEditor, sums: _Sums, *, scales: bool) -> fx.Node | Non
         return None
     whole = None if rank == 1 else 1
     padding = tuple(before for before, _ in sums.pads)
-    plain = [AveragePool(sums.kernel, sums.stride, padding, ceil, True, whole)
-             for ceil in (False, True)]  # fmt: skip
+    plain = [AveragePool(sums.kernel, sums.stride, padding, ceil, True, whole) for ceil in (False, True)]
     pool = next((pool for pool in plain if _has_windows(sums, pool, sizes)), None)
     if pool is None:
         return None
@@ -379,8 +379,10 @@ def _candidates(sums: _Sums) -> list[AveragePool]:
     whole = round(1 / weight) if 2.0**-31 < weight <= 1 else 0
     divisors = [None, whole] if len(sums.kernel) > 1 and whole else [None]
     padding = tuple(before for before, _ in sums.pads)
-    return [AveragePool(sums.kernel, sums.stride, padding, *flags)
-            for flags in product((False, True), (True, False), divisors)]  # fmt: skip
+    return [
+        AveragePool(sums.kernel, sums.stride, padding, *flags)
+        for flags in product((False, True), (True, False), divisors)
+    ]
 
 
 def _has_windows(sums: _Sums, pool: AveragePool, sizes: tuple[int, ...] | None) -> bool:
@@ -409,7 +411,5 @@ def _call(editor: GraphEditor, sums: _Sums, pool: AveragePool) -> fx.Node:
     override = [] if len(pool.kernel) == 1 else [pool.divisor]
     lists = list(pool.kernel), list(pool.stride), list(pool.padding)
     args = (sums.x, *lists, pool.ceil, pool.include, *override)
-    replacement = editor.insert(
-        sums.last, None, traits.AVERAGE_POOL_OF_AXES[len(pool.kernel)], *args
-    )
+    replacement = editor.insert(sums.last, None, traits.AVERAGE_POOL_OF_AXES[len(pool.kernel)], *args)
     return copy_metadata(replacement, sums.last)

@@ -55,8 +55,7 @@ WINDOWS = ("any", "stride")
 def _check_known(what: str, values: Any, names: Any, where: str) -> None:
     unknown = [name for name in values if name not in names]
     if unknown:
-        raise BadInput(f"target {where}: {what} {unknown[0]!r} is unknown; "
-                       f"expected some of {', '.join(names)}")  # fmt: skip
+        raise BadInput(f"target {where}: {what} {unknown[0]!r} is unknown; expected some of {', '.join(names)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,28 +114,27 @@ class Target:
     def __post_init__(self) -> None:
         for what in ("ops", "forms", "forbidden"):
             if not isinstance(getattr(self, what), (frozenset, set, tuple, list)):
-                raise BadInput(f"target {self.name!r}: expected {what} as a collection of names, "
-                               f"got {getattr(self, what)!r:.40}")  # fmt: skip
+                raise BadInput(
+                    f"target {self.name!r}: expected {what} as a collection of names, got {getattr(self, what)!r:.40}"
+                )
         for what in ("pool_ceil", "finite"):
             if not isinstance(getattr(self, what), bool):
-                raise BadInput(f"target {self.name!r}: expected {what}=True or False, "
-                               f"got {getattr(self, what)!r:.40}")  # fmt: skip
+                raise BadInput(f"target {self.name!r}: expected {what}=True or False, got {getattr(self, what)!r:.40}")
         object.__setattr__(self, "ops", frozenset(self.ops))
         object.__setattr__(self, "forms", tuple(self.forms))
         object.__setattr__(self, "forbidden", tuple(self.forbidden))
         _check_known("op", self.ops, OPS, self.name)
         _check_known("forbidden op", self.forbidden, KINDS, self.name)
         _check_known("windows", (self.pool_windows,), WINDOWS, self.name)
-        sizes = {"conv stride": self.conv_stride, "pool size": self.pool_size,
-                 "pool stride": self.pool_stride}  # fmt: skip
+        sizes = {"conv stride": self.conv_stride, "pool size": self.pool_size, "pool stride": self.pool_stride}
         for what, size in sizes.items():
             if not is_number(size) or size < 1 or size not in (inf, size // 1):
-                raise BadInput(f"target {self.name!r}: expected a {what} of 1 or more, a whole "
-                               f"number, got {size!r}")  # fmt: skip
+                raise BadInput(f"target {self.name!r}: expected a {what} of 1 or more, a whole number, got {size!r}")
         bounds = self.mask, self.largest
         if not all(map(is_number, bounds)) or not 0 < self.mask < inf or self.largest <= 0:
-            raise BadInput(f"target {self.name!r}: expected mask and largest above 0, "
-                           f"got {self.mask!r} and {self.largest!r}")  # fmt: skip
+            raise BadInput(
+                f"target {self.name!r}: expected mask and largest above 0, got {self.mask!r} and {self.largest!r}"
+            )
 
 
 def _named(name: str, ops: str, **more: Any) -> Target:
@@ -151,12 +149,16 @@ TARGETS: Mapping[str, Target] = {
         _named("slice", "slice"),
         _named("no_pool", "dilation select multiply"),
         _named("space_to_depth", "space_to_depth pad", finite=True),
-        _named("fhe", "add multiply rotate crop dilation", finite=True,
-               forms=("dilation", "rotate"), forbidden=("max_pool", "avg_pool")),
-        _named("matrix_unit", "max_pool avg_pool multiply relu add pad", finite=True,
-               pool_windows="stride"),
+        _named(
+            "fhe",
+            "add multiply rotate crop dilation",
+            finite=True,
+            forms=("dilation", "rotate"),
+            forbidden=("max_pool", "avg_pool"),
+        ),
+        _named("matrix_unit", "max_pool avg_pool multiply relu add pad", finite=True, pool_windows="stride"),
     )
-}  # fmt: skip
+}
 
 
 def target(of: str | Path | Target) -> Target:
@@ -182,12 +184,19 @@ def target(of: str | Path | Target) -> Target:
 _NUMBER, _FLAG, _TEXT, _WORDS = "a number", "true or false", "text", "a list of names"
 # By key of the file and of its tables: the field of Target, and the expected type.
 _KEYS: Mapping[str, tuple[str, str]] = {
-    "name": ("name", _TEXT), "ops": ("ops", _WORDS), "finite": ("finite", _FLAG),
-    "largest": ("largest", _NUMBER), "mask": ("mask", _NUMBER), "forms": ("forms", _WORDS),
-    "forbidden": ("forbidden", _WORDS), "conv.stride": ("conv_stride", _NUMBER),
-    "pool.size": ("pool_size", _NUMBER), "pool.stride": ("pool_stride", _NUMBER),
-    "pool.windows": ("pool_windows", _TEXT), "pool.ceil": ("pool_ceil", _FLAG),
-}  # fmt: skip
+    "name": ("name", _TEXT),
+    "ops": ("ops", _WORDS),
+    "finite": ("finite", _FLAG),
+    "largest": ("largest", _NUMBER),
+    "mask": ("mask", _NUMBER),
+    "forms": ("forms", _WORDS),
+    "forbidden": ("forbidden", _WORDS),
+    "conv.stride": ("conv_stride", _NUMBER),
+    "pool.size": ("pool_size", _NUMBER),
+    "pool.stride": ("pool_stride", _NUMBER),
+    "pool.windows": ("pool_windows", _TEXT),
+    "pool.ceil": ("pool_ceil", _FLAG),
+}
 
 
 def parsed(data: Mapping[str, Any], where: str) -> Target:

@@ -26,9 +26,7 @@ NONE: Axes = (None, None)
 
 
 def axes_of(
-    graph: fx.Graph,
-    relations: Mapping[fx.Node, Relation | Declined],
-    inputs: Mapping[fx.Node, Axes],
+    graph: fx.Graph, relations: Mapping[fx.Node, Relation | Declined], inputs: Mapping[fx.Node, Axes]
 ) -> dict[fx.Node, Axes]:
     """The axes of each value that has rows.
 
@@ -96,9 +94,7 @@ def order(rank: int, axes: Axes) -> tuple[int, ...]:
     first = [axis for axis in axes if axis is not None]
     image = axes[COLUMNS] is not None
     inner = [k for k in range(rank) if k not in first and (k > 1 or not image)]
-    return tuple(
-        first + inner + ([k for k in range(min(rank, 2)) if k not in first] if image else [])
-    )
+    return tuple(first + inner + ([k for k in range(min(rank, 2)) if k not in first] if image else []))
 
 
 def strides(shape: Sequence[int], axes: Axes) -> tuple[int, ...]:

@@ -25,9 +25,7 @@ Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 
 @in_isolation
 @public
-def calibrate(
-    model: Model, tiles: Tensor | np.ndarray | Iterable[Any], *, normalize: Any = None
-) -> FrozenStatistics:
+def calibrate(model: Model, tiles: Tensor | np.ndarray | Iterable[Any], *, normalize: Any = None) -> FrozenStatistics:
     """The statistics that the norms of a network see on tiles, as `FrozenStatistics`.
 
     Group and instance norms that were trained on tiles see other statistics on a whole image. With
@@ -59,8 +57,10 @@ def calibrate(
     """
     frozen = measure(_calls(model, tiles, normalize))
     if not frozen.tiles:
-        raise BadInput("calibrate: expected at least one tile, and a network with norms over the "
-                       "image, such as group or instance norm")  # fmt: skip
+        raise BadInput(
+            "calibrate: expected at least one tile, and a network with norms over the "
+            "image, such as group or instance norm"
+        )
     return frozen
 
 

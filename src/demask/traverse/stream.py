@@ -16,12 +16,7 @@ from demask.failures import public
 from demask.machine.byte_sizes import BUDGET, format_bytes
 from demask.ops import TABLE, Table
 from demask.pages import Lines, Page, PageSource
-from demask.traverse.execution.stream_job import (
-    OUTPUTS,
-    Streaming,
-    StreamOptions,
-    prepare_stream,
-)
+from demask.traverse.execution.stream_job import OUTPUTS, Streaming, StreamOptions, prepare_stream
 from demask.traverse.normalization.statistics import IMAGE, Statistics
 from demask.traverse.storage.open_ends import Region
 
@@ -69,8 +64,10 @@ class Streamed(PageSource):
         """What `print`, `to_html` and notebooks show, as sections."""
         many = f"{self.images:,} images, " if self.images > 1 else ""
         before = f" ({self.resumed:,} of them before)" if self.resumed else ""
-        line = (f"{many}{self.rows:,} rows{before} in {self.seconds:.1f} s, predicted peak "
-                f"{format_bytes(self.peak)}: {self.dtype} {self.shape}")  # fmt: skip
+        line = (
+            f"{many}{self.rows:,} rows{before} in {self.seconds:.1f} s, predicted peak "
+            f"{format_bytes(self.peak)}: {self.dtype} {self.shape}"
+        )
         return Page("demask stream", (Lines([line]),))
 
 
@@ -169,10 +166,22 @@ def stream(
         (128, True)
     """
     job = prepare(
-        model, source, destination, memory=memory, output=output, layout=layout, region=region,
-        mask=mask, normalize=normalize, statistics=statistics, chunk=chunk, stripe=stripe,
-        client=client, spill=spill, table=table,
-    )  # fmt: skip
+        model,
+        source,
+        destination,
+        memory=memory,
+        output=output,
+        layout=layout,
+        region=region,
+        mask=mask,
+        normalize=normalize,
+        statistics=statistics,
+        chunk=chunk,
+        stripe=stripe,
+        client=client,
+        spill=spill,
+        table=table,
+    )
     return run(job, progress, resume=resume)
 
 
@@ -199,9 +208,7 @@ class PreparedStream:
         """Calls of `progress`."""
         return self.job.steps
 
-    def run(
-        self, progress: Callable[..., object] | None = None, *, resume: bool = True
-    ) -> Streamed:  # fmt: skip
+    def run(self, progress: Callable[..., object] | None = None, *, resume: bool = True) -> Streamed:
         """Execute the job."""
         return run(self, progress, resume=resume)
 
@@ -233,16 +240,12 @@ def _absolute(end: Any) -> Any:
     return Path(end).resolve() if isinstance(end, str | os.PathLike) else end
 
 
-def prepare_again(
-    model: Model, source: Any, destination: Any, options: StreamOptions
-) -> Streaming:  # fmt: skip
+def prepare_again(model: Model, source: Any, destination: Any, options: StreamOptions) -> Streaming:
     """The job of a call, in a worker."""
     return prepare_stream(model, source, destination, options, table=TABLE)
 
 
-def run(
-    prepared: PreparedStream, progress: Callable[..., object] | None = None, *, resume: bool = True
-) -> Streamed:
+def run(prepared: PreparedStream, progress: Callable[..., object] | None = None, *, resume: bool = True) -> Streamed:
     """Execute a job."""
     job, cluster = prepared.job, None
     if prepared.client is not None:
@@ -250,8 +253,7 @@ def run(
 
         cluster = Cluster.of(prepared.client, job, prepare_again, *prepared.call)
     done = job.run(progress, resume=resume, cluster=cluster)
-    return Streamed(done.shape, done.dtype, job.images, done.rows, done.seconds, job.plan.peak,
-                    done.macs, done.resumed)  # fmt: skip
+    return Streamed(done.shape, done.dtype, job.images, done.rows, done.seconds, job.plan.peak, done.macs, done.resumed)
 
 
 __all__ = ["OUTPUTS", "PreparedStream", "Streamed", "prepare", "stream"]

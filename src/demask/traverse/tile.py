@@ -81,9 +81,7 @@ def tile(
         >>> torch.allclose(small(x), net(x), atol=1e-6)
         True
     """
-    program, flow, tile_plan, layout = _planned(
-        model, args, kwargs, parse_memory(memory), workers, table
-    )
+    program, flow, tile_plan, layout = _planned(model, args, kwargs, parse_memory(memory), workers, table)
     return tiled(program, tile_plan, flow, layout, table)
 
 
@@ -131,12 +129,7 @@ def plan(
 
 
 def _planned(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    budget: int,
-    workers: int,
-    table: Table,
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, budget: int, workers: int, table: Table
 ) -> tuple[Program, Flow, TilePlan, MemoryLayout]:
     if not is_integer(workers) or not 1 <= workers <= WORKERS:
         raise BadInput(f"expected 1 to {WORKERS} workers, got {workers!r}")
@@ -148,9 +141,7 @@ def _planned(
         program = read(model, *_first(args, kwargs or {}, count))
     flow = flow_of(program, table)
     if not flow.axes:
-        raise BadInput(
-            "no input has rows to cut: expected images (N, C, H, W), volumes or sequences"
-        )
+        raise BadInput("no input has rows to cut: expected images (N, C, H, W), volumes or sequences")
     flow, tile_plan, layout = plan_flow(flow, budget, workers=workers)
     return program, flow, replace(tile_plan, images=has_several), layout
 
@@ -173,8 +164,11 @@ def _first(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
 
 def _check_independent(program: Program, count: int, table: Table) -> None:
     """Raise BadInput unless each result of an image depends on that image only."""
-    inputs = {n: (0, None) for n in program.graph.find_nodes(op="placeholder")
-              if tuple(getattr(n.meta.get("val"), "shape", ()))[:1] == (count,)}  # fmt: skip
+    inputs = {
+        n: (0, None)
+        for n in program.graph.find_nodes(op="placeholder")
+        if tuple(getattr(n.meta.get("val"), "shape", ()))[:1] == (count,)
+    }
     relations = Analysis(program, with_moments(table)).relations
     axes = axes_of(program.graph, relations, inputs)
     outputs: Any = next(iter(program.graph.find_nodes(op="output"))).args[0]
@@ -183,12 +177,17 @@ def _check_independent(program: Program, count: int, table: Table) -> None:
             continue
         operands = [n for n in node.all_input_nodes if n in axes]
         if operands and (axes.get(node) != (0, None) or _mixes(relations[node], axes, count)):
-            raise BadInput(f"{node.name} ({node.target}) mixes the images of a batch; give an "
-                           "example of one image, and pass one image per call")  # fmt: skip
+            raise BadInput(
+                f"{node.name} ({node.target}) mixes the images of a batch; give an "
+                "example of one image, and pass one image per call"
+            )
 
 
 def _mixes(relation: Any, axes: Mapping[fx.Node, Axes], count: int) -> bool:
     """Whether an image of a call's output needs another image of an operand."""
     cut_operands = [k for k, operand in enumerate(relation.operands) if operand.value in axes]
-    return any(axis_of(relation, k, 0) != 0 or region_rule(relation, k, 0)(i, i + 1) != (i, i + 1)
-               for k in cut_operands for i in range(count))  # fmt: skip
+    return any(
+        axis_of(relation, k, 0) != 0 or region_rule(relation, k, 0)(i, i + 1) != (i, i + 1)
+        for k in cut_operands
+        for i in range(count)
+    )

@@ -23,11 +23,7 @@ from demask.ops.traits import CONV_OF_AXES
 from demask.tune.epilogue import Epilogue
 from demask.tune.layer_costs import PLAIN, Layer, LayerCosts
 from demask.tune.passes.channels_last import CONVOLUTIONS as IMAGES
-from demask.tune.passes.channels_last import (
-    convert_layouts,
-    is_image_convolution,
-    may_change_layout,
-)
+from demask.tune.passes.channels_last import convert_layouts, is_image_convolution, may_change_layout
 from demask.tune.passes.fold_affine import contraction_weight, fold_affine
 from demask.tune.passes.fuse_epilogues import epilogue_chain, fuse_epilogues
 from demask.tune.passes.join_as_sum import Sum, rewrite_joins
@@ -52,9 +48,8 @@ class Candidate:
 
 
 def generate_candidates(
-    program: Program, asker: LayerCosts, table: Table, tell: Callable[[str], object], *,
-    few: bool = False,
-) -> Iterator[Candidate]:  # fmt: skip
+    program: Program, asker: LayerCosts, table: Table, tell: Callable[[str], object], *, few: bool = False
+) -> Iterator[Candidate]:
     """The program with norms folded into weights, then with the fastest implementation of each
     layer: in the default layout, in channels last, or in the faster one for each image size.
 
@@ -83,24 +78,16 @@ def _chosen(asker: LayerCosts, choice: dict[tuple[int, ...], bool], node: fx.Nod
     return choice.get(asker.shape(node)[2:], False)
 
 
-def seconds_by_image_size(
-    program: Program, asker: LayerCosts
-) -> dict[tuple[int, ...], dict[bool, float]]:
+def seconds_by_image_size(program: Program, asker: LayerCosts) -> dict[tuple[int, ...], dict[bool, float]]:
     """Seconds of all convolutions by output image size, in channels last (True) and without."""
     editor = GraphEditor(program)
     live = input_dependent(editor.graph)
     seconds: dict[tuple[int, ...], dict[bool, float]] = defaultdict(lambda: {True: 0.0, False: 0.0})
     for node in editor.calls(*IMAGES):
-        if (
-            node in live
-            and contraction_weight(editor, node) is not None
-            and is_image_convolution(node)
-        ):
+        if node in live and contraction_weight(editor, node) is not None and is_image_convolution(node):
             after = epilogue_chain(node, live)
             for last in (True, False):
-                _, taken = asker.layer(
-                    asker.of(node), last, after.after, other=after.other is not None
-                )
+                _, taken = asker.layer(asker.of(node), last, after.after, other=after.other is not None)
                 seconds[asker.shape(node)[2:]][last] += taken
     return seconds
 
@@ -135,8 +122,7 @@ class CandidateBuilder:
         grown = self.asker.layer(layer.wider(rows), last, after, other=True)[1]
         alone = self.asker.layer(layer, last)[1]
         into = [shape, self.asker.shape(branch)]
-        added = self.asker.call(aten.index_add_.default, last, into, layer.dtype, terms.axis,
-                                index=count)  # fmt: skip
+        added = self.asker.call(aten.index_add_.default, last, into, layer.dtype, terms.axis, index=count)
         more = self.asker.call(aten.relu_.default, last, [shape], layer.dtype)
         seconds = {"grow": grown, "scatter-add": alone + added + more}
         if terms.axis == 1 and layer.convolves and "transpose" not in layer.target:
@@ -145,14 +131,14 @@ class CandidateBuilder:
         self.decisions.append(TuneDecision(f"the join after {_named(branch)}", best, seconds))
         return None if best == "scatter-add" else best
 
-    def _place(self, branch: fx.Node, layer: Layer, shape: tuple[int, ...], last: bool,
-               after: Epilogue) -> float:  # fmt: skip
+    def _place(self, branch: fx.Node, layer: Layer, shape: tuple[int, ...], last: bool, after: Epilogue) -> float:
         """Seconds of a 1 x 1 convolution that moves a layer's channels to those of a join."""
         axes, count = len(shape) - 2, self.asker.shape(branch)[1]
         geometry = ((1,) * axes, (0,) * axes, (1,) * axes, 1)
         weight = (shape[1], count, *[1] * axes)
-        one = Layer(str(CONV_OF_AXES[axes]), self.asker.shape(branch), weight, geometry, False,
-                    layer.dtype, layer.device)  # fmt: skip
+        one = Layer(
+            str(CONV_OF_AXES[axes]), self.asker.shape(branch), weight, geometry, False, layer.dtype, layer.device
+        )
         return self.asker.layer(one, last, after, other=True)[1]
 
     def worth(self, editor: GraphEditor, plan: Widening, pad: fx.Node | None) -> bool:
@@ -161,8 +147,7 @@ class CandidateBuilder:
         before = after = 0.0
         for node in {**plan.rows, **plan.columns}:
             layer, fusible = self.asker.of(node), epilogue_chain(node, live)
-            wider = layer.wider(plan.more if node in plan.rows else 0,
-                                plan.more if node in plan.columns else 0)  # fmt: skip
+            wider = layer.wider(plan.more if node in plan.rows else 0, plan.more if node in plan.columns else 0)
             last, other = self.last(node), fusible.other is not None
             before += self.asker.layer(layer, last, fusible.after, other=other)[1]
             after += self.asker.layer(wider, last, fusible.after, other=other)[1]
@@ -177,9 +162,7 @@ class CandidateBuilder:
         if better:
             first = next(iter(plan.rows), None)
             where = name if first is None else f"{name} {_named(first)}"
-            self.decisions.append(
-                TuneDecision(where, "wider", {"as it is": before, "wider": after})
-            )
+            self.decisions.append(TuneDecision(where, "wider", {"as it is": before, "wider": after}))
         return better
 
     def fuse(self, node: fx.Node, after: Epilogue, other: bool) -> bool:

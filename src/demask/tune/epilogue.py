@@ -44,9 +44,8 @@ def epilogue_of(node: fx.Node) -> Epilogue | None:
 
 
 def convolution(
-    x: Any, weight: Any, bias: Any, geometry: tuple[Any, Any, Any, int], after: Epilogue,
-    other: Any = None,
-) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
+    x: Any, weight: Any, bias: Any, geometry: tuple[Any, Any, Any, int], after: Epilogue, other: Any = None
+) -> tuple[Any, tuple[Any, ...]]:
     """Target and arguments of a convolution with an epilogue. geometry: padding, stride, dilation,
     groups. other: a value added before the epilogue."""
     padding, stride, dilation, groups = geometry
@@ -78,12 +77,7 @@ def pack_weight(node: fx.Node, weight: Tensor, x: Tensor) -> Tensor:
     arguments = schema.arguments(node)
     if "padding" not in arguments:
         return ops()._reorder_linear_weight(weight, None)
-    geometry = (
-        arguments["padding"],
-        arguments["stride"],
-        arguments["dilation"],
-        arguments["groups"],
-    )
+    geometry = (arguments["padding"], arguments["stride"], arguments["dilation"], arguments["groups"])
     return ops()._reorder_convolution_weight(weight, *geometry, list(x.shape))
 
 
@@ -106,9 +100,7 @@ def run_unfused(values: Mapping[str, Any]) -> Tensor:
 
 def _same_shape(output: Tensor, other: Tensor) -> None:
     if output.shape != other.shape:
-        raise ValueError(
-            f"expected to add a tensor of shape {tuple(output.shape)}, got {tuple(other.shape)}"
-        )
+        raise ValueError(f"expected to add a tensor of shape {tuple(output.shape)}, got {tuple(other.shape)}")
 
 
 def unfuse(program: Program) -> Program:
@@ -124,27 +116,16 @@ def unfuse(program: Program) -> Program:
     return editor.finish()
 
 
-def _plain(
-    arguments: Mapping[str, Any], call: Callable[..., Any], check: Callable[[Any, Any], None]
-) -> Any:
+def _plain(arguments: Mapping[str, Any], call: Callable[..., Any], check: Callable[[Any, Any], None]) -> Any:
     """The result of the ATen calls of a fused one: layer, sum, activation. check: called with the
     layer's output and the value to add."""
     if "padding" in arguments:
         target = CONV_OF_AXES[len(arguments["padding"])]
-        geometry = (
-            arguments["stride"],
-            arguments["padding"],
-            arguments["dilation"],
-            arguments["groups"],
-        )
+        geometry = (arguments["stride"], arguments["padding"], arguments["dilation"], arguments["groups"])
         output = call(target, arguments["X"], arguments["W"], arguments["B"], *geometry)
     else:
         output = call(aten.linear.default, arguments["X"], arguments["W"], arguments["B"])
-    name, scalars, algorithm = (
-        arguments.get("attr"),
-        arguments.get("scalars"),
-        arguments.get("algorithm"),
-    )
+    name, scalars, algorithm = (arguments.get("attr"), arguments.get("scalars"), arguments.get("algorithm"))
     if "other" in arguments:
         check(output, arguments["other"])
         output = call(aten.add.Tensor, output, arguments["other"])
@@ -155,9 +136,7 @@ def _plain(
     return call(target, output, *args, **kwargs)
 
 
-def _activation(
-    name: Any, scalars: Any, algorithm: str | None
-) -> tuple[Any, list[Any], dict[str, Any]]:
+def _activation(name: Any, scalars: Any, algorithm: str | None) -> tuple[Any, list[Any], dict[str, Any]]:
     """An activation in ATen: op, arguments after the first, keyword arguments."""
     activation = find_onednn_activation(name, algorithm)
     if activation is None:

@@ -99,18 +99,13 @@ class LayerCosts:
         is_fusible = "transpose" not in layer.target and available(layer.dtype, layer.device)
         return [PLAIN, FUSED] if is_fusible else [PLAIN]
 
-    def layer(
-        self, layer: Layer, last: bool, after: Epilogue = NONE, *, other: bool = False
-    ) -> tuple[str, float]:
+    def layer(self, layer: Layer, last: bool, after: Epilogue = NONE, *, other: bool = False) -> tuple[str, float]:
         """The fastest implementation of a layer with its epilogue, and its seconds."""
-        seconds = {name: self.seconds(layer, name, last, after, other)
-                   for name in self.implementations(layer)}  # fmt: skip
+        seconds = {name: self.seconds(layer, name, last, after, other) for name in self.implementations(layer)}
         best = min(seconds, key=seconds.__getitem__)
         return best, seconds[best]
 
-    def seconds(
-        self, layer: Layer, implementation: str, last: bool, after: Epilogue, other: bool
-    ) -> float:
+    def seconds(self, layer: Layer, implementation: str, last: bool, after: Epilogue, other: bool) -> float:
         """Predicted seconds of one implementation (`form`) of a layer.
 
         last: whether images are in channels last. after: activation computed by the same call.
@@ -129,8 +124,9 @@ class LayerCosts:
         """Seconds of a layer by the rates of this machine. other: whether a tensor is added."""
         return self.costs.roofline(*layer.work(other))
 
-    def call(self, target: Any, last: bool, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
-             *args: Any, index: int = 0) -> float:  # fmt: skip
+    def call(
+        self, target: Any, last: bool, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, *args: Any, index: int = 0
+    ) -> float:
         """Seconds of `target`, called with float operands of these shapes and `args`. If `index` is
         not 0, arange(index) follows the first operand, and the others follow `args`."""
         size = 4.0 * sum(map(math.prod, shapes))
@@ -201,9 +197,13 @@ def _formatted(tensor: Tensor, last: bool) -> Tensor:
 
 
 def _call(
-    layer: Layer, implementation: str, last: bool, draw: Callable[..., Tensor],
-    after: Epilogue = NONE, other: bool = False,
-) -> Callable[[], Any]:  # fmt: skip
+    layer: Layer,
+    implementation: str,
+    last: bool,
+    draw: Callable[..., Tensor],
+    after: Epilogue = NONE,
+    other: bool = False,
+) -> Callable[[], Any]:
     """The call to time: layer, sum and activation. Weights are packed beforehand."""
     options: Any = {"dtype": layer.dtype}
     if draw is not torch.empty:
@@ -218,9 +218,7 @@ def _call(
         return _linear(x, weight, bias, draw, options, after, other)
     stride, padding, dilation, groups = layer.geometry
     if weight.ndim == 4:
-        weight = ops()._reorder_convolution_weight(
-            weight, padding, stride, dilation, groups, list(x.shape)
-        )
+        weight = ops()._reorder_convolution_weight(weight, padding, stride, dilation, groups, list(x.shape))
     geometry = (padding, stride, dilation, groups)
     target, args = convolution(x, weight, bias, geometry, after)
     if not other:
@@ -254,14 +252,13 @@ def _activated(product: Callable[[], Tensor], added: Tensor | None, after: Epilo
     return apply_activation(after, y)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, draw: Any, options: Any,
-            after: Epilogue, other: bool) -> Callable[[], Any]:  # fmt: skip
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, draw: Any, options: Any, after: Epilogue, other: bool
+) -> Callable[[], Any]:
     """The call of a linear layer of oneDNN. options: dtype and device of drawn tensors."""
     packed = ops()._reorder_linear_weight(weight, None)
     if other:
         added = draw(*x.shape[:-1], weight.shape[0], **options)
         return lambda: ops()._linear_pointwise.binary(x, added, packed, bias, "add")
     scalars = list(after.scalars)
-    return lambda: ops()._linear_pointwise.default(
-        x, packed, bias, after.name, scalars, after.algorithm
-    )
+    return lambda: ops()._linear_pointwise.default(x, packed, bias, after.name, scalars, after.algorithm)

@@ -116,9 +116,7 @@ def _may_be_faster(module: nn.Module) -> bool:
     return zeros > LEAST_ZEROS * sum(weight.numel() for weight in weights)
 
 
-def put_graph(
-    network: nn.Module, name: str, graph: Optimized, calls: Sequence[Inputs], threads: int
-) -> bool:
+def put_graph(network: nn.Module, name: str, graph: Optimized, calls: Sequence[Inputs], threads: int) -> bool:
     """Let a graph compute a part of a network, in place; returns whether it does: not if the graph
     may be slower in one of the part's calls, without what optimize() measured, the first of them.
 

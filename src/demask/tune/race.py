@@ -121,9 +121,7 @@ class CandidateRace:
                 self.expected.append((name, inputs, outputs))
         return self.expected
 
-    def is_rounding(
-        self, name: str, inputs: Inputs, k: int, expected: Tensor, output: Tensor
-    ) -> bool:
+    def is_rounding(self, name: str, inputs: Inputs, k: int, expected: Tensor, output: Tensor) -> bool:
         """Whether output `k` is about as near to the float64 output as the baseline's is. Rounding
         changes outputs of an ill-conditioned network by much."""
         if name not in self.wide:
@@ -214,5 +212,12 @@ def speed_of(baseline: list[float], result: list[float]) -> Speed:
     """Speed of a result relative to the original network, from seconds of alternating calls."""
     timings = [Timing.of(seconds) for seconds in (baseline, result)]
     rows = [(t.median, t.low, t.high) for t in timings]
-    return Speed(rows[0], rows[1], rows[0][0] / rows[1][0], lower_bound(baseline, result),
-                 len(baseline), torch.get_num_threads(), describe_machine())  # fmt: skip
+    return Speed(
+        rows[0],
+        rows[1],
+        rows[0][0] / rows[1][0],
+        lower_bound(baseline, result),
+        len(baseline),
+        torch.get_num_threads(),
+        describe_machine(),
+    )

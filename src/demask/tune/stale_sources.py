@@ -87,8 +87,7 @@ class Sources:
                 tensor.__class__ = CountedParameter
         self.aliases = {path: tensor.detach() for path, tensor in self.tensors.items()}
         self.versions = list(map(_version, self.aliases.values()))
-        self.buffers = [t for t in self.objects
-                        if isinstance(t, Tensor) and type(t) is not CountedParameter]  # fmt: skip
+        self.buffers = [t for t in self.objects if isinstance(t, Tensor) and type(t) is not CountedParameter]
         self.addresses = list(map(_address, self.buffers))
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -135,6 +134,7 @@ def sources_of(module: nn.Module, paths: Iterable[str]) -> Sources | None:
         tensors[path] = holder[leaf]
     if any(tensor.is_inference() for tensor in tensors.values()):
         return None
-    holders, names, objects = (list(column) for column in zip(*entries.values(), strict=True)) if (
-        entries) else ([], [], [])  # fmt: skip
+    holders, names, objects = (
+        (list(column) for column in zip(*entries.values(), strict=True)) if (entries) else ([], [], [])
+    )
     return Sources(holders, names, objects, tensors)

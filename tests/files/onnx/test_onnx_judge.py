@@ -77,8 +77,11 @@ def test_a_tolerance_allows_a_difference_and_no_more():
 
 def steps(shift):
     """Whole numbers, of which rounding moves those of whole inputs."""
-    nodes = [node("Floor", ["x"], ["f"]), node("Cast", ["f"], ["i"], to=TensorProto.INT64),
-             node("Add", ["i", "shift"], ["y"])]  # fmt: skip
+    nodes = [
+        node("Floor", ["x"], ["f"]),
+        node("Cast", ["f"], ["i"], to=TensorProto.INT64),
+        node("Add", ["i", "shift"], ["y"]),
+    ]
     shift = np.asarray(shift, np.int64)
     return model(nodes, [value("y", ["n", 4], TensorProto.INT64)], {"shift": shift})
 
@@ -185,11 +188,17 @@ def test_what_nothing_compares_is_refused_and_written_unchecked(tmp_path):
     w = np.zeros((4, 8), np.float32)
     w[:, ::2] = 1
     data = model(
-        [node("Mystery", ["t"], ["a"], domain="org.example"), node("MatMul", ["a", "w"], ["b"]),
-         node("Relu", ["b"], ["c"]), node("MatMul", ["c", "v"], ["y"])],
-        [value("y", ["n", 2])], {"w": w, "v": np.ones((8, 2), np.float32)},
-        [value("t", ["n", 4], TensorProto.INT64)], ["org.example"],
-    )  # fmt: skip
+        [
+            node("Mystery", ["t"], ["a"], domain="org.example"),
+            node("MatMul", ["a", "w"], ["b"]),
+            node("Relu", ["b"], ["c"]),
+            node("MatMul", ["c", "v"], ["y"]),
+        ],
+        [value("y", ["n", 2])],
+        {"w": w, "v": np.ones((8, 2), np.float32)},
+        [value("t", ["n", 4], TensorProto.INT64)],
+        ["org.example"],
+    )
     proto = onnx.ModelProto.FromString(data)
     proto.graph.value_info.append(value("a", ["n", 4]))
     path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
@@ -253,8 +262,13 @@ def test_whole_numbers_have_no_rounding_errors():
         assert len(runs) == 5 and all(torch.equal(run.float(), network(x)) for run in runs)
 
 
-FUNCTIONS = {"Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "Erf": torch.erf,
-             "Elu": nn.functional.elu, "Selu": nn.functional.selu}  # fmt: skip
+FUNCTIONS = {
+    "Sigmoid": torch.sigmoid,
+    "Tanh": torch.tanh,
+    "Erf": torch.erf,
+    "Elu": nn.functional.elu,
+    "Selu": nn.functional.selu,
+}
 
 
 @pytest.mark.parametrize("op", [*FUNCTIONS, "ReduceSum"])
@@ -262,10 +276,7 @@ def test_errors_of_the_runtimes_kernels_are_within_what_rounding_is_taken_to_mov
     draw = torch.Generator().manual_seed(0)
     if op == "ReduceSum":
         x, function = torch.rand(2048, 4, generator=draw), lambda x: x.sum(0)
-        nodes = [
-            node("Transpose", ["x"], ["t"], perm=[1, 0]),
-            node("ReduceSum", ["x", "axes"], ["y"], keepdims=0),
-        ]
+        nodes = [node("Transpose", ["x"], ["t"], perm=[1, 0]), node("ReduceSum", ["x", "axes"], ["y"], keepdims=0)]
         data = model(nodes, [value("y", [4])], {"axes": np.array([0])})
     else:
         x, function = torch.linspace(-30, 30, 1_000_000).reshape(-1, 4), FUNCTIONS[op]
@@ -290,8 +301,12 @@ def test_sums_in_another_order_of_a_network_of_indices_are_no_difference():
     order = draw.permutation(256)
     files = []
     for table, weights in ((rows, w), (rows[:, order], w[order])):
-        nodes = [node("Gather", ["t", "ids"], ["e"]), node("MatMul", ["e", "w"], ["a"]),
-                 node("Add", ["a", "b"], ["c"]), node("Sigmoid", ["c"], ["y"])]  # fmt: skip
+        nodes = [
+            node("Gather", ["t", "ids"], ["e"]),
+            node("MatMul", ["e", "w"], ["a"]),
+            node("Add", ["a", "b"], ["c"]),
+            node("Sigmoid", ["c"], ["y"]),
+        ]
         tensors = {"t": table, "w": weights, "b": np.full(4, -13.0)}
         tensors = {name: array.astype(np.float32) for name, array in tensors.items()}
         ids = [value("ids", ["n"], TensorProto.INT64)]
@@ -311,9 +326,7 @@ def test_outputs_of_few_bits_are_compared(kind):
     files = []
     for k in (1.0, 1.5):
         nodes = [node("Mul", ["x", "k"], ["a"]), node("Cast", ["a"], ["y"], to=number)]
-        proto = onnx.ModelProto.FromString(
-            model(nodes, [value("y", ["n", 4], number)], {"k": np.float32(k)})
-        )
+        proto = onnx.ModelProto.FromString(model(nodes, [value("y", ["n", 4], number)], {"k": np.float32(k)}))
         proto.opset_import[0].version, proto.ir_version = 19, 9
         files.append(proto.SerializeToString())
     judge = Judge.of_file(files[0], X)

@@ -46,8 +46,10 @@ class Case:
 MS = "com.microsoft."
 IMAGE, ROWS = (2, 6, 5, 4), (3, 4, 6)
 ints = lambda *n: np.asarray(n, np.int64)  # noqa: E731
-UNARY = ("Abs Ceil Cos Elu Erf Exp Floor HardSigmoid Identity LeakyRelu Neg Relu Selu Sigmoid Sign "
-         "Sin Softplus Softsign Tanh").split()  # fmt: skip
+UNARY = (
+    "Abs Ceil Cos Elu Erf Exp Floor HardSigmoid Identity LeakyRelu Neg Relu Selu Sigmoid Sign "
+    "Sin Softplus Softsign Tanh"
+).split()
 POSITIVE = "Log Reciprocal Sqrt".split()
 BINARY = "Add Div Mul Sub".split()
 CASES = [
@@ -75,17 +77,20 @@ CASES = [
     Case("CumSum", (ROWS,), (ints(1),), opsets=(11, 17)),
     Case("LpNormalization", (ROWS,), attributes={"axis": 1}),
     Case("LayerNormalization", (ROWS,), ((6,), (6,)), {"axis": -1}, (17, 21)),
-    *(Case(op, (IMAGE,), attributes={"axes": [2, 3], "keepdims": k}, opsets=(9, 11), low=0.5)
-      for op in REDUCTIONS for k in (0, 1)),
-    *(Case(op, (IMAGE,), (ints(1, -1),), {"keepdims": k}, (21,), low=0.5)
-      for op in REDUCTIONS for k in (0, 1)),
+    *(
+        Case(op, (IMAGE,), attributes={"axes": [2, 3], "keepdims": k}, opsets=(9, 11), low=0.5)
+        for op in REDUCTIONS
+        for k in (0, 1)
+    ),
+    *(Case(op, (IMAGE,), (ints(1, -1),), {"keepdims": k}, (21,), low=0.5) for op in REDUCTIONS for k in (0, 1)),
     Case("ReduceSum", (IMAGE,)),
-    *(Case(op, (IMAGE,), attributes={"axis": 2, "keepdims": k})
-      for op in ("ArgMax", "ArgMin") for k in (0, 1)),
+    *(Case(op, (IMAGE,), attributes={"axis": 2, "keepdims": k}) for op in ("ArgMax", "ArgMin") for k in (0, 1)),
     Case("BatchNormalization", (IMAGE,), ((6,), (6,), (6,), np.full(6, 0.7, np.float32))),
     Case("InstanceNormalization", (IMAGE,), ((6,), (6,))),
-    *(Case(op, (IMAGE,), attributes={"kernel_shape": [2, 2], "strides": [2, 1]})
-      for op in ("MaxPool", "AveragePool", "LpPool")),
+    *(
+        Case(op, (IMAGE,), attributes={"kernel_shape": [2, 2], "strides": [2, 1]})
+        for op in ("MaxPool", "AveragePool", "LpPool")
+    ),
     *(Case(op, (IMAGE,)) for op in ("GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool")),
     Case("Resize", (IMAGE,), (None, np.array([1, 1, 2, 2], np.float32)), opsets=(13, 17)),
     Case("Resize", (IMAGE,), (None, None, ints(2, 6, 10, 8)), opsets=(13, 17)),
@@ -99,12 +104,12 @@ CASES = [
     Case("Conv", (IMAGE,), ((6, 1, 3, 3), (6,)), {"group": 6, "pads": [1, 1, 1, 1]}),
     Case("Conv", (IMAGE,), ((8, 3, 3, 3), (8,)), {"group": 2}),
     Case("ConvTranspose", (IMAGE,), ((6, 8, 3, 3), (8,)), {"strides": [2, 2]}),
-    *(Case(f"{MS}FusedConv", (IMAGE,), ((8, 6, 3, 3), (8,)), {"activation": name, **params})
-      for name, params in (("Relu", {}), ("LeakyRelu", {"activation_params": [0.1]}))),
-    Case(f"{MS}FusedConv", (IMAGE,), ((8, 6, 3, 3), (8,), (2, 8, 5, 4)),
-         {"activation": "Relu", "pads": [1, 1, 1, 1]}),
-    Case(f"{MS}FusedConv", (IMAGE,), ((6, 1, 1, 1), None, IMAGE),
-         {"activation": "Tanh", "group": 6}),
+    *(
+        Case(f"{MS}FusedConv", (IMAGE,), ((8, 6, 3, 3), (8,)), {"activation": name, **params})
+        for name, params in (("Relu", {}), ("LeakyRelu", {"activation_params": [0.1]}))
+    ),
+    Case(f"{MS}FusedConv", (IMAGE,), ((8, 6, 3, 3), (8,), (2, 8, 5, 4)), {"activation": "Relu", "pads": [1, 1, 1, 1]}),
+    Case(f"{MS}FusedConv", (IMAGE,), ((6, 1, 1, 1), None, IMAGE), {"activation": "Tanh", "group": 6}),
     Case(f"{MS}FusedGemm", ((3, 6),), ((6, 8), (8,)), {"alpha": 0.5, "activation": "Sigmoid"}),
     *(Case(f"{MS}FusedMatMul", (ROWS,), ((6, 8),), a) for a in ({}, {"alpha": 0.5})),
     Case(f"{MS}FusedMatMul", (ROWS,), ((8, 6),), {"transB": 1, "alpha": 2.0}),
@@ -167,9 +172,14 @@ CASES = [
     Case("Slice", (ROWS,), (ints(-1), ints(-99), ints(2), ints(-3)), opsets=(11, 21)),
     Case("CumSum", (ROWS,), (ints(2),), {"reverse": 1, "exclusive": 1}, (11,)),
     Case("QuantizeLinear", (IMAGE,), (np.float32(0.02), np.uint8(128)), opsets=(11, 13)),
-    Case("QuantizeLinear", (IMAGE,), (np.linspace(0.01, 0.02, 6, dtype=np.float32),
-                                      np.arange(6, dtype=np.uint8)), {"axis": 1}, (13, 17)),
-]  # fmt: skip
+    Case(
+        "QuantizeLinear",
+        (IMAGE,),
+        (np.linspace(0.01, 0.02, 6, dtype=np.float32), np.arange(6, dtype=np.uint8)),
+        {"axis": 1},
+        (13, 17),
+    ),
+]
 
 
 def integers(*shape, low=-9, dtype=np.int8):
@@ -213,11 +223,16 @@ CASES += [
     *(Case("ConvInteger", (IMAGE,), (uint8(8, 6, 3, 3), *c), a, (10,), **UINT8)
       for c in ((), (POINT,), (POINT, POINT)) for a in ({}, {"pads": [1, 1, 1, 1]})),
 ]  # fmt: skip
-for scale, point, a in ((SCALE, np.int8(2), {}), (floats(8), integers(8), {}),
-                        (floats(8), np.zeros(8, np.int8), {"pads": [1, 1, 1, 1]})):  # fmt: skip
+for scale, point, a in (
+    (SCALE, np.int8(2), {}),
+    (floats(8), integers(8), {}),
+    (floats(8), np.zeros(8, np.int8), {"pads": [1, 1, 1, 1]}),
+):
     operands = (SCALE, POINT, integers(8, 6, 3, 3), scale, point, np.float32(0.03), np.uint8(9))
-    CASES += [Case("QLinearConv", (IMAGE,), (*operands, *b), a, (10, 17), **UINT8)
-              for b in ((), (integers(8, dtype=np.int32),))]  # fmt: skip
+    CASES += [
+        Case("QLinearConv", (IMAGE,), (*operands, *b), a, (10, 17), **UINT8)
+        for b in ((), (integers(8, dtype=np.int32),))
+    ]
 operands = (SCALE, POINT, uint8(6, 1, 3, 3), SCALE, POINT, np.float32(0.03), np.uint8(9), None)
 CASES += [Case("QLinearConv", (IMAGE,), operands[:-1], {"group": 6}, (10,), **UINT8)]
 for scale, point in ((SCALE, np.int8(2)), (floats(8), integers(8))):
@@ -235,11 +250,21 @@ def layer(op, *, direction="forward", operands="wrb", outputs=3, opsets=(7, 14, 
     letters of w, r, b, l (lengths), h, c (initial states), p."""
     rng, count = np.random.default_rng(0), 2 if direction == "bidirectional" else 1
     gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[op]
-    zero = {"h": (1, 4), "c": (1, 4), "w": [g * 6 + u for g in range(gates) for u in (1, 4)],
-            "b": [g * 6 + u for g in range(2 * gates) for u in (1, 4)]}  # fmt: skip
+    zero = {
+        "h": (1, 4),
+        "c": (1, 4),
+        "w": [g * 6 + u for g in range(gates) for u in (1, 4)],
+        "b": [g * 6 + u for g in range(2 * gates) for u in (1, 4)],
+    }
     state = (3, count, 6) if attributes.get("layout") else (count, 3, 6)
-    shapes = {"w": (count, gates * 6, 5), "r": (count, gates * 6, 6), "b": (count, gates * 12),
-              "h": state, "c": state, "p": (count, 18)}  # fmt: skip
+    shapes = {
+        "w": (count, gates * 6, 5),
+        "r": (count, gates * 6, 6),
+        "b": (count, gates * 12),
+        "h": state,
+        "c": state,
+        "p": (count, 18),
+    }
     arrays = {k: rng.uniform(-1, 1, n).astype(np.float32) for k, n in shapes.items()}
     arrays["w"][:, zero["w"]] = arrays["r"][:, zero["w"]] = arrays["b"][:, zero["b"]] = 0
     arrays["h"][..., zero["h"]] = arrays["c"][..., zero["c"]] = arrays["r"][..., 2] = 0
@@ -253,12 +278,10 @@ def layer(op, *, direction="forward", operands="wrb", outputs=3, opsets=(7, 14, 
 
 
 CASES += [
-    *(layer(op, direction=way) for op in ("LSTM", "GRU", "RNN")
-      for way in ("forward", "reverse", "bidirectional")),
+    *(layer(op, direction=way) for op in ("LSTM", "GRU", "RNN") for way in ("forward", "reverse", "bidirectional")),
     *(layer(op, operands="wr") for op in ("LSTM", "GRU", "RNN")),
     *(layer(op, direction="bidirectional", operands="wrblhc") for op in ("LSTM", "GRU", "RNN")),
-    *(layer(op, direction=way, operands="wrh") for op in ("LSTM", "GRU")
-      for way in ("reverse", "bidirectional")),
+    *(layer(op, direction=way, operands="wrh") for op in ("LSTM", "GRU") for way in ("reverse", "bidirectional")),
     layer("LSTM", direction="bidirectional", operands="wrbhcp"),
     layer("LSTM", outputs=1, operands="wrp", input_forget=1),
     *(layer(op, layout=1, opsets=(14, 22)) for op in ("LSTM", "GRU", "RNN")),
@@ -267,9 +290,10 @@ CASES += [
     layer("RNN", activations=["Sigmoid"]),
     layer("LSTM", activations=["HardSigmoid", "Softsign", "Elu"], direction="reverse"),
     layer("GRU", activations=["Sigmoid", "Relu", "HardSigmoid", "Tanh"], direction="bidirectional"),
-    layer("LSTM", activations=["Sigmoid", "ScaledTanh", "Tanh"], activation_alpha=[0.5],
-          activation_beta=[0.7], clip=0.8),
-]  # fmt: skip
+    layer(
+        "LSTM", activations=["Sigmoid", "ScaledTanh", "Tanh"], activation_alpha=[0.5], activation_beta=[0.7], clip=0.8
+    ),
+]
 #: ops and forms without a handler: their operands are complete, and what they compute is unchanged
 WHOLE = [
     Case("GroupNormalization", (IMAGE,), ((6,), (6,)), {"num_groups": 2}, (21,)),
@@ -282,14 +306,19 @@ WHOLE = [
     Case("ConvTranspose", (IMAGE,), ((6, 4, 3, 3),), {"group": 2}, (11,)),
     Case("Tile", (ROWS,), (ints(1, 2, 1),), opsets=(13,)),
     Case("Trilu", (ROWS,), opsets=(17,)),
-    *(Case("OneHot", (ROWS,), (np.int64(9), np.float32([0, 1])), {"axis": a}, (9, 11),
-           dtype=np.int64) for a in (-1, 1)),
-]  # fmt: skip
+    *(
+        Case("OneHot", (ROWS,), (np.int64(9), np.float32([0, 1])), {"axis": a}, (9, 11), dtype=np.int64)
+        for a in (-1, 1)
+    ),
+]
 
 
 #: layers and norms whose weights are computed, so that they lack positions, too
-COMPUTED = [replace(case, data=case.data + case.constants, constants=()) for case in CASES + WHOLE
-            if case.constants and all(isinstance(c, tuple) for c in case.constants)]  # fmt: skip
+COMPUTED = [
+    replace(case, data=case.data + case.constants, constants=())
+    for case in CASES + WHOLE
+    if case.constants and all(isinstance(c, tuple) for c in case.constants)
+]
 
 
 def random_layout(rng, shape, axes=1):
@@ -344,8 +373,9 @@ def example(case, opset, rng):
                 index = tuple(lacking if a == axis else slice(None) for a in range(len(shape)))
                 known[index], data[index] = True, fill
         number, dtype = helper.np_dtype_to_tensor_dtype(data.dtype), torch.from_numpy(data).dtype
-        complete = NamedValue(shape, dtype, np.zeros([1] * len(shape), bool),
-                              np.zeros([1] * len(shape)), (None,) * len(shape))  # fmt: skip
+        complete = NamedValue(
+            shape, dtype, np.zeros([1] * len(shape), bool), np.zeros([1] * len(shape)), (None,) * len(shape)
+        )
         values[f"in{k}"] = complete
         name = f"f{k}" if case.dynamic else f"x{k}"
         values[name] = NamedValue(shape, dtype, known, known * fill, layout)
@@ -369,9 +399,11 @@ def example(case, opset, rng):
     nodes.append(helper.make_node(op, names, outputs, domain=domain, **case.attributes))
     infos = [onnx.ValueInfoProto(name=name) for name in outputs]
     graph = helper.make_graph(nodes, "g", inputs, infos, tensors)
-    model = helper.make_model(graph, ir_version=IR[opset],
-                              opset_imports=[helper.make_opsetid("", opset),
-                                             helper.make_opsetid("com.microsoft", 1)])  # fmt: skip
+    model = helper.make_model(
+        graph,
+        ir_version=IR[opset],
+        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)],
+    )
     del model.graph.input[:]
     model.graph.input.extend(inputs)
     expected = run(model, feeds)
@@ -384,8 +416,7 @@ def example(case, opset, rng):
             units = units or random_layout(rng, (y.shape[axis], 6), axes=2)
             wanted = tuple({axis: units[0], y.ndim - 1: units[1]}.get(k) for k in range(y.ndim))
         if case.op == "Split":
-            wanted = tuple(None if p and max(p) >= n else p
-                           for p, n in zip(wanted, y.shape, strict=True))  # fmt: skip
+            wanted = tuple(None if p and max(p) >= n else p for p, n in zip(wanted, y.shape, strict=True))
         known = np.ones(y.shape, bool)  # where it is not wanted
         known[grid(wanted, y.shape)] = False
         fill = np.zeros(y.shape)
@@ -419,10 +450,13 @@ def test_edited_nodes_equal_the_originals_at_the_positions_that_are_left(case):
                 layout = named.values[f"y{k}"].layout
                 index = grid(layout, a.shape)
                 np.testing.assert_allclose(
-                    b[index].astype(np.float64), a[index].astype(np.float64), atol=3e-6, rtol=3e-6,
+                    b[index].astype(np.float64),
+                    a[index].astype(np.float64),
+                    atol=3e-6,
+                    rtol=3e-6,
                     err_msg=f"op set {opset}, seed {seed}, y{k} {layout}, "
-                            f"x {[named.values[f'x{j}'].layout for j in range(len(case.data))]}",
-                )  # fmt: skip
+                    f"x {[named.values[f'x{j}'].layout for j in range(len(case.data))]}",
+                )
             was_cut |= not editor.barriers
     assert was_cut or case in WHOLE + COMPUTED, "never cut: only barriers"
 

@@ -69,8 +69,7 @@ def masked(case: Case, seed: int) -> tuple[Any, dict[str, np.ndarray]]:
     model.CopyFrom(case.model)
     model.ir_version = min(model.ir_version, RUNTIME_IR)
     graph, feeds, before = model.graph, {}, []
-    arrays = [numpy_helper.to_array(v) if isinstance(v, onnx.TensorProto) else v
-              for v in case.data[0][0]]  # fmt: skip
+    arrays = [numpy_helper.to_array(v) if isinstance(v, onnx.TensorProto) else v for v in case.data[0][0]]
     opset = next((i.version for i in model.opset_import if not i.domain), 1)
     for k, (port, array) in enumerate(zip(list(graph.input), arrays, strict=True)):
         if not isinstance(array, np.ndarray):
@@ -158,11 +157,17 @@ def outcomes(chosen: Iterable[Case], folder: Path) -> Iterator[Outcome]:
 
 #: once wrong or crashed: infinite constants, numbers of sizes, one number as an input, one output
 EVERYDAY = (
-    "test_attention_4d_attn_mask_3d_causal_expanded", "test_affine_grid_2d_expanded",
-    "test_gemm_default_scalar_bias", "test_conv_with_strides_padding", "test_adam",
-    "test_convtranspose", "test_castlike_BFLOAT16_to_FLOAT", "test_split_equal_parts_2d",
-    "test_onehot_with_axis", "test_reduce_log_sum_asc_axes",
-)  # fmt: skip
+    "test_attention_4d_attn_mask_3d_causal_expanded",
+    "test_affine_grid_2d_expanded",
+    "test_gemm_default_scalar_bias",
+    "test_conv_with_strides_padding",
+    "test_adam",
+    "test_convtranspose",
+    "test_castlike_BFLOAT16_to_FLOAT",
+    "test_split_equal_parts_2d",
+    "test_onehot_with_axis",
+    "test_reduce_log_sum_asc_axes",
+)
 
 
 def test_node_tests_that_once_failed(tmp_path):

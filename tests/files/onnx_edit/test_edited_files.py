@@ -49,14 +49,12 @@ def run(path, **feeds):
 
 def layers(path, middle=(), opset=17, **header):
     """Two layers, `middle` between them, with 32 hidden units of which half are zero."""
-    before = [
-        node("MatMul", ["x", "w"], ["a"], name="first"),
-        node("Relu", ["a"], ["b"], name="relu"),
-    ]
+    before = [node("MatMul", ["x", "w"], ["a"], name="first"), node("Relu", ["a"], ["b"], name="relu")]
     last = node("MatMul", [middle[-1].output[0] if middle else "b", "v"], ["y"], name="last")
     tensors = {"w": half(16, 32, axis=1), "v": np.ones((32, 8), np.float32)}
-    return write(path, [*before, *middle, last], [value("x", ["B", 16])], [value("y", ["B", 8])],
-                 tensors, opset, **header)  # fmt: skip
+    return write(
+        path, [*before, *middle, last], [value("x", ["B", 16])], [value("y", ["B", 8])], tensors, opset, **header
+    )
 
 
 def test_what_does_not_change_is_copied_byte_for_byte(tmp_path):
@@ -90,9 +88,13 @@ def test_nodes_named_as_values_are_do_not_clash(tmp_path):
         node("Shape", ["b"], ["s"], name="u"),
         node("MatMul", ["b", "v"], ["y"], name="y"),
     ]
-    write(path, nodes, [value("x", ["B", 16])],
-          [value("y", ["B", 8]), value("s", [2], TensorProto.INT64)],
-          {"w": half(16, 32, axis=1), "v": np.ones((32, 8), np.float32)})  # fmt: skip
+    write(
+        path,
+        nodes,
+        [value("x", ["B", 16])],
+        [value("y", ["B", 8]), value("s", [2], TensorProto.INT64)],
+        {"w": half(16, 32, axis=1), "v": np.ones((32, 8), np.float32)},
+    )
     x = torch.randn(3, 16)
     edited = edit_file(path, (x,), TABLE)
     save_edited(edited, tmp_path / "out.onnx")
@@ -106,8 +108,7 @@ def test_nodes_named_as_values_are_do_not_clash(tmp_path):
 def test_weights_in_other_files_stay_in_other_files(tmp_path):
     path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     layers(path)
-    onnx.save_model(onnx.load(path), path, save_as_external_data=True, location="in.data",
-                    size_threshold=0)  # fmt: skip
+    onnx.save_model(onnx.load(path), path, save_as_external_data=True, location="in.data", size_threshold=0)
     x = torch.randn(3, 16)
     optimize_onnx(path, out, (x,), minimal=True)
     tensors = onnx.load(out, load_external_data=False).graph.initializer
@@ -131,11 +132,18 @@ def test_a_difference_is_a_mismatch(tmp_path, change):
 def test_exports_of_tensors_with_the_exporters_names(tmp_path, k):
     """The edit is larger than the file, so that it is exported."""
     path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
-    nodes = [node("MatMul", ["x", f"val_{k}"], ["a"]), node("MatMul", ["x", "v"], ["b"]),
-             node("Relu", ["a"], ["ra"]), node("Max", ["ra", "b"], ["m"]),
-             node("MatMul", ["m", "u"], ["y"])]  # fmt: skip
-    tensors = {f"val_{k}": half(8, 16, axis=1), "v": half(8, 16, axis=1)[:, ::-1].copy(),
-               "u": np.ones((16, 4), np.float32)}  # fmt: skip
+    nodes = [
+        node("MatMul", ["x", f"val_{k}"], ["a"]),
+        node("MatMul", ["x", "v"], ["b"]),
+        node("Relu", ["a"], ["ra"]),
+        node("Max", ["ra", "b"], ["m"]),
+        node("MatMul", ["m", "u"], ["y"]),
+    ]
+    tensors = {
+        f"val_{k}": half(8, 16, axis=1),
+        "v": half(8, 16, axis=1)[:, ::-1].copy(),
+        "u": np.ones((16, 4), np.float32),
+    }
     write(path, nodes, [value("x", ["B", 8])], [value("y", ["B", 4])], tensors, opset=18)
     x = torch.randn(3, 8)
     optimize_onnx(path, out, (x,), minimal=True)
@@ -166,8 +174,9 @@ def test_files_of_torchs_exporter_are_exported_again(tmp_path):
         for conv in net.convs:  # other channels of each: an export has gathers
             masked = torch.randperm(24)[:12]
             conv.weight[masked] = conv.bias[masked] = 0
-    torch.onnx.export(net, (ids,), tmp_path / "in.onnx", dynamo=True, verbose=False,
-                      dynamic_shapes={"ids": {1: length}})  # fmt: skip
+    torch.onnx.export(
+        net, (ids,), tmp_path / "in.onnx", dynamo=True, verbose=False, dynamic_shapes={"ids": {1: length}}
+    )
     for minimal in (True, False):
         optimize_onnx(tmp_path / "in.onnx", tmp_path / "out.onnx", (ids,), minimal=minimal)
         again = from_onnx(tmp_path / "out.onnx")
@@ -207,8 +216,13 @@ def test_values_that_the_analysis_skips_are_computed(tmp_path, batch):
         node("Reshape", ["both", "sizes"], ["flat"]),
         node("MatMul", ["flat", "v"], ["y"]),
     ]
-    tensors = {"a0": a[0], "a1": a[1], "one": np.array([1]), "sizes": np.array([0, -1]),
-               "v": np.ones((128, 4), np.float32)}  # fmt: skip
+    tensors = {
+        "a0": a[0],
+        "a1": a[1],
+        "one": np.array([1]),
+        "sizes": np.array([0, -1]),
+        "v": np.ones((128, 4), np.float32),
+    }
     write(path, nodes, [value("x", [batch, 16])], [value("y", [batch, 4])], tensors)
     edited(path, torch.randn(3, 16))
 
@@ -216,11 +230,7 @@ def test_values_that_the_analysis_skips_are_computed(tmp_path, batch):
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize("is_same", [True, False])
 def test_directions_keep_as_many_units_each_of_its_own(tmp_path, op, is_same):
-    path, draw, gates = (
-        tmp_path / "in.onnx",
-        np.random.default_rng(0),
-        {"RNN": 1, "GRU": 3, "LSTM": 4}[op],
-    )
+    path, draw, gates = (tmp_path / "in.onnx", np.random.default_rng(0), {"RNN": 1, "GRU": 3, "LSTM": 4}[op])
     sizes = {"w": (2, gates, 32, 8), "r": (2, gates, 32, 32), "b": (2, 2 * gates, 32)}
     arrays = {k: draw.uniform(-1, 1, n).astype(np.float32) for k, n in sizes.items()}
     for d in range(2):
@@ -252,16 +262,18 @@ def test_what_follows_an_op_that_nothing_here_runs_is_cut(tmp_path, kind):
     if kind == "linear":
         weights, op, x = [(16, 32), (32, 16), (16, 32), (32, 4)], "MatMul", (2, 16, 16)
     else:
-        weights, op, x = [(32, 16, 3, 3), (16, 32, 1, 1), (32, 16, 3, 3), (4, 32, 1, 1)], "Conv", (
-            1, 16, 12, 12)  # fmt: skip
+        weights, op, x = [(32, 16, 3, 3), (16, 32, 1, 1), (32, 16, 3, 3), (4, 32, 1, 1)], "Conv", (1, 16, 12, 12)
     axis = 1 if op == "MatMul" else 0
-    tensors = {f"w{k}": half(*n, axis=axis) if k % 2 == 0 else np.ones(n, np.float32)
-               for k, n in enumerate(weights)}  # fmt: skip
+    tensors = {f"w{k}": half(*n, axis=axis) if k % 2 == 0 else np.ones(n, np.float32) for k, n in enumerate(weights)}
     nodes = [
-        node(op, ["x", "w0"], ["a"]), node("Relu", ["a"], ["b"]), node(op, ["b", "w1"], ["c"]),
+        node(op, ["x", "w0"], ["a"]),
+        node("Relu", ["a"], ["b"]),
+        node(op, ["b", "w1"], ["c"]),
         node("Mystery", ["c"], ["d"], domain="org.example", strength=0.5),
-        node(op, ["d", "w2"], ["e"]), node("Relu", ["e"], ["f"]), node(op, ["f", "w3"], ["y"]),
-    ]  # fmt: skip
+        node(op, ["d", "w2"], ["e"]),
+        node("Relu", ["e"], ["f"]),
+        node(op, ["f", "w3"], ["y"]),
+    ]
     output = value("y", ["B", *[None] * (len(x) - 1)])
     model = write(path, nodes, [value("x", ["B", *x[1:]])], [output], tensors)
     model.opset_import.append(helper.make_opsetid("org.example", 1))
@@ -272,8 +284,11 @@ def test_what_follows_an_op_that_nothing_here_runs_is_cut(tmp_path, kind):
 
 
 def hidden_layer(x, y, w, v):
-    return [node("MatMul", [x, w], [f"{y}.a"]), node("Relu", [f"{y}.a"], [f"{y}.b"]),
-            node("MatMul", [f"{y}.b", v], [y])]  # fmt: skip
+    return [
+        node("MatMul", [x, w], [f"{y}.a"]),
+        node("Relu", [f"{y}.a"], [f"{y}.b"]),
+        node("MatMul", [f"{y}.b", v], [y]),
+    ]
 
 
 def dims(model):
@@ -285,9 +300,13 @@ def test_bodies_of_functions_are_cut_and_calls_that_do_not_change_stay(tmp_path,
     """The constants are in the function's body, its weights among its operands."""
     path = tmp_path / "in.onnx"
     half_scale = numpy_helper.from_array(half(1, 32, axis=1) + np.float32(0.5))
-    body = [node("Constant", [], ["scale"], value=half_scale), node("MatMul", ["x", "w"], ["a"]),
-            node("Mul", ["a", "scale"], ["b"]), node("LeakyRelu", ["b"], ["c"]),
-            node("MatMul", ["c", "v"], ["y"])]  # fmt: skip
+    body = [
+        node("Constant", [], ["scale"], value=half_scale),
+        node("MatMul", ["x", "w"], ["a"]),
+        node("Mul", ["a", "scale"], ["b"]),
+        node("LeakyRelu", ["b"], ["c"]),
+        node("MatMul", ["c", "v"], ["y"]),
+    ]
     body[3].attribute.append(onnx.AttributeProto(name="alpha", ref_attr_name="slope", type=1))
     opsets = [helper.make_opsetid("", 17)]
     layer = helper.make_function("mine", "Layer", ["x", "w", "v"], ["y"], body, opsets, ["slope"])
@@ -326,17 +345,14 @@ def test_branches_are_cut(tmp_path):
     then = (hidden_layer("h", "p", "w1", "v1"), "p", own)
     other = (hidden_layer("h", "q", "w2", "v2"), "q", [])
     # Outside of the branch, all of w2 is read.
-    nodes = [*hidden_layer("x", "h", "w0", "v0"), choice(then, other),
-             node("MatMul", ["h", "w2"], ["z"])]  # fmt: skip
+    nodes = [*hidden_layer("x", "h", "w0", "v0"), choice(then, other), node("MatMul", ["h", "w2"], ["z"])]
     tensors = {"w0": half(16, 64, axis=1), "w2": half(16, 64, axis=1)}
     tensors |= {f"v{k}": draw.standard_normal((64, 16)).astype(np.float32) for k in (0, 2)}
     inputs = [value("x", ["B", 16]), value("flag", [], TensorProto.BOOL)]
     write(path, nodes, inputs, [value("y", ["B", 16]), value("z", ["B", 64])], tensors)
     x = torch.randn(3, 16)
     after = edited(path, x, torch.tensor(True))
-    branches = [
-        t.name for n in after.model.graph.node for a in n.attribute for t in a.g.initializer
-    ]
+    branches = [t.name for n in after.model.graph.node for a in n.attribute for t in a.g.initializer]
     assert len(branches) == 4 and not set(branches) & dims(after.model).keys()
     save_edited(after, tmp_path / "out.onnx")
     for flag in (True, False):
@@ -351,14 +367,16 @@ def test_bodies_of_loops_are_cut(tmp_path):
     path = tmp_path / "in.onnx"
     draw = np.random.default_rng(0)
     body = helper.make_graph(
-        [*hidden_layer("s", "t", "w", "v"), node("Tanh", ["t"], ["u"]),
-         node("Identity", ["go"], ["on"])],
-        "body", [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL),
-                 value("s", ["B", 16])],
+        [*hidden_layer("s", "t", "w", "v"), node("Tanh", ["t"], ["u"]), node("Identity", ["go"], ["on"])],
+        "body",
+        [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL), value("s", ["B", 16])],
         [value("on", [], TensorProto.BOOL), value("u", ["B", 16])],
-    )  # fmt: skip
-    tensors = {"w": half(16, 64, axis=1), "v": draw.standard_normal((64, 16)).astype(np.float32),
-               "true": np.array(True)}  # fmt: skip
+    )
+    tensors = {
+        "w": half(16, 64, axis=1),
+        "v": draw.standard_normal((64, 16)).astype(np.float32),
+        "true": np.array(True),
+    }
     nodes = [node("Loop", ["n", "true", "x"], ["y"], body=body)]
     inputs = [value("x", ["B", 16]), value("n", [], TensorProto.INT64)]
     write(path, nodes, inputs, [value("y", ["B", 16])], tensors)
@@ -393,9 +411,12 @@ def test_narrow_weights_are_cut_as_they_are_stored(tmp_path, kind, zeros):
     if kind == "UINT4":
         names.append("z")
         zero_points = [helper.make_tensor("z", number, count, draw.integers(0, 16, 32))]
-    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["b"]),
-             node("DequantizeLinear", names, ["v"], **attributes),
-             node("MatMul", ["b", "v"], ["y"])]  # fmt: skip
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"]),
+        node("Relu", ["a"], ["b"]),
+        node("DequantizeLinear", names, ["v"], **attributes),
+        node("MatMul", ["b", "v"], ["y"]),
+    ]
     model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors, opset=21)
     model.ir_version = 10
     model.graph.initializer.extend([stored, *zero_points])
@@ -444,9 +465,7 @@ def test_nodes_are_inserted_only_where_that_is_smaller(tmp_path, width, count):
 
 
 @pytest.mark.parametrize(("seconds", "chosen"), [(0.5, "PLAIN"), (1.5, "GIVEN")])
-def test_an_edit_without_new_nodes_is_tried_where_these_take_time(
-    tmp_path, monkeypatch, seconds, chosen
-):
+def test_an_edit_without_new_nodes_is_tried_where_these_take_time(tmp_path, monkeypatch, seconds, chosen):
     deploying = importlib.import_module("demask.optimize_onnx")
     times = {deploying.GIVEN: 1.0, deploying.PLAIN: seconds}
 
@@ -489,8 +508,9 @@ def test_a_recurrent_layer_starts_from_zeros_of_the_batchs_size(tmp_path, batch)
         node("Concat", ["one", "s", "eight"], ["n"], axis=0),
         node("ConstantOfShape", ["n"], ["h0"]),
         node("LSTM", ["x", "w", "r", "b", "", "h0", "h0"], ["h"], hidden_size=8),
-        node("Squeeze", ["h", "one"], ["flat"]), node("MatMul", ["flat", "v"], ["y"]),
-    ]  # fmt: skip
+        node("Squeeze", ["h", "one"], ["flat"]),
+        node("MatMul", ["flat", "v"], ["y"]),
+    ]
     write(path, nodes, [value("x", ["T", batch, 16])], [value("y", ["T", batch, 4])], tensors)
     assert dims(edited(path, torch.randn(3, 2, 16)).model)["v"] == [4, 4]
 
@@ -498,10 +518,13 @@ def test_a_recurrent_layer_starts_from_zeros_of_the_batchs_size(tmp_path, batch)
 def test_what_the_file_says_of_a_tensor_is_said_of_its_cut(tmp_path):
     """Also of a bias to which known values of the layer before are added."""
     path = tmp_path / "in.onnx"
-    nodes = [node("Gemm", ["x", "w", "b"], ["a"]), node("Sigmoid", ["a"], ["s"]),
-             node("Gemm", ["s", "v", "c"], ["y"])]  # fmt: skip
-    tensors = {"w": half(16, 32, axis=1), "v": np.ones((32, 8), np.float32),
-               "b": half(32, axis=0), "c": np.ones(8, np.float32)}  # fmt: skip
+    nodes = [node("Gemm", ["x", "w", "b"], ["a"]), node("Sigmoid", ["a"], ["s"]), node("Gemm", ["s", "v", "c"], ["y"])]
+    tensors = {
+        "w": half(16, 32, axis=1),
+        "v": np.ones((32, 8), np.float32),
+        "b": half(32, axis=0),
+        "c": np.ones(8, np.float32),
+    }
     model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors)
     for tensor in model.graph.initializer:
         tensor.doc_string = f"doc of {tensor.name}"
@@ -545,12 +568,11 @@ def test_exports_say_of_themselves_what_the_file_does(tmp_path):
     """The steps of a loop are unrolled, which no edit does."""
     path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     body = helper.make_graph(
-        [node("MatMul", ["s", "w"], ["t"]), node("Relu", ["t"], ["u"]),
-         node("Identity", ["go"], ["on"])],
-        "body", [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL),
-                 value("s", ["B", 64])],
+        [node("MatMul", ["s", "w"], ["t"]), node("Relu", ["t"], ["u"]), node("Identity", ["go"], ["on"])],
+        "body",
+        [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL), value("s", ["B", 64])],
         [value("on", [], TensorProto.BOOL), value("u", ["B", 64])],
-    )  # fmt: skip
+    )
     nodes = [
         node("MatMul", ["x", "w"], ["h"]),
         node("Loop", ["n", "true", "h"], ["l"], body=body),
@@ -558,8 +580,13 @@ def test_exports_say_of_themselves_what_the_file_does(tmp_path):
     ]
     tensors = {"w": half(64, 64, axis=1), "v": np.ones((64, 8), np.float32)}
     tensors |= {"n": np.array(2), "true": np.array(True)}
-    said = {"producer_name": "trainer", "producer_version": "1.2", "domain": "org.example",
-            "model_version": 7, "doc_string": "of it"}  # fmt: skip
+    said = {
+        "producer_name": "trainer",
+        "producer_version": "1.2",
+        "domain": "org.example",
+        "model_version": 7,
+        "doc_string": "of it",
+    }
     model = write(path, nodes, [value("x", ["B", 64])], [value("y", ["B", 8])], tensors, **said)
     model.graph.input[0].doc_string = "pixels"
     helper.set_model_props(model, {"names": "cat"})
@@ -606,14 +633,22 @@ def quantized_layers(path, op, *, pads=0, groups=1, first=""):
     Weights are small: on processors without VNNI the runtime adds pairs of products in 16 bits, and
     which are pairs depends on the widths."""
     rng, is_conv = np.random.default_rng(1), op == "QLinearConv"
-    sizes = {"u": (32, 8, 3, 3), "d": (32, 1, 1, 1), "v": (4, 32, 3, 3)} if is_conv else {
-        "u": (8, 32), "v": (32, 4)}  # fmt: skip
-    tensors = {"xs": np.float32(0.02), "xz": np.uint8(3), "hs": np.float32(0.05), "hz": np.uint8(7),
-               "ys": np.float32(0.1), "yz": np.uint8(128)}  # fmt: skip
+    sizes = {"u": (32, 8, 3, 3), "d": (32, 1, 1, 1), "v": (4, 32, 3, 3)} if is_conv else {"u": (8, 32), "v": (32, 4)}
+    tensors = {
+        "xs": np.float32(0.02),
+        "xz": np.uint8(3),
+        "hs": np.float32(0.05),
+        "hz": np.uint8(7),
+        "ys": np.float32(0.1),
+        "yz": np.uint8(128),
+    }
     for name, size in sizes.items():
         rows, w = size[0 if is_conv else 1], rng.integers(-50, 50, size).astype(np.int8)
-        tensors |= {name: w, f"{name}s": rng.uniform(0.01, 0.02, rows).astype(np.float32),
-                    f"{name}z": np.full(rows, np.int8(-2))}  # fmt: skip
+        tensors |= {
+            name: w,
+            f"{name}s": rng.uniform(0.01, 0.02, rows).astype(np.float32),
+            f"{name}z": np.full(rows, np.int8(-2)),
+        }
     masked = slice(None, None, 2)
     tensors["u"][(masked,) if is_conv else (slice(None), masked)] = -2
     tensors["bias"] = rng.integers(-500, 500, 32).astype(np.int32)
@@ -643,10 +678,15 @@ def quantized_layers(path, op, *, pads=0, groups=1, first=""):
 
 @pytest.mark.parametrize(
     ("op", "options"),
-    [("QLinearConv", {}), ("QLinearConv", {"pads": 1}), ("QLinearConv", {"groups": 32}),
-     ("QLinearConv", {"first": "Relu", "pads": 1}), ("QLinearMatMul", {}),
-     ("QLinearMatMul", {"first": "Relu"})],
-)  # fmt: skip
+    [
+        ("QLinearConv", {}),
+        ("QLinearConv", {"pads": 1}),
+        ("QLinearConv", {"groups": 32}),
+        ("QLinearConv", {"first": "Relu", "pads": 1}),
+        ("QLinearMatMul", {}),
+        ("QLinearMatMul", {"first": "Relu"}),
+    ],
+)
 def test_layers_of_integers_are_cut(tmp_path, op, options):
     path, out, axis = tmp_path / "in.onnx", tmp_path / "out.onnx", int(op == "QLinearMatMul")
     x = quantized_layers(path, op, **options)
@@ -665,10 +705,12 @@ def test_convolutions_with_dynamically_quantized_images_are_cut(tmp_path):
     u[::2] = 0
     nodes = []
     for a, w, b in (("in", "u", "h"), ("h", "v", "y")):
-        nodes += [node("DynamicQuantizeLinear", [a], [f"{a}q", f"{a}s", f"{a}z"]),
-                  node("ConvInteger", [f"{a}q", w, f"{a}z"], [f"{b}i"], pads=[1] * 4),
-                  node("Cast", [f"{b}i"], [f"{b}f"], to=TensorProto.FLOAT),
-                  node("Mul", [f"{b}f", f"{a}s"], [b])]  # fmt: skip
+        nodes += [
+            node("DynamicQuantizeLinear", [a], [f"{a}q", f"{a}s", f"{a}z"]),
+            node("ConvInteger", [f"{a}q", w, f"{a}z"], [f"{b}i"], pads=[1] * 4),
+            node("Cast", [f"{b}i"], [f"{b}f"], to=TensorProto.FLOAT),
+            node("Mul", [f"{b}f", f"{a}s"], [b]),
+        ]
     shape = ["B", 8, 9, 9]
     write(path, nodes, [value("in", shape)], [value("y", None)], {"u": u, "v": v})
     sizes = dims(edited(path, torch.randn(2, 8, 9, 9)).model)
@@ -680,8 +722,12 @@ def test_sizes_that_the_example_or_the_weights_fix_are_no_obstacle(tmp_path, siz
     """The rank of the output is another one at size 1; the weights take one size alone. The file is
     compared at other sizes of what is left."""
     path, x = tmp_path / "in.onnx", torch.randn(1, 5, 16)
-    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["b"]),
-             node("MatMul", ["b", "v"], ["c"]), node("Squeeze", ["c"], ["y"])]  # fmt: skip
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"]),
+        node("Relu", ["a"], ["b"]),
+        node("MatMul", ["b", "v"], ["c"]),
+        node("Squeeze", ["c"], ["y"]),
+    ]
     tensors = {"w": half(16, 64, axis=1), "v": np.ones((64, 4), np.float32)}
     write(path, nodes, [value("x", [n or None for n in sizes])], [value("y", None)], tensors)
     assert dims(edited(path, x).model)["w"] == [16, 32]
@@ -699,9 +745,7 @@ def test_functions_with_subgraphs_are_barriers_and_what_is_around_them_is_cut(tm
     flat.attribute.append(onnx.AttributeProto(name="alpha", ref_attr_name="slope", type=1))
     if op == "If":
         graphs = {
-            f"{key}_branch": helper.make_graph(
-                [n], key, [], [onnx.ValueInfoProto(name=n.output[0])]
-            )
+            f"{key}_branch": helper.make_graph([n], key, [], [onnx.ValueInfoProto(name=n.output[0])])
             for key, n in (("then", flat), ("else", node("Neg", ["a"], ["q"])))
         }
         middle = [
@@ -711,19 +755,25 @@ def test_functions_with_subgraphs_are_barriers_and_what_is_around_them_is_cut(tm
         ]
     else:
         flat.input[0] = "state"
-        ports = [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL),
-                 onnx.ValueInfoProto(name="state")]  # fmt: skip
+        ports = [
+            value("k", [], TensorProto.INT64),
+            value("go", [], TensorProto.BOOL),
+            onnx.ValueInfoProto(name="state"),
+        ]
         ends = [value("on", [], TensorProto.BOOL), onnx.ValueInfoProto(name="p")]
         loop = helper.make_graph([flat, node("Identity", ["go"], ["on"])], "body", ports, ends)
         middle = [node("Loop", ["n", "true", "a"], ["b"], body=loop)]
     constants = {"zero": np.float32(0), "n": np.int64(3), "true": np.array(True)}
-    body = [node("Constant", [], [n], value=numpy_helper.from_array(np.asarray(array)))
-            for n, array in constants.items()]  # fmt: skip
+    body = [
+        node("Constant", [], [n], value=numpy_helper.from_array(np.asarray(array))) for n, array in constants.items()
+    ]
     body += [node("MatMul", ["x", "w"], ["a"]), *middle, node("MatMul", ["b", "v"], ["y"])]
     opsets = [helper.make_opsetid("", opset)]
     layer = helper.make_function("mine", "Layer", ["x", "w", "v"], ["y"], body, opsets, ["slope"])
-    nodes = [*hidden_layer("x", "a", "w0", "v0"),  # a name that the body has, too
-             node("Layer", ["a", "w", "v"], ["y"], domain="mine", slope=0.5)]  # fmt: skip
+    nodes = [
+        *hidden_layer("x", "a", "w0", "v0"),  # a name that the body has, too
+        node("Layer", ["a", "w", "v"], ["y"], domain="mine", slope=0.5),
+    ]
     tensors = {"w0": half(16, 64, axis=1), "w": half(16, 64, axis=1)}
     tensors |= {n: draw.standard_normal((64, 16)).astype(np.float32) for n in ("v0", "v")}
     model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 16])], tensors)
@@ -746,9 +796,14 @@ def test_attention_of_the_runtime_is_a_barrier_and_what_is_around_it_is_cut(tmp_
     path, draw = tmp_path / "in.onnx", np.random.default_rng(0)
     attention = node("Attention", ["h", "q", "b"], ["t"], domain="com.microsoft", num_heads=2)
     nodes = [*hidden_layer("x", "h", "w", "v"), attention, *hidden_layer("t", "y", "w2", "v2")]
-    tensors = {"w": half(16, 64, axis=1), "w2": half(16, 64, axis=1), "b": np.zeros(48, np.float32),
-               "v": draw.standard_normal((64, 16)).astype(np.float32),
-               "q": half(16, 48, axis=1), "v2": np.ones((64, 4), np.float32)}  # fmt: skip
+    tensors = {
+        "w": half(16, 64, axis=1),
+        "w2": half(16, 64, axis=1),
+        "b": np.zeros(48, np.float32),
+        "v": draw.standard_normal((64, 16)).astype(np.float32),
+        "q": half(16, 48, axis=1),
+        "v2": np.ones((64, 4), np.float32),
+    }
     write(path, nodes, [value("x", ["B", "T", 16])], [value("y", ["B", "T", 4])], tensors)
     after = edited(path, torch.randn(2, 5, 16))
     assert after.barriers == (("t", "com.microsoft.Attention is not understood"),)
@@ -757,10 +812,17 @@ def test_attention_of_the_runtime_is_a_barrier_and_what_is_around_it_is_cut(tmp_
 
 def test_foreign_ops_of_stored_tensors_are_not_computed_ahead(tmp_path):
     path = tmp_path / "m.onnx"
-    write(path, [node("Inverse", ["b"], ["c"], domain="com.microsoft"),
-                 node("Mul", ["x", "c"], ["t"]), node("MatMul", ["t", "v"], ["y"])],
-          [value("x", [32, 32])], [value("y", [32, 8])],
-          {"v": half(32, 8, axis=0), "b": np.eye(32, dtype=np.float32)})  # fmt: skip
+    write(
+        path,
+        [
+            node("Inverse", ["b"], ["c"], domain="com.microsoft"),
+            node("Mul", ["x", "c"], ["t"]),
+            node("MatMul", ["t", "v"], ["y"]),
+        ],
+        [value("x", [32, 32])],
+        [value("y", [32, 8])],
+        {"v": half(32, 8, axis=0), "b": np.eye(32, dtype=np.float32)},
+    )
     args = (torch.randn(32, 32),)
     edited = edit_file(path, args, TABLE)
     assert edited is not None
@@ -769,9 +831,12 @@ def test_foreign_ops_of_stored_tensors_are_not_computed_ahead(tmp_path):
 
 def test_outputs_that_an_op_does_not_have(tmp_path):
     path = tmp_path / "m.onnx"
-    write(path, [node("Gemm", ["x", "w", "b"], ["h", ""]), node("Relu", ["h"], ["r"]),
-                 node("Gemm", ["r", "v"], ["y"])],
-          [value("x", ["B", 16])], [value("y", ["B", 8])],
-          {"w": half(16, 32, axis=1), "v": half(32, 8, axis=0), "b": half(32, axis=0)})  # fmt: skip
+    write(
+        path,
+        [node("Gemm", ["x", "w", "b"], ["h", ""]), node("Relu", ["h"], ["r"]), node("Gemm", ["r", "v"], ["y"])],
+        [value("x", ["B", 16])],
+        [value("y", ["B", 8])],
+        {"w": half(16, 32, axis=1), "v": half(32, 8, axis=0), "b": half(32, axis=0)},
+    )
     with contextlib.suppress(BadInput, NotExportable):
         assert edit_file(path, (torch.randn(3, 16),), TABLE)

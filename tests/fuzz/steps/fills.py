@@ -38,33 +38,42 @@ def _mask(d: Draft, v: str, shape: tuple[int, ...]) -> tuple[str, list[str]]:
 
 # {0}: the value, {1}: another one that broadcasts over it, {2}: an axis. Finite for all of them.
 _PARTIAL = (
-    "{0} / (1 + {1} * {1})", "{0} / (1 + {1}.abs())", "{0} * (1 + {1} * {1}).rsqrt()",
-    "{0} / (0.5 + {1}.abs()).sqrt()", "{0} * (1.5 + {1}.abs()).log()",
-    "{0} * (1 + {1}.abs()).reciprocal()", "{0} * (1 + {1} * {1}) ** -0.75",
+    "{0} / (1 + {1} * {1})",
+    "{0} / (1 + {1}.abs())",
+    "{0} * (1 + {1} * {1}).rsqrt()",
+    "{0} / (0.5 + {1}.abs()).sqrt()",
+    "{0} * (1.5 + {1}.abs()).log()",
+    "{0} * (1 + {1}.abs()).reciprocal()",
+    "{0} * (1 + {1} * {1}) ** -0.75",
     "({0} - {0}.amax({2}, keepdim=True)).exp()",
     "({0} - {0}.amax({2}, keepdim=True)).exp() / (1 + {1} * {1})",
-    "torch.acos(torch.tanh({0}) / (1 + {1}.abs()))", "torch.atan2({0}, 1 + {1}.abs())",
-    "torch.remainder({0}, 1 + {1}.abs())", "torch.fmod({0}, 1 + {1} * {1})",
+    "torch.acos(torch.tanh({0}) / (1 + {1}.abs()))",
+    "torch.atan2({0}, 1 + {1}.abs())",
+    "torch.remainder({0}, 1 + {1}.abs())",
+    "torch.fmod({0}, 1 + {1} * {1})",
     "torch.xlogy({0}, 1 + {1} * {1})",
     "torch.logit(0.1 + 0.8 * torch.sigmoid({0}) / (1 + {1} * {1}))",
     "{0} / (1 + {0}.abs().amax({2}, keepdim=True))",
     "{0} / {0}.exp().sum({2}, keepdim=True)",
-    "F.layer_norm({0} + torch.linspace(0, 9, {0}.shape[-1]), {0}.shape[-1:], eps=0.0)"
-    " / (1 + {1} * {1})",
+    "F.layer_norm({0} + torch.linspace(0, 9, {0}.shape[-1]), {0}.shape[-1:], eps=0.0) / (1 + {1} * {1})",
     "((7 * {0}).long() // (1 + {1}.abs().long())).double()",
     "((7 * {0}).long() % (1 + {1}.abs().long())).double()",
     "torch.arange(1.0, 9.0)[(4 / (1 + {1}.abs())).long()] * {0}",
     "F.embedding((6 / (1 + {1} * {1})).long(), torch.eye(7, 3)).sum(-1) * {0}",
     "{0} / (1 + F.avg_pool1d(({0} * {0}).flatten(1, -2), 3, 1, 1).view_as({0}))",
-    "{0} / (1 + {0}.cumsum({2}) ** 2)", "{0} / (1 + {0}.var({2}, keepdim=True))",
-)  # fmt: skip
+    "{0} / (1 + {0}.cumsum({2}) ** 2)",
+    "{0} / (1 + {0}.var({2}, keepdim=True))",
+)
 
 
 def partial(d: Draft, x: str) -> str | None:
     """A call that is no finite number for some of what it may be called on."""
     full, r, v = d.shape(x), d.rng, d.new()
-    fits = [y for y in d.floats() if len(d.shape(y)) == len(full)
-            and all(a in (1, b) for a, b in zip(d.shape(y), full, strict=True))]  # fmt: skip
+    fits = [
+        y
+        for y in d.floats()
+        if len(d.shape(y)) == len(full) and all(a in (1, b) for a, b in zip(d.shape(y), full, strict=True))
+    ]
     y = r.choice(fits)
     form = r.choice(_PARTIAL).format(x, y, r.randrange(1, len(full)))
     if r.random() < 0.3:
@@ -84,9 +93,7 @@ def offset(d: Draft, x: str) -> str | None:
     shape, r, v = d.shape(x), d.rng, d.new()
     if r.random() < 0.4:
         name = r.choice(("amax", "mean", "amin"))
-        return d.add(
-            "offset", [x], f"{v} = {x} - {x}.{name}({r.randrange(1, len(shape))}, keepdim=True)"
-        )
+        return d.add("offset", [x], f"{v} = {x} - {x}.{name}({r.randrange(1, len(shape))}, keepdim=True)")
     sizes = [n if r.random() < 0.6 else 1 for n in (1, *shape[1:])]
     line = f'self.register_buffer("c{v[1:]}", torch.randn({sizes}))'
     return d.add("offset", [x], f"{v} = {x} + self.c{v[1:]}", [line])

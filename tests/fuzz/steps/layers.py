@@ -27,8 +27,7 @@ def conv(d: Draft, x: str) -> str | None:
     out = (c if r.random() < 0.7 else out) if same and c % groups == 0 else out
     dilation = r.choice((1, 1, 2))
     # No longer than the image: taps that only ever read padding say nothing of masks.
-    fits = [[k for k in ((1, 3, 3) if same else (1, 2, 3)) if dilation * (k - 1) < size]
-            for size in shape[2:]]  # fmt: skip
+    fits = [[k for k in ((1, 3, 3) if same else (1, 2, 3)) if dilation * (k - 1) < size] for size in shape[2:]]
     kernel = tuple(r.choice(f) for f in fits)
     if same:
         padding = "'same'" if r.random() < 0.4 else tuple((k - 1) // 2 * dilation for k in kernel)
@@ -38,10 +37,7 @@ def conv(d: Draft, x: str) -> str | None:
         stride = tuple(r.randint(1, 2) for _ in range(n))
         text = f"stride={stride}, padding={padding}, dilation={dilation}"
     mode = r.choice(["zeros"] * 7 + ["reflect", "circular", "replicate"])
-    init = [
-        f"{m} = nn.Conv{n}d({c}, {out}, {kernel}, {text}, groups={groups}, bias={bias}, "
-        f"padding_mode='{mode}')"
-    ]
+    init = [f"{m} = nn.Conv{n}d({c}, {out}, {kernel}, {text}, groups={groups}, bias={bias}, padding_mode='{mode}')"]
     init += mask_layer(r, m, (0, out), (1, c // groups), bias)
     kind = "conv" if groups == 1 else "depthwise" if groups == c else "grouped"
     return _remember(d, d.add(kind, [x], f"{v} = {m}({x})", init), m, x)
@@ -87,10 +83,7 @@ def instance_norm(d: Draft, x: str) -> str | None:
     if len(shape) not in (3, 4, 5):
         return None
     m, tracks = f"self.m{v[1:]}", d.rng.random() < 0.3
-    init = [
-        f"{m} = nn.InstanceNorm{len(shape) - 2}d({shape[1]}, affine=True, "
-        f"track_running_stats={tracks})"
-    ]
+    init = [f"{m} = nn.InstanceNorm{len(shape) - 2}d({shape[1]}, affine=True, track_running_stats={tracks})"]
     init += [*mask_scale(d.rng, m, shape[1]), *(statistics(m) if tracks else [])]
     return d.add("instance_norm", [x], f"{v} = {m}({x})", init)
 
@@ -142,8 +135,7 @@ def masked_weight(d: Draft, x: str) -> str | None:
     init = [
         f"self.w{k} = nn.Parameter(torch.randn({out}, {size}) * 0.4)",
         f"self.b{k} = nn.Parameter(torch.randn({out}))",
-        f'self.register_buffer("k{k}", '
-        f"ones_but(self.w{k}, 0, {rows}) * ones_but(self.w{k}, 1, {columns}))",
+        f'self.register_buffer("k{k}", ones_but(self.w{k}, 0, {rows}) * ones_but(self.w{k}, 1, {columns}))',
     ]
     shift = f"self.b{k}" if r.random() < 0.5 else f"self.b{k} * self.k{k}.amax(1)"
     return d.add("masked_weight", [x], f"{v} = F.linear({x}, self.w{k} * self.k{k}, {shift})", init)
@@ -174,25 +166,16 @@ def reused(d: Draft, x: str) -> str | None:
 
 def tied(d: Draft, x: str) -> str | None:
     """One Parameter under two names."""
-    fits = [
-        m
-        for m, (kind, shape) in d.modules.items()
-        if kind == "linear" and shape[-1] == d.shape(x)[-1]
-    ]
+    fits = [m for m, (kind, shape) in d.modules.items() if kind == "linear" and shape[-1] == d.shape(x)[-1]]
     # A weight that a hook or a parametrization computes is no Parameter to share.
-    computed = [
-        line for step in d.steps for line in step.init if "norm(" in line or "prune" in line
-    ]
+    computed = [line for step in d.steps for line in step.init if "norm(" in line or "prune" in line]
     computed += [line for step in d.steps for line in step.init if "parametriz" in line]
     fits = [m for m in fits if not any(f"{m}," in line or f"{m})" in line for line in computed)]
     if not fits:
         return None
     v, other = d.new(), d.rng.choice(fits)
     m = f"self.m{v[1:]}"
-    init = [
-        f"{m} = nn.Linear({other}.in_features, {other}.out_features)",
-        f"{m}.weight = {other}.weight",
-    ]
+    init = [f"{m} = nn.Linear({other}.in_features, {other}.out_features)", f"{m}.weight = {other}.weight"]
     return d.add("tied", [x], f"{v} = {m}({x})", init)
 
 

@@ -19,9 +19,7 @@ def some(rng: random.Random, size: int) -> list[int]:
     return sorted(rng.sample(range(size), count))
 
 
-def mask_layer(
-    rng: random.Random, m: str, out: tuple[int, int], into: tuple[int, int], bias: bool
-) -> list[str]:
+def mask_layer(rng: random.Random, m: str, out: tuple[int, int], into: tuple[int, int], bias: bool) -> list[str]:
     """Masks for layer `m`, over the axes of its weight that outputs and inputs lie on."""
     kind = rng.choice(KINDS)
     (o, rows), (i, columns) = (out[0], some(rng, out[1])), (into[0], some(rng, into[1]))
@@ -39,17 +37,13 @@ def mask_layer(
         else [row, *zero_bias],
         "scattered": [f"{m}.weight.data.mul_(torch.rand_like({m}.weight) > 0.6)"],
         "parametrized": [
-            f'parametrize.register_parametrization({m}, "weight", '
-            f"Masked(ones_but({m}.weight, {o}, {rows})))"
+            f'parametrize.register_parametrization({m}, "weight", Masked(ones_but({m}.weight, {o}, {rows})))'
         ],
         "weight_norm": [
             f"parametrizations.weight_norm({m})",
             f"{m}.parametrizations.weight.original0.data[{rows if o == 0 else columns}] = 0",
         ],
-        "old_weight_norm": [
-            f"nn.utils.weight_norm({m})",
-            f"{m}.weight_g.data[{rows if o == 0 else columns}] = 0",
-        ],
+        "old_weight_norm": [f"nn.utils.weight_norm({m})", f"{m}.weight_g.data[{rows if o == 0 else columns}] = 0"],
     }
     if kind in ("pruned", "removed"):
         return _pruned(m, o, rows, i, columns, biased, kind == "removed")
@@ -60,15 +54,11 @@ def _zero(m: str, axis: int, gone: list[int]) -> str:
     return f"{m}.weight.data[{gone}] = 0" if axis == 0 else f"{m}.weight.data[:, {gone}] = 0"
 
 
-def _pruned(
-    m: str, o: int, rows: list, i: int, columns: list, biased: bool, removed: bool
-) -> list[str]:
+def _pruned(m: str, o: int, rows: list, i: int, columns: list, biased: bool, removed: bool) -> list[str]:
     mask = f"ones_but({m}.weight, {o}, {rows}) * ones_but({m}.weight, {i}, {columns})"
     lines = [f'prune.custom_from_mask({m}, "weight", {mask})']
     lines += [f'prune.remove({m}, "weight")'] if removed else []
-    lines += (
-        [f'prune.custom_from_mask({m}, "bias", ones_but({m}.bias, 0, {rows}))'] if biased else []
-    )
+    lines += [f'prune.custom_from_mask({m}, "bias", ones_but({m}.bias, 0, {rows}))'] if biased else []
     return lines
 
 

@@ -44,13 +44,28 @@ def join(d: Draft, x: str) -> str | None:
     """Two branches of one shape, or a per-channel one broadcast over the other."""
     full = d.shape(x)
     fits = [y for y in d.floats() if y != x and d.shape(y) == full]
-    wide = [y for y in d.floats() if len(d.shape(y)) == len(full) and y not in fits and y != x
-            and all(a in (1, b) for a, b in zip(d.shape(y), full, strict=True))]  # fmt: skip
+    wide = [
+        y
+        for y in d.floats()
+        if len(d.shape(y)) == len(full)
+        and y not in fits
+        and y != x
+        and all(a in (1, b) for a, b in zip(d.shape(y), full, strict=True))
+    ]
     if not fits + wide:
         return None
     v, y = d.new(), d.rng.choice(fits or wide)
-    form = d.rng.choice(["{0} + {1}"] * 5 + ["{0} - {1}", "{1} - {0}", "{0} * {1}", "{0} * {1}",
-                        "torch.maximum({0}, {1})", "torch.add({0}, {1}, alpha=0.7)"])  # fmt: skip
+    form = d.rng.choice(
+        ["{0} + {1}"] * 5
+        + [
+            "{0} - {1}",
+            "{1} - {0}",
+            "{0} * {1}",
+            "{0} * {1}",
+            "torch.maximum({0}, {1})",
+            "torch.add({0}, {1}, alpha=0.7)",
+        ]
+    )
     return d.add("join", [x, y], f"{v} = {form.format(x, y)}")
 
 
@@ -68,8 +83,9 @@ def split(d: Draft, x: str) -> str | None:
         return None
     w = d.new()
     at = r.randint(1, c - 1)
-    form = r.choice((f"torch.split({x}, [{at}, {c - at}], 1)", f"torch.chunk({x}, 2, 1)",
-                     f"torch.tensor_split({x}, 2, 1)"))  # fmt: skip
+    form = r.choice(
+        (f"torch.split({x}, [{at}, {c - at}], 1)", f"torch.chunk({x}, 2, 1)", f"torch.tensor_split({x}, 2, 1)")
+    )
     return d.add("split", [x], f"{v}, {w} = {form}", outs=(v, w))
 
 
@@ -80,9 +96,14 @@ def take(d: Draft, x: str) -> str | None:
     n, pre = shape[axis], ":, " * axis
     start, step = r.randint(0, max(0, n // 2)), r.choice((1, 1, 2))
     picked = [r.randrange(n) for _ in range(r.randint(1, n))]
-    forms = [f"{x}[{pre}{start}::{step}]", f"{x}[{pre}:{max(1, n - 1)}]", f"{x}.flip({axis})",
-             f"{x}.roll({r.randint(1, 4)}, {axis})", f"{x}.index_select({axis}, self.i{v[1:]})",
-             f"{x}.narrow({axis}, {start}, {n - start})"]  # fmt: skip
+    forms = [
+        f"{x}[{pre}{start}::{step}]",
+        f"{x}[{pre}:{max(1, n - 1)}]",
+        f"{x}.flip({axis})",
+        f"{x}.roll({r.randint(1, 4)}, {axis})",
+        f"{x}.index_select({axis}, self.i{v[1:]})",
+        f"{x}.narrow({axis}, {start}, {n - start})",
+    ]
     forms += [f"{x}.select({axis}, {r.randrange(n)})"] if len(shape) > 2 else []
     form = r.choice(forms)
     init = [f'self.register_buffer("i{v[1:]}", torch.tensor({picked}))'] if "self.i" in form else []
@@ -107,12 +128,14 @@ def pool(d: Draft, x: str) -> str | None:
     common = f"{kernel}, stride={r.randint(1, 2)}, padding={r.randint(0, 1)}"
     common += f", ceil_mode={r.random() < 0.3}"
     out = tuple(r.randint(1, 3) for _ in range(n))
-    form = r.choice((
-        f"F.max_pool{n}d({x}, {common})",
-        f"F.avg_pool{n}d({x}, {common}, count_include_pad={r.random() < 0.5})",
-        f"F.adaptive_avg_pool{n}d({x}, {out})",
-        f"F.adaptive_max_pool{n}d({x}, {out})",
-    ))  # fmt: skip
+    form = r.choice(
+        (
+            f"F.max_pool{n}d({x}, {common})",
+            f"F.avg_pool{n}d({x}, {common}, count_include_pad={r.random() < 0.5})",
+            f"F.adaptive_avg_pool{n}d({x}, {out})",
+            f"F.adaptive_max_pool{n}d({x}, {out})",
+        )
+    )
     return d.add("pool", [x], f"{v} = {form}")
 
 
@@ -152,8 +175,7 @@ def reshape(d: Draft, x: str) -> str | None:
     forms += [f"{x}.transpose(1, {rank - 1})"] if rank > 2 else []
     forms += [f"{x}.flatten({rank - 2})"] * 2 if rank > 3 else []
     forms += [f"{x}.unsqueeze({r.randint(1, rank)})"] if rank < 5 else []
-    forms += [f"{x}.unflatten({rank - 1}, ({g}, {last // g}))" for g in range(2, last)
-              if last % g == 0 and rank < 5]  # fmt: skip
+    forms += [f"{x}.unflatten({rank - 1}, ({g}, {last // g}))" for g in range(2, last) if last % g == 0 and rank < 5]
     forms += [f"{x}.reshape({x}.shape[0], {last}, -1)"] if rank > 2 else []
     ones = [k for k in range(1, rank) if shape[k] == 1]
     if ones:
@@ -189,9 +211,16 @@ def normalise(d: Draft, x: str) -> str | None:
     axis = 1 if r.random() < 0.5 else len(shape) - 1
     if shape[axis] == 1:  # the softmax of one value is a constant
         return None
-    form = r.choice(("torch.softmax({0}, {1})", "torch.softmax({0}, {1})", "F.glu({0}, {1})",
-                     "torch.log_softmax({0}, {1})", "F.normalize({0}, dim={1})",
-                     "{0}.cumsum({1})"))  # fmt: skip
+    form = r.choice(
+        (
+            "torch.softmax({0}, {1})",
+            "torch.softmax({0}, {1})",
+            "F.glu({0}, {1})",
+            "torch.log_softmax({0}, {1})",
+            "F.normalize({0}, dim={1})",
+            "{0}.cumsum({1})",
+        )
+    )
     return d.add("normalise", [x], f"{v} = {form.format(x, axis)}")
 
 
@@ -204,9 +233,7 @@ def matmul(d: Draft, x: str) -> str | None:
     y = r.choice(fits)
     forms = [f"{x} @ {y}.transpose({swap})", f"{x}.transpose({swap}) @ {y}"]
     forms += (
-        [f"torch.bmm({x}, {y}.transpose(1, 2))", f"torch.einsum('bij,bkj->bik', {x}, {y})"]
-        if len(shape) == 3
-        else []
+        [f"torch.bmm({x}, {y}.transpose(1, 2))", f"torch.einsum('bij,bkj->bik', {x}, {y})"] if len(shape) == 3 else []
     )
     scale = f" * {round(1 / (shape[-1] + 1), 3)}"
     return d.add("matmul", [x, y], f"{v} = {r.choice(forms)}{scale}")
@@ -219,11 +246,14 @@ def in_place(d: Draft, x: str) -> str | None:
         return None
     c = shape[1]
     at, gone = r.randrange(c), some(r, c)
-    forms = [[f"{v} = F.relu({x}, inplace=True)"], [f"{x}[:, {at}] = 0", f"{v} = {x} * 1.5"],
-             [f"{x}[:, {at}:] *= 0.5", f"{v} = {x}"],
-             [f"{v} = {x}.clone()", f"{v}[:, {gone}] = 0.25"],
-             [f"{x}.mul_(0.8)", f"{v} = {x} + 0.1"], [f"{v} = torch.zeros_like({x})",
-             f"{v}[:, :{at + 1}] = {x}[:, :{at + 1}]"]]  # fmt: skip
+    forms = [
+        [f"{v} = F.relu({x}, inplace=True)"],
+        [f"{x}[:, {at}] = 0", f"{v} = {x} * 1.5"],
+        [f"{x}[:, {at}:] *= 0.5", f"{v} = {x}"],
+        [f"{v} = {x}.clone()", f"{v}[:, {gone}] = 0.25"],
+        [f"{x}.mul_(0.8)", f"{v} = {x} + 0.1"],
+        [f"{v} = torch.zeros_like({x})", f"{v}[:, :{at + 1}] = {x}[:, :{at + 1}]"],
+    ]
     fits = [y for y in d.floats() if y != x and d.shape(y) == shape]
     if fits:
         y = r.choice(fits)

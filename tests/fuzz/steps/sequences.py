@@ -113,9 +113,7 @@ def multihead(d: Draft, x: str) -> str | None:
     init += [f"{m}.in_proj_weight.data[{rows}] = 0"]
     init += [f"{m}.in_proj_bias.data[{rows}] = 0"] if r.random() < 0.5 else []
     init += [f"{m}.out_proj.weight.data[:, {some(r, size)}] = 0"] if r.random() < 0.3 else []
-    return d.add(
-        "multihead", [x], f"{v} = {m}({x}, {x}, {x}, need_weights={r.random() < 0.5})[0]", init
-    )
+    return d.add("multihead", [x], f"{v} = {m}({x}, {x}, {x}, need_weights={r.random() < 0.5})[0]", init)
 
 
 def normed(d: Draft, x: str) -> str | None:
@@ -137,9 +135,7 @@ def normed(d: Draft, x: str) -> str | None:
         norm = f"torch.softmax(h{k}, -1)"
     body = [f"h{k} = {a}({x})"] if "h" + k in norm else []
     init += [f"{b} = nn.Linear({inner}, {out})", *mask_layer(r, b, (0, out), (1, inner), True)]
-    return d.add(
-        "normed", [x], [*body, f"{v} = {b}({norm})" if kind != "logits" else f"{v} = {norm}"], init
-    )
+    return d.add("normed", [x], [*body, f"{v} = {b}({norm})" if kind != "logits" else f"{v} = {norm}"], init)
 
 
 def reduced(d: Draft, x: str) -> str | None:
@@ -147,12 +143,7 @@ def reduced(d: Draft, x: str) -> str | None:
     shape, v, r = d.shape(x), d.new(), d.rng
     axis = r.randint(1, len(shape) - 1)
     form = r.choice(
-        (
-            "mean({0}, keepdim=True)",
-            "sum({0}, keepdim=True)",
-            "amax({0}, keepdim=True)",
-            "amin({0}, keepdim=True)",
-        )
+        ("mean({0}, keepdim=True)", "sum({0}, keepdim=True)", "amax({0}, keepdim=True)", "amin({0}, keepdim=True)")
     )
     return d.add("reduced", [x], f"{v} = {x} * 0.5 + {x}." + form.format(axis))
 
@@ -180,10 +171,7 @@ def recurrent(d: Draft, x: str) -> str | None:
     more = ", proj_size=2" if kind == "LSTM" and r.random() < 0.25 else ""
     more += ", nonlinearity='relu'" if kind == "RNN" and r.random() < 0.5 else ""
     bias = r.random() < 0.8
-    init = [
-        f"{m} = nn.{kind}({size}, {hidden}, {layers}, bias={bias}, batch_first=True, "
-        f"bidirectional={both}{more})"
-    ]
+    init = [f"{m} = nn.{kind}({size}, {hidden}, {layers}, bias={bias}, batch_first=True, bidirectional={both}{more})"]
     gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
     for layer in range(layers):
         for suffix in ("", "_reverse")[: 1 + both]:
@@ -191,11 +179,7 @@ def recurrent(d: Draft, x: str) -> str | None:
             only = r.random() < 0.3 and kind != "RNN"
             which = [2] if only else range(gates)
             rows = [g * hidden + u for g in which for u in units]
-            names = [
-                "weight_ih",
-                "weight_hh",
-                *(["bias_ih", "bias_hh"] if bias and r.random() < 0.8 else []),
-            ]
+            names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if bias and r.random() < 0.8 else [])]
             init += [f"{m}.{name}_l{layer}{suffix}.data[{rows}] = 0" for name in names]
     states = r.random() < 0.3
     body = f"{v} = {m}({x})[0]"
@@ -227,6 +211,4 @@ def windows(d: Draft, x: str) -> str | None:
     return d.add("windows", [x], body, init)
 
 
-SEQUENCES = {
-    heads: 8, multihead: 3, normed: 6, reduced: 2, gated: 4, recurrent: 5, windows: 2,
-}  # fmt: skip
+SEQUENCES = {heads: 8, multihead: 3, normed: 6, reduced: 2, gated: 4, recurrent: 5, windows: 2}

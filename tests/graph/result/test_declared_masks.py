@@ -145,18 +145,14 @@ def test_zeros_that_nobody_declares_stay() -> None:
     net.a.weight.data[~HALF] = 0
     net.a.bias.data.zero_()
     slim = demask.demask(net, inputs(), masks="declared")
-    assert {n: p.shape for n, p in slim.named_parameters()} == {
-        n: p.shape for n, p in net.named_parameters()
-    }
+    assert {n: p.shape for n, p in slim.named_parameters()} == {n: p.shape for n, p in net.named_parameters()}
     equal(slim, net, inputs())
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(WIDE, IN), (WIDE, 1)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_given_masks_are_multiplied_onto_their_parameters(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_given_masks_are_multiplied_onto_their_parameters(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     net = Adapted().eval()
     before = {name: p.clone() for name, p in net.named_parameters()}
     mask = HALF[:, None].expand(shape).to(dtype)
@@ -173,9 +169,7 @@ def test_given_masks_of_an_exported_program_and_of_parts() -> None:
     net, masks = Chain().eval(), {"a.weight": HALF[:, None], "a.bias": HALF}
     exported = torch.export.export(net, inputs())
     slim = demask.demask(exported, inputs(), masks=masks)
-    parts = demask.demask(
-        Outer(net), inputs(), modules=["part"], masks={f"part.{n}": m for n, m in masks.items()}
-    )
+    parts = demask.demask(Outer(net), inputs(), modules=["part"], masks={f"part.{n}": m for n, m in masks.items()})
     for result, start in ((slim, ""), (parts, "part.")):
         assert result.get_parameter(f"{start}a.weight").shape == (WIDE // 2, IN)
         assert result.get_parameter(f"{start}b.weight").shape == (OUT, WIDE // 2)

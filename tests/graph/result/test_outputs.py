@@ -12,8 +12,10 @@ import demask
 from demask.errors import Mismatch
 from night import at_night
 
-TYPES = (torch.float8_e4m3fn, *at_night(torch.float8_e5m2, torch.float8_e4m3fnuz,
-                                        torch.float8_e5m2fnuz, torch.float8_e8m0fnu))  # fmt: skip
+TYPES = (
+    torch.float8_e4m3fn,
+    *at_night(torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+)
 
 
 class Cast(nn.Module):

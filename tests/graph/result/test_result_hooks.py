@@ -59,9 +59,7 @@ class Nested(nn.Module):
 PUTS: dict[str, Any] = {
     "a hook": lambda module: module.register_forward_hook(lambda *_: None),
     "a pre hook": lambda module: module.register_forward_pre_hook(lambda *_: None),
-    "a hook with keywords": lambda module: module.register_forward_pre_hook(
-        lambda *_: None, with_kwargs=True
-    ),
+    "a hook with keywords": lambda module: module.register_forward_pre_hook(lambda *_: None, with_kwargs=True),
     "a backward hook": lambda module: module.register_full_backward_hook(lambda *_: None),
 }
 

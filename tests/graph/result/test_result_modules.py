@@ -285,9 +285,7 @@ def test_layers_are_called_under_their_names(slim) -> None:
     assert isinstance(two, nn.Conv2d) and (two.in_channels, two.out_channels) == (8, 5)
     assert two.weight.shape == (5, 8, 1, 1)
     assert all(isinstance(p, nn.Parameter) for p in slim.parameters())
-    assert {n for n, _ in slim.named_parameters()} == {
-        n.replace("_orig", "") for n, _ in residual().named_parameters()
-    }
+    assert {n for n, _ in slim.named_parameters()} == {n.replace("_orig", "") for n, _ in residual().named_parameters()}
 
 
 def test_hooks_fire_under_old_names(slim) -> None:
@@ -410,9 +408,7 @@ def test_the_model_is_left_alone() -> None:
     slim = to_graph(model, (X,)).train()
     slim(X)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    assert isinstance(
-        next(iter(model.body.one._forward_pre_hooks.values())), prune.BasePruningMethod
-    )
+    assert isinstance(next(iter(model.body.one._forward_pre_hooks.values())), prune.BasePruningMethod)
     assert model.act.inplace and model.body.two.out_channels == 8
 
 

@@ -85,8 +85,7 @@ def flat(made: Any) -> tuple[Tensor, ...]:
 def test_a_pruned_layer_is_a_smaller_module(pair) -> None:
     net, slim = pair
     made, old = slim.layer, net.layer
-    assert {str(n.target) for n in slim.graph.find_nodes(op="call_module")} == {
-        "first", "layer", "head"}  # fmt: skip
+    assert {str(n.target) for n in slim.graph.find_nodes(op="call_module")} == {"first", "layer", "head"}
     assert type(made) is type(old) and made.input_size == 4
     assert made.hidden_size == 6
     assert (made.num_layers, made.bidirectional) == (old.num_layers, old.bidirectional)
@@ -95,8 +94,10 @@ def test_a_pruned_layer_is_a_smaller_module(pair) -> None:
     same(slim(X)[0], net(X)[0])
     for network in (slim, copy.deepcopy(slim)):
         layer = network.layer
-        assert all(getattr(layer, name) is held for name, held
-                   in zip(layer._flat_weights_names, layer._flat_weights, strict=True))  # fmt: skip
+        assert all(
+            getattr(layer, name) is held
+            for name, held in zip(layer._flat_weights_names, layer._flat_weights, strict=True)
+        )
 
 
 @pytest.mark.sampled(8)
@@ -124,8 +125,7 @@ def test_spelled_calls_compute_what_modules_do(pair) -> None:
     plain = torch.fx.GraphModule(copy.deepcopy(slim), graph_of_calls(slim))
     assert not plain.graph.find_nodes(op="call_module")
     same(plain(X), flat(slim(X)))
-    assert all("val" in node.meta for node in plain.graph.nodes
-               if node.target is aten.new_zeros.default)  # fmt: skip
+    assert all("val" in node.meta for node in plain.graph.nodes if node.target is aten.new_zeros.default)
 
 
 @pytest.mark.sampled(4)

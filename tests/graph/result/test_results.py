@@ -11,9 +11,7 @@ import pytest
 from conftest import Results, shard_of
 
 
-def report(
-    network: str, *, outcome: str = "passed", when: str = "call", **more: object
-) -> SimpleNamespace:
+def report(network: str, *, outcome: str = "passed", when: str = "call", **more: object) -> SimpleNamespace:
     given = {"suite": "some", "network": network, "mask": "unit", **more}
     return SimpleNamespace(user_properties=[("result", given)], when=when, outcome=outcome)
 

@@ -13,9 +13,7 @@ from benchmarks.sparse import gpu_problems, gpu_sparse
 from demask.machine.timing import Timing
 from interpreted import run_on
 
-there = pytest.mark.skipif(
-    not dlmc.DATA.exists(), reason="the patterns are in shared/data beside the project"
-)
+there = pytest.mark.skipif(not dlmc.DATA.exists(), reason="the patterns are in shared/data beside the project")
 
 
 def test_examples_run():
@@ -74,9 +72,7 @@ def test_means_are_geometric():
     mask = torch.ones(1, 1)
     problem = gpu_problems.Problem("B", "", "", 1, 1, 1, 0.9, torch.float32, lambda _: mask)
     rows = [
-        gpu_sparse.Row(
-            problem, seconds={"demask": Timing(1e-5, 0, 0, 1), "cuSPARSE": Timing(s, 0, 0, 1)}
-        )
+        gpu_sparse.Row(problem, seconds={"demask": Timing(1e-5, 0, 0, 1), "cuSPARSE": Timing(s, 0, 0, 1)})
         for s in (1e-5, 4e-5)
     ]
     ((*_, goal, mean, least, most, faster, count),) = gpu_sparse.goals(rows)

@@ -57,10 +57,7 @@ def test_a_planted_fault_is_found():
 
 
 nightly = pytest.mark.nightly
-TILES = {
-    "bf16": ("bf16", 128, 64, False, 8),
-    "fp16, transposed": ("fp16", 64, 64, True, 4),
-}
+TILES = {"bf16": ("bf16", 128, 64, False, 8), "fp16, transposed": ("fp16", 64, 64, True, 4)}
 MORE = {
     "bf16, narrow": ("bf16", 128, 16, False, 8),
     "bf16, wide": ("bf16", 128, 128, False, 8),
@@ -76,9 +73,16 @@ def test_bitmaps_use_tensor_cores(name):
     types |= dict.fromkeys(("high", "tiles", "x_row", "out_row", "k", "m", "share"), "i32")
     aligned = [*types.keys() - {"tiles", "share", "first", "second"}]
     constants = {
-        "HEIGHT": height, "WIDTH": width, "TRANSPOSED": turned, "SPLIT": True, "BIASED": True,
-        "ACT": "relu", "WIDE": False, "x_column": 1, "out_column": 1,
-    }  # fmt: skip
+        "HEIGHT": height,
+        "WIDTH": width,
+        "TRANSPOSED": turned,
+        "SPLIT": True,
+        "BIASED": True,
+        "ACT": "relu",
+        "WIDE": False,
+        "x_column": 1,
+        "out_column": 1,
+    }
     found = compiled(bitmap.spmm_bitmap, types, constants, aligned, warps)
     assert found.count("HGMMA") + found.count("HMMA") > 0
     assert found.count("POPC") > 0
@@ -88,9 +92,7 @@ def test_bitmaps_use_tensor_cores(name):
 
 def test_sddmm_by_rows_loads_vectors():
     types = dict.fromkeys(("begins", "ends", "rows", "col"), "*i32")
-    types |= dict.fromkeys(("a", "b", "out"), "*fp32") | dict.fromkeys(
-        ("a_row", "b_row", "k"), "i32"
-    )
+    types |= dict.fromkeys(("a", "b", "out"), "*fp32") | dict.fromkeys(("a_row", "b_row", "k"), "i32")
     for entries, step, warps in ((32, 128, 4), (8, 128, 1)):
         constants = {"ENTRIES": entries, "STEP": step}
         found = compiled(sddmm_rows.sddmm_rows, types, constants, types, warps)

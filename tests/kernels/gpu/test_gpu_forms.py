@@ -18,14 +18,7 @@ from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products import gpu_autotune as gpu_choice
 from demask.sparse.products import gpu_formats as gpu_forms
 from demask.sparse.products.gpu_autotune import KernelChoice, candidates, fastest, kind_of
-from demask.sparse.products.gpu_formats import (
-    bitmap_of,
-    deal_tasks,
-    formats_of,
-    full,
-    snake,
-    transpose_of,
-)
+from demask.sparse.products.gpu_formats import bitmap_of, deal_tasks, formats_of, full, snake, transpose_of
 from sparse_cases import csr
 from sparse_cases import matrix as random
 
@@ -181,11 +174,7 @@ def test_hostile_indices_are_refused(part):
 def test_the_fastest_is_taken_and_remembered(tmp_path):
     """By a clock on which each call takes what it says; one cannot run here."""
     now, made = [0.0], []
-    takes = {
-        KernelChoice("rows", 4, 64): 3.0,
-        KernelChoice("bitmap", 64, 16): 2.0,
-        KernelChoice("dense"): 5.0,
-    }
+    takes = {KernelChoice("rows", 4, 64): 3.0, KernelChoice("bitmap", 64, 16): 2.0, KernelChoice("dense"): 5.0}
 
     def make(choice):
         made.append(choice)
@@ -206,8 +195,12 @@ def test_calls_of_one_kind_share_a_choice():
     m = rows_of(random(50, 30, 0.1))
     same = {kind_of("spmm", m, torch.ones(30, n)) for n in (33, 50, 64)}
     assert len(same) == 1
-    others = {kind_of("transposed", m, torch.ones(50, 64)), kind_of("spmm", m, torch.ones(30, 65)),
-              kind_of("spmm", m, torch.ones(64, 30).t()), *same}  # fmt: skip
+    others = {
+        kind_of("transposed", m, torch.ones(50, 64)),
+        kind_of("spmm", m, torch.ones(30, 65)),
+        kind_of("spmm", m, torch.ones(64, 30).t()),
+        *same,
+    }
     assert len(others) == 4
 
 

@@ -18,11 +18,7 @@ from sparse_cases import matrix
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 nightly = pytest.mark.nightly
-ROWS = [
-    KernelChoice("rows", 8, 32, 1),
-    KernelChoice("rows", 1, 128, 1),
-    KernelChoice("rows", 32, 8, 2),
-]
+ROWS = [KernelChoice("rows", 8, 32, 1), KernelChoice("rows", 1, 128, 1), KernelChoice("rows", 32, 8, 2)]
 TILES = [KernelChoice("bitmap", 128, 32, 4), KernelChoice("bitmap", 64, 16, 4, 3)]
 
 
@@ -186,9 +182,7 @@ def check_loose(device):
     from demask.sparse.products import gpu_products as gpu
 
     crow, col = torch.tensor([0, 3, 3, 5]), torch.tensor([4, 0, 4, 2, 1])
-    m = CsrMatrix(
-        crow.to(device), col.to(device), torch.arange(1.0, 6, device=device), None, (3, 6)
-    )
+    m = CsrMatrix(crow.to(device), col.to(device), torch.arange(1.0, 6, device=device), None, (3, 6))
     w = torch.tensor([[2.0, 0, 0, 0, 4, 0], [0] * 6, [0, 5, 4, 0, 0, 0]])
     x = torch.randn(6, 4)
     assert formats_of(m).bitmap(m) is None

@@ -220,19 +220,14 @@ def layer(model: nn.Module, family: Family, heads: Heads) -> None:
 
 def written(model: nn.Module, patterns: tuple[str, ...]) -> list[Tensor]:
     """The parameters of all modules, and parameters, of those names, channels first."""
-    names = [n for n, _ in model.named_modules()] + [
-        n for n, _ in model.named_parameters(remove_duplicate=False)
-    ]
+    names = [n for n, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
     chosen = [n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns)]
     return [values for name in chosen for values in _parameters(model, name)]
 
 
 MASKS: dict[str, Callable[[nn.Module, Family, Heads], None]] = {
-    mask.__name__: mask
-    for mask in (
-        head, head_constant, head_output, partial, unit, channel, stream, embedding, layer
-    )
-}  # fmt: skip
+    mask.__name__: mask for mask in (head, head_constant, head_output, partial, unit, channel, stream, embedding, layer)
+}
 
 
 def removed(model: nn.Module, family: Family, heads: Heads, kind: str) -> int:

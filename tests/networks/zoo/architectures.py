@@ -159,9 +159,7 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": LENGTH,
 }
 TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-GROUPED: dict[str, Any] = (
-    TEXT | TOKENS | {"num_key_value_heads": HEADS // 2, "head_dim": WIDTH // HEADS}
-)
+GROUPED: dict[str, Any] = TEXT | TOKENS | {"num_key_value_heads": HEADS // 2, "head_dim": WIDTH // HEADS}
 IMAGED: dict[str, Any] = {
     "hidden_size": WIDTH,
     "num_hidden_layers": LAYERS,
@@ -196,21 +194,19 @@ def vit(prefix: str) -> Family:
     return Family(
         (f"{prefix}layers.*.attention: q_proj k_proj v_proj o_proj",),
         (f"{prefix}layers.*.mlp: fc1 fc2",),
-        ("*embeddings.*_token", "*.position_embeddings", "*.projection", "*.o_proj", "*.fc2",
-         "*layernorm*"),
+        ("*embeddings.*_token", "*.position_embeddings", "*.projection", "*.o_proj", "*.fc2", "*layernorm*"),
         ("*.projection",),
         f"{prefix}layers.0",
-    )  # fmt: skip
+    )
 
 
 DINO = Family(
     ("*.attention: q_proj k_proj v_proj o_proj",),
     ("*.mlp: fc1 fc2",),
-    ("*embeddings.*_token", "*.position_embeddings", "*.projection", "*.o_proj", "*.fc2",
-     "*.norm?", "*layernorm"),
+    ("*embeddings.*_token", "*.position_embeddings", "*.projection", "*.o_proj", "*.fc2", "*.norm?", "*layernorm"),
     ("*.projection",),
     "dinov2.encoder.layer.0",
-)  # fmt: skip
+)
 
 
 def clip(*more: str, embeddings: str) -> Family:
@@ -239,10 +235,7 @@ T5 = Family(
     "encoder.block.0",
 )
 BART = Family(
-    (
-        "*.self_attn: q_proj k_proj v_proj out_proj",
-        "*.encoder_attn: q_proj k_proj v_proj out_proj",
-    ),
+    ("*.self_attn: q_proj k_proj v_proj out_proj", "*.encoder_attn: q_proj k_proj v_proj out_proj"),
     ("*coder.layers.?: fc1 fc2",),
     ("shared", "*embed_positions", "*.out_proj", "*.fc2", "*layer_norm", "*layernorm_embedding"),
     ("shared",),
@@ -258,11 +251,10 @@ DISTILBERT = Family(
 ALBERT = Family(
     ("*.attention: query key value dense",),
     ("*albert_layers.0: ffn ffn_output",),
-    ("*embedding_hidden_mapping_in", "*.attention.dense", "*.ffn_output", "*layer_norm",
-     "*attention.LayerNorm"),
+    ("*embedding_hidden_mapping_in", "*.attention.dense", "*.ffn_output", "*layer_norm", "*attention.LayerNorm"),
     ("*word_embeddings",),
     "albert.encoder.albert_layer_groups.0.albert_layers.0",
-)  # fmt: skip
+)
 NEOX = Family(
     ("*.attention: query_key_value dense",),
     ("*.mlp: dense_h_to_4h dense_4h_to_h",),
@@ -295,11 +287,17 @@ SWIN = Family(
 SEGFORMER = Family(
     ("*.attention: q_proj k_proj v_proj o_proj",),
     ("*.mlp: fc1 fc2",),
-    ("*patch_embeddings.proj", "*patch_embeddings.layer_norm", "*.o_proj", "*.fc2", "*layernorm_*",
-     "segformer.stages.?.layer_norm"),
+    (
+        "*patch_embeddings.proj",
+        "*patch_embeddings.layer_norm",
+        "*.o_proj",
+        "*.fc2",
+        "*layernorm_*",
+        "segformer.stages.?.layer_norm",
+    ),
     ("*patch_embeddings.proj",),
     "segformer.stages.0.blocks.0",
-)  # fmt: skip
+)
 ENCODER = Family(
     ("layers.*.self_attn: in_proj out_proj",),
     ("layers.?: linear1 linear2",),
@@ -381,17 +379,31 @@ def vision(family: Family, make: Callable[[], nn.Module], **more: Any) -> Archit
 
 BERT_HEAD = functools.partial(of, "BertForSequenceClassification", "BertConfig", **TEXT)
 GPT2_HEAD = functools.partial(
-    of, "GPT2LMHeadModel", "GPT2Config",
-    vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS,
-    n_inner=UNITS, **TOKENS,
-)  # fmt: skip
+    of,
+    "GPT2LMHeadModel",
+    "GPT2Config",
+    vocab_size=VOCABULARY,
+    n_positions=LENGTH,
+    n_embd=WIDTH,
+    n_layer=LAYERS,
+    n_head=HEADS,
+    n_inner=UNITS,
+    **TOKENS,
+)
 LLAMA_HEAD = functools.partial(of, "LlamaForCausalLM", "LlamaConfig", **GROUPED)
 VIT_HEAD = functools.partial(of, "ViTForImageClassification", "ViTConfig", **IMAGED)
 T5_HEAD = functools.partial(
-    of, "T5ForConditionalGeneration", "T5Config",
-    vocab_size=VOCABULARY, d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=UNITS, num_layers=LAYERS,
-    num_decoder_layers=LAYERS, num_heads=HEADS,
-)  # fmt: skip
+    of,
+    "T5ForConditionalGeneration",
+    "T5Config",
+    vocab_size=VOCABULARY,
+    d_model=WIDTH,
+    d_kv=WIDTH // HEADS,
+    d_ff=UNITS,
+    num_layers=LAYERS,
+    num_decoder_layers=LAYERS,
+    num_heads=HEADS,
+)
 NARROW = torch.float32
 
 ARCHITECTURES: dict[str, Architecture] = {

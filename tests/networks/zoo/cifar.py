@@ -74,9 +74,7 @@ class ResNet(nn.Module):
 def trained(depth: int) -> ResNet:
     """ResNet-20 or -56 with its trained weights, in eval mode; FileNotFoundError without them."""
     model = ResNet(depth)
-    absent, unknown = model.load_state_dict(
-        load_file(DATA / f"cifar_resnet{depth}.safetensors"), strict=False
-    )
+    absent, unknown = model.load_state_dict(load_file(DATA / f"cifar_resnet{depth}.safetensors"), strict=False)
     if unknown or any(not name.endswith("num_batches_tracked") for name in absent):
         raise ValueError(f"the weights have other names: no {absent[:3]}, but {unknown[:3]}")
     return model.eval()

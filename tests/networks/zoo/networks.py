@@ -116,9 +116,7 @@ def randomised(model: nn.Module, generator: torch.Generator, gain: float = GAIN)
             if not values.is_floating_point():
                 continue
             if values.ndim > 1 and isinstance(values, nn.Parameter):
-                values.normal_(
-                    0, math.sqrt(gain * len(values) / values.numel()), generator=generator
-                )
+                values.normal_(0, math.sqrt(gain * len(values) / values.numel()), generator=generator)
             elif leaf.endswith("bias") or leaf == "running_mean":
                 values.normal_(0, 0.2, generator=generator)
             elif leaf in ("weight", "running_var"):

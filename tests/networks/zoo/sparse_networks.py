@@ -17,8 +17,7 @@ import networks
 SIZE, HIDDEN, INNER = 224, 768, 3072
 BRANCH = 0.2
 LEAST = 0.01  # of a channel's variance: one that is always 0 would be multiplied by 300
-WIDTHS = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *((512, 1),) * 5, (1024, 2),
-          (1024, 1))  # fmt: skip
+WIDTHS = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *((512, 1),) * 5, (1024, 2), (1024, 1))
 Layer = nn.Conv2d | nn.Linear
 
 
@@ -104,12 +103,8 @@ class MobileNet(nn.Sequential):
         super().__init__(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000))
 
     @staticmethod
-    def block(
-        inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
-    ) -> tuple[nn.Module, ...]:
-        convolution = nn.Conv2d(
-            inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False
-        )
+    def block(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> tuple[nn.Module, ...]:
+        convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
         return convolution, nn.BatchNorm2d(outputs), nn.ReLU6()
 
 
@@ -175,28 +170,36 @@ def sequence(count: int, generator: torch.Generator) -> Tensor:
     return tokens(count, generator)[None]
 
 
-def of_images(
-    title: str, sparsity: float, make: Callable[[torch.Generator], nn.Module]
-) -> list[Case]:
+def of_images(title: str, sparsity: float, make: Callable[[torch.Generator], nn.Module]) -> list[Case]:
     return [Case(title, sparsity, batch, "batch", make, drawn) for batch in (1, 16)]
 
 
 def of_tokens(
-    title: str, sparsity: float, make: Callable[[], nn.Module],
+    title: str,
+    sparsity: float,
+    make: Callable[[], nn.Module],
     inputs: Callable[[int, torch.Generator], Tensor] = sequence,
-) -> list[Case]:  # fmt: skip
+) -> list[Case]:
     build = partial(sparse, make, sparsity)
     return [Case(title, sparsity, count, "tokens", build, inputs) for count in (1, 16, 128)]
 
 
 RESNET, RANDOM, MOBILENET, FORWARD, ATTENTION, LINEAR = (
-    "ResNet-50, pruned", "ResNet-50, random masks", "MobileNetV1", "BERT-base feed-forward",
-    "BERT-base projections", "Linear 768 to 3072",
-)  # fmt: skip
+    "ResNet-50, pruned",
+    "ResNet-50, random masks",
+    "MobileNetV1",
+    "BERT-base feed-forward",
+    "BERT-base projections",
+    "Linear 768 to 3072",
+)
 KEYS = {
-    "resnet50": RESNET, "resnet50-random": RANDOM, "mobilenet": MOBILENET,
-    "feed-forward": FORWARD, "projections": ATTENTION, "linear": LINEAR,
-}  # fmt: skip
+    "resnet50": RESNET,
+    "resnet50-random": RANDOM,
+    "mobilenet": MOBILENET,
+    "feed-forward": FORWARD,
+    "projections": ATTENTION,
+    "linear": LINEAR,
+}
 
 
 def cases() -> list[Case]:

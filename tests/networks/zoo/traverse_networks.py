@@ -40,9 +40,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, *, pooled: bool):
         super().__init__()
-        self.conv = nn.Sequential(
-            conv(width, width), nn.ReLU(), conv(width, width), nn.ReLU(), conv(width, width)
-        )
+        self.conv = nn.Sequential(conv(width, width), nn.ReLU(), conv(width, width), nn.ReLU(), conv(width, width))
         self.pool = _normalised(width, 4 * width) if pooled else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,9 +51,11 @@ class Block(nn.Module):
 
 def _normalised(width: int, inner: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(width, inner, 1, bias=False), nn.GroupNorm(4, inner), nn.ReLU(),
+        nn.Conv2d(width, inner, 1, bias=False),
+        nn.GroupNorm(4, inner),
+        nn.ReLU(),
         nn.Conv2d(inner, width, 1, bias=False),
-    )  # fmt: skip
+    )
 
 
 def conv(inner: int, outer: int, size: int = 3, **more) -> nn.Conv2d:
@@ -128,9 +128,7 @@ class Dense(nn.Module):
 
     def __init__(self, width: int = 64, growth: int = 32):
         super().__init__()
-        self.convs = nn.ModuleList(
-            conv(width + k * growth, growth if k < 4 else width) for k in range(5)
-        )
+        self.convs = nn.ModuleList(conv(width + k * growth, growth if k < 4 else width) for k in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
         values = [x]
@@ -209,9 +207,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(x).flatten(2).transpose(1, 2).unsqueeze(1)
-        attended = F.scaled_dot_product_attention(
-            self.query(tokens), self.key(tokens), self.value(tokens)
-        )
+        attended = F.scaled_dot_product_attention(self.query(tokens), self.key(tokens), self.value(tokens))
         return x + self.out(attended).transpose(2, 3).reshape(x.shape)
 
 
@@ -297,9 +293,12 @@ class Excited(nn.Module):
         self.wide = _hard(nn.Conv2d(width, inner, 1, bias=False))
         self.deep = _hard(conv(inner, inner, size, groups=inner, bias=False))
         self.weigh = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(inner, inner // 4, 1), nn.ReLU(),
-            nn.Conv2d(inner // 4, inner, 1), nn.Hardsigmoid(),
-        )  # fmt: skip
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(inner, inner // 4, 1),
+            nn.ReLU(),
+            nn.Conv2d(inner // 4, inner, 1),
+            nn.Hardsigmoid(),
+        )
         self.narrow = nn.Sequential(nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -347,9 +346,7 @@ def separable(rounds: int = 12, width: int = 32) -> nn.Sequential:
 def blurs(count: int = 20, channels: int = 3) -> nn.Sequential:
     """A chain of blurs: weights are positive and sum to 1."""
     generator = torch.Generator().manual_seed(SEED)
-    model = nn.Sequential(
-        *(conv(channels, channels, groups=channels, bias=False) for _ in range(count))
-    )
+    model = nn.Sequential(*(conv(channels, channels, groups=channels, bias=False) for _ in range(count)))
     for layer in model:
         drawn = torch.rand(layer.weight.shape, generator=generator)
         layer.weight.data.copy_(drawn / drawn.sum((2, 3), keepdim=True))
@@ -391,9 +388,7 @@ class Network:
         return (torch.rand(1, self.channels, side, side, generator=generator),)
 
 
-def drawn(
-    make: Callable[[], nn.Module], channels: int = 3, *, middle: float = 0.5
-) -> Callable[[], nn.Module]:
+def drawn(make: Callable[[], nn.Module], channels: int = 3, *, middle: float = 0.5) -> Callable[[], nn.Module]:
     """A maker of the same network with random weights; its outputs spread as those of pictures do,
     so that their 8-bit values can be compared. middle: of what its last convolution gives."""
 

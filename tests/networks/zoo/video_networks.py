@@ -86,8 +86,7 @@ class WanUpsample(nn.Module):
     def __init__(self, width: int, *, in_time: bool):
         super().__init__()
         self.resample = nn.Sequential(
-            nn.Upsample(scale_factor=(2.0, 2.0), mode="nearest-exact"),
-            nn.Conv2d(width, width // 2, 3, padding=1),
+            nn.Upsample(scale_factor=(2.0, 2.0), mode="nearest-exact"), nn.Conv2d(width, width // 2, 3, padding=1)
         )
         self.time_conv = CausalConv(width, 2 * width, (3, 1, 1)) if in_time else None
 
@@ -230,8 +229,9 @@ class CogVideoXDecoder(nn.Module):
     per_frame: whether norms are over each frame, else over all frames as in the original.
     """
 
-    def __init__(self, width: int = 128, latent: int = 16, groups: int = 32, blocks: int = 4, *,
-                 per_frame: bool = False):  # fmt: skip
+    def __init__(
+        self, width: int = 128, latent: int = 16, groups: int = 32, blocks: int = 4, *, per_frame: bool = False
+    ):
         super().__init__()
 
         def residual(inner: int, outer: int) -> CogResidual:

@@ -62,9 +62,7 @@ def test_rows_just_above_zero_are_never_proved_zero(mode: str):
         for ulps in (0, 1, 2):
             bias = just_above(weight, x, ulps)
             seen_of(ChainLayer(weight, bias, True), x, mode)
-            assert ulps == 0 or bool(
-                (ChainPlan([ChainLayer(weight, bias, True)], ["dense"], 1)(x) > 0).all()
-            )
+            assert ulps == 0 or bool((ChainPlan([ChainLayer(weight, bias, True)], ["dense"], 1)(x) > 0).all())
 
 
 @pytest.mark.parametrize("mode", MODES)

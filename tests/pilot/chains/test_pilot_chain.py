@@ -41,8 +41,7 @@ class Block(nn.Module):
     def __init__(self, act: nn.Module):
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.ffn = nn.LayerNorm(256), nn.Sequential(nn.Linear(256, 1024), act,
-                                                              nn.Linear(1024, 256))  # fmt: skip
+        self.norm, self.ffn = nn.LayerNorm(256), nn.Sequential(nn.Linear(256, 1024), act, nn.Linear(1024, 256))
         with torch.no_grad():
             self.ffn[0].bias -= 0.8  # type: ignore[operator]
 
@@ -60,9 +59,7 @@ def image(batch: int = 1) -> Tensor:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "condition", CONDITIONS, ids=lambda c: f"{c.name}{getattr(c, 'levels', '')}"
-)
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda c: f"{c.name}{getattr(c, 'levels', '')}")
 def test_outputs_are_those_of_the_dense_chain(condition: Columns | Certified):
     model, x = perceptron(), image()
     state = copy.deepcopy(model.state_dict())
@@ -79,9 +76,7 @@ def test_modes_follow_the_inputs():
     made = Columns().applied(perceptron(), (image(),), None, None, TABLE)
     whats = {d.layer: d.what for d in made.conditioned.decisions}
     assert whats == {"1": "dense", "4": "columns", "6": "columns"}
-    first = (
-        Certified().applied(perceptron(), (image(),), None, None, TABLE).conditioned.decisions[0]
-    )
+    first = Certified().applied(perceptron(), (image(),), None, None, TABLE).conditioned.decisions[0]
     assert first.what == "certified" and "not proved zero" in first.why
 
 
@@ -108,9 +103,7 @@ def test_feed_forward_of_one_token(tokens: int):
 
 
 def test_activations_without_zeros_are_named():
-    made = Certified().applied(
-        Block(nn.GELU()).eval(), (torch.randn(1, 1, 256),), None, None, TABLE
-    )
+    made = Certified().applied(Block(nn.GELU()).eval(), (torch.randn(1, 1, 256),), None, None, TABLE)
     why = {d.layer: d.why for d in made.conditioned.decisions}
     assert "gelu after it produces no zeros to skip" in why["ffn.0"]
     assert chains_in(made) == []

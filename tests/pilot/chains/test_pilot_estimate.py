@@ -29,8 +29,7 @@ SIZES = ((1, 1), (37, 67), (300, 130), (17, 784))
 def drawn(rows: int, columns: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """A weight, a bias and inputs: of both signs, not negative, mostly zero, zero."""
     draw = torch.Generator().manual_seed(rows)
-    weight, bias, x = (torch.randn(size, generator=draw)
-                       for size in ((rows, columns), (rows,), (4, columns)))  # fmt: skip
+    weight, bias, x = (torch.randn(size, generator=draw) for size in ((rows, columns), (rows,), (4, columns)))
     x[1] = x[1].relu()
     x[2] *= torch.rand(columns, generator=draw) > 0.9
     x[3] = 0
@@ -48,8 +47,7 @@ def expected(weight: Tensor, bias: Tensor | None, x: Tensor, kind: Bits) -> tupl
     return x.double() @ low.T + shift.double(), error
 
 
-def off(weight: Tensor, bias: Tensor | None, x: Tensor, kind: Bits, threads: int = 1,
-        isa: Isa | None = None) -> bool:  # fmt: skip
+def off(weight: Tensor, bias: Tensor | None, x: Tensor, kind: Bits, threads: int = 1, isa: Isa | None = None) -> bool:
     """Whether an estimate is off by more than is stated."""
     found = Estimated(packed(weight, bias, kind, isa), threads)(x).double()
     exact, error = expected(weight, bias, x, kind)
@@ -107,9 +105,7 @@ def test_all_ways_to_multiply_bytes_give_the_same_bits(how: str, monkeypatch: py
 def test_chosen_rows_have_the_bits_of_the_dense_kernel(isa: Isa):
     for size, threads in product(SIZES, (1, 2)):
         weight, bias, x = drawn(*size)
-        dense = chain_plan.ChainPlan(
-            [chain_plan.ChainLayer(weight, bias, False)], ["dense"], 1, isa
-        )(x)
+        dense = chain_plan.ChainPlan([chain_plan.ChainLayer(weight, bias, False)], ["dense"], 1, isa)(x)
         plan, order = ChosenUnits(weight, bias, threads, isa), torch.randperm(len(weight)).int()
         for count in {0, 1, len(weight) // 3, len(weight)}:
             values = torch.full_like(dense, 7.0)
@@ -199,8 +195,7 @@ def test_threads_that_change_are_seen():
 @pytest.mark.parametrize("pilot", ["bits:8", "bits:4", "bits:4:64", "bits:3:64", "bits:8:10"])
 def test_the_pilot_alone_is_the_network_of_its_text(pilot: str):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 200), nn.ReLU(),
-                        nn.Linear(200, 4)).eval()  # fmt: skip
+    net = nn.Sequential(nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 4)).eval()
     x = torch.randn(2, 100)
     made = Order(deadline=0.0).applied(net, (x,), None, pilot, TABLE)
     _, bits_, *group = pilot.split(":")

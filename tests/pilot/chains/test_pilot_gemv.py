@@ -16,9 +16,11 @@ from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
 from demask.sparse.plan.tape import NoPlan
 
 HOSTS = (host(), AVX512, AVX2)  # the last two as this machine has them, if it does
-ISAS = [pytest.param(isa, id=isa.name, marks=[pytest.mark.nightly] if k else [])
-        for k, isa in enumerate(HOSTS)
-        if isa.lanes <= host().lanes and isa.triple == host().triple]  # fmt: skip
+ISAS = [
+    pytest.param(isa, id=isa.name, marks=[pytest.mark.nightly] if k else [])
+    for k, isa in enumerate(HOSTS)
+    if isa.lanes <= host().lanes and isa.triple == host().triple
+]
 SIZES = ((37, 67), (1, 1), (130, 300), (16, 16), (257, 33))
 
 
@@ -77,8 +79,9 @@ def test_signed_zeros_underflow_and_infinities_change_no_bit():
     """-0 in inputs and biases, products that underflow to -0, NaN and infinite inputs."""
     weight = torch.tensor([[-1e-30, 1.0, 0.0], [1e-30, -1.0, -0.0], [0.0, -0.0, 0.0]])
     bias = torch.tensor([-0.0, -0.0, 0.0])
-    x = torch.tensor([[1e-30, 0.0, 0.0], [1e-30, -0.0, -0.0], [-0.0, -0.0, -0.0],
-                      [float("nan"), 0.0, 1.0], [float("inf"), 0.0, 0.0]])  # fmt: skip
+    x = torch.tensor(
+        [[1e-30, 0.0, 0.0], [1e-30, -0.0, -0.0], [-0.0, -0.0, -0.0], [float("nan"), 0.0, 1.0], [float("inf"), 0.0, 0.0]]
+    )
     for held, relu in product((bias, None), (False, True)):
         layer = ChainLayer(weight, held, relu)
         dense = ChainPlan([layer], ["dense"], 1)(x)
@@ -105,9 +108,7 @@ def test_several_calls_at_once_have_memory_of_their_own():
     from concurrent.futures import ThreadPoolExecutor
 
     layer, x = drawn(130, 300, zeros=0.5)
-    plan = ChainPlan(
-        [layer, ChainLayer(torch.randn(5, 300), None, False)], ["certified", "columns"], 1
-    )
+    plan = ChainPlan([layer, ChainLayer(torch.randn(5, 300), None, False)], ["certified", "columns"], 1)
     expected = plan(x)
     with ThreadPoolExecutor(4) as pool:
         assert all(torch.equal(y, expected) for y in pool.map(plan, [x] * 40))

@@ -22,9 +22,14 @@ BITS = Bits(3, 16)
 def net():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(24, 150), nn.ReLU(), nn.Dropout(), nn.Linear(150, 170, bias=False),
-        nn.ReLU(inplace=True), nn.Linear(170, 3),
-    ).eval()  # fmt: skip
+        nn.Flatten(),
+        nn.Linear(24, 150),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Linear(150, 170, bias=False),
+        nn.ReLU(inplace=True),
+        nn.Linear(170, 3),
+    ).eval()
 
 
 def tensors(net):
@@ -107,9 +112,7 @@ class Slow(OrderedLayer):
 @pytest.mark.parametrize("seconds", [0, 2, 3, 4, 5, 9, 14, 40, 60, 103, 104, 200])
 def test_after_the_deadline_at_most_one_block_is_finished(net, seconds):
     layers = [Slow(w, b, BITS) for w, b in tensors(net)]
-    made = OrderedChain(
-        layers, 4000, lambda: Slow.now
-    )  # blocks of 41 and 6 units: 4 and 29 of them
+    made = OrderedChain(layers, 4000, lambda: Slow.now)  # blocks of 41 and 6 units: 4 and 29 of them
     x = torch.randn(1, 24)
     made(x, Limit(seconds=0))  # how long the last layer takes
     y, done = made(x, Limit(seconds=seconds))
@@ -177,9 +180,7 @@ def test_every_chain_is_found_and_the_rest_is_said(net):
     model, x = Two().eval(), torch.randn(2, 3, 20)
     made = Order(bytes="1MB").applied(model, (x,), None, "bits:8", TABLE)
     said = {d.layer: (d.what, d.why) for d in made.conditioned.decisions}
-    assert {n for n, (what, _) in said.items() if what == "in order"} == {
-        "up", "down", "head.0", "head.2"
-    }  # fmt: skip
+    assert {n for n, (what, _) in said.items() if what == "in order"} == {"up", "down", "head.0", "head.2"}
     assert "gelu" in said["a"][1] and "float64" in said["wide"][1]
     assert set(made.last) == {"up", "head.0"} and made.last["up"] is None
     for y, expected in zip(made(x), model(x), strict=True):
@@ -230,11 +231,14 @@ def test_what_does_not_fit_takes_the_plain_path(net):
 @pytest.mark.parametrize(
     ("knobs", "pilot", "words"),
     [
-        ({}, None, "deadline"), ({"deadline": -1.0}, None, "0 seconds"),
-        ({"deadline": math.nan}, None, "0 seconds"), ({"bytes": "3 apples"}, None, "memory"),
-        ({"bytes": 5}, "exponents", "few bits"), ({"bytes": 5}, nn.ReLU(), "few bits"),
+        ({}, None, "deadline"),
+        ({"deadline": -1.0}, None, "0 seconds"),
+        ({"deadline": math.nan}, None, "0 seconds"),
+        ({"bytes": "3 apples"}, None, "memory"),
+        ({"bytes": 5}, "exponents", "few bits"),
+        ({"bytes": 5}, nn.ReLU(), "few bits"),
     ],
-)  # fmt: skip
+)
 def test_other_orders_are_refused(net, knobs, pilot, words):
     with pytest.raises(BadInput, match=words):
         Order(**knobs).applied(net, (torch.randn(2, 24),), None, pilot, TABLE)

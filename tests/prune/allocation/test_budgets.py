@@ -25,11 +25,18 @@ from demask.tune.layer_costs import Layer
 def small(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.Conv2d(16, 24, 3, padding=1, stride=2), nn.ReLU(),
-        nn.Conv2d(24, 24, 3, padding=1, groups=24), nn.ReLU(), nn.Conv2d(24, 20, 1),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(20, 5),
-    ).eval()  # fmt: skip
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 24, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(24, 24, 3, padding=1, groups=24),
+        nn.ReLU(),
+        nn.Conv2d(24, 20, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(20, 5),
+    ).eval()
 
 
 X = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -101,9 +108,7 @@ def test_wrong_budgets(wrong: Any) -> None:
         MACs(0.5, floor=1.5)
 
 
-def machine(
-    layers: Callable[[int], float], between: float, runner: str = "torch"
-) -> Callable[..., NetworkTime]:
+def machine(layers: Callable[[int], float], between: float, runner: str = "torch") -> Callable[..., NetworkTime]:
     """A machine whose networks take seconds by their MACs, and some between layers."""
 
     def measure(network: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> NetworkTime:
@@ -160,16 +165,17 @@ def test_all_slices_stay_in_a_network_that_is_fast_enough() -> None:
 
 def test_layers_at_other_widths() -> None:
     geometry = ((1, 1), (1, 1), (1, 1), 1)
-    layer = Layer("aten.conv2d.default", (2, 16, 8, 8), (24, 16, 3, 3), geometry, True,
-                  torch.float32, torch.device("cpu"))  # fmt: skip
+    layer = Layer(
+        "aten.conv2d.default", (2, 16, 8, 8), (24, 16, 3, 3), geometry, True, torch.float32, torch.device("cpu")
+    )
     narrow = resized(layer, 5, 7)
     assert (narrow.x, narrow.weight, narrow.out) == ((2, 5, 8, 8), (7, 5, 3, 3), (2, 7, 8, 8))
-    depthwise = Layer(layer.target, (2, 16, 8, 8), (16, 1, 3, 3), (*geometry[:3], 16), True,
-                      torch.float32, torch.device("cpu"))  # fmt: skip
+    depthwise = Layer(
+        layer.target, (2, 16, 8, 8), (16, 1, 3, 3), (*geometry[:3], 16), True, torch.float32, torch.device("cpu")
+    )
     narrow = resized(depthwise, 6, 6)
     assert narrow.x[1] == narrow.weight[0] == narrow.geometry[3] == 6 and narrow.weight[1] == 1
-    linear = Layer("aten.linear.default", (4, 9, 32), (8, 32), (), True, torch.float32,
-                   torch.device("cpu"))  # fmt: skip
+    linear = Layer("aten.linear.default", (4, 9, 32), (8, 32), (), True, torch.float32, torch.device("cpu"))
     assert resized(linear, 20, 8).x == (4, 9, 20) and resized(linear, 20, 8).weight == (8, 20)
 
 

@@ -29,15 +29,15 @@ def drawn(seed: int, step: int = 1) -> tuple[Knapsack, float]:
     """A small problem, and the value of its best choice."""
     draw = random.Random(seed)
     cost = Chain("abcd", draw, step)
-    scores = {n: torch.tensor([draw.random() * draw.choice([1, 3]) for _ in range(6)])
-              for n in "abcd"}  # fmt: skip
+    scores = {n: torch.tensor([draw.random() * draw.choice([1, 3]) for _ in range(6)]) for n in "abcd"}
     items = {name: Item.of(own, range(1, 7)) for name, own in scores.items()}
     least, most = (cost.total(dict.fromkeys("abcd", n)) for n in (1, 6))
     budget = least + (most - least) * draw.uniform(0.1, 0.9)
     problem = Knapsack(items, cost, budget)
     choices = itertools.product(range(1, 7), repeat=4)
-    values = [value(problem, counts) for c in choices
-              if cost.total(counts := dict(zip("abcd", c, strict=True))) <= budget]  # fmt: skip
+    values = [
+        value(problem, counts) for c in choices if cost.total(counts := dict(zip("abcd", c, strict=True))) <= budget
+    ]
     return problem, max(values)
 
 

@@ -32,20 +32,22 @@ def of_torchvision(name: str) -> Callable[[], tuple[nn.Module, Tensor]]:
 
 def bert() -> tuple[nn.Module, Tensor]:
     config = architectures.transformers().BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=56,
-        vocab_size=50,
-    )  # fmt: skip
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=56, vocab_size=50
+    )
     return architectures.transformers().BertModel(config).eval(), torch.randint(0, 50, (2, 12))
 
 
 def llama() -> tuple[nn.Module, Tensor]:
     config = architectures.transformers().LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
-        intermediate_size=44, vocab_size=50, use_cache=False,
-    )  # fmt: skip
-    return architectures.transformers().LlamaForCausalLM(config).eval(), torch.randint(
-        0, 50, (2, 12)
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=44,
+        vocab_size=50,
+        use_cache=False,
     )
+    return architectures.transformers().LlamaForCausalLM(config).eval(), torch.randint(0, 50, (2, 12))
 
 
 CASES = {
@@ -78,9 +80,7 @@ BY_DAY = ("resnet20", "bert-unit", "llama-head")  # each structure, and each net
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    "name", [*BY_DAY, *at_night(*(name for name in CASES if name not in BY_DAY))]
-)
+@pytest.mark.parametrize("name", [*BY_DAY, *at_night(*(name for name in CASES if name not in BY_DAY))])
 def test_predicted_sizes_are_those_after_demask(name: str) -> None:
     build, structure = CASES[name]
     torch.manual_seed(0)
@@ -94,8 +94,7 @@ def test_predicted_sizes_are_those_after_demask(name: str) -> None:
     whole = pruner.removal_cost.sizes({})
     gone = after.before.parameters - after.after.parameters
     unread = gone - sum(after.removed.values())  # parameters that no call reads
-    assert (whole.parameters, whole.macs) == (
-        after.before.parameters - unread, after.before.macs)  # fmt: skip
+    assert (whole.parameters, whole.macs) == (after.before.parameters - unread, after.before.macs)
     assert whole.macs > sizes.macs
     counts = {name: int(mask.sum()) for name, mask in masks.items()}
     left = {g.name: torch.ones(g.size, dtype=torch.bool) for g in pruner.removal_cost.groups}
@@ -124,10 +123,8 @@ def test_tokens_that_nothing_reads_are_in_no_size(number: int) -> None:
     pruned = Pruner(model, x, structure="head").step(0.5)
     slim = demask.demask(model, (x,), check=False, result="graph").demasked
     assert dense.after.macs < dense.before.macs
-    assert (pruned.before.parameters, pruned.before.macs) == (
-        dense.after.parameters, dense.after.macs)  # fmt: skip
-    assert (pruned.after.parameters, pruned.after.macs) == (
-        slim.after.parameters, slim.after.macs)  # fmt: skip
+    assert (pruned.before.parameters, pruned.before.macs) == (dense.after.parameters, dense.after.macs)
+    assert (pruned.after.parameters, pruned.after.macs) == (slim.after.parameters, slim.after.macs)
 
 
 class Joined(nn.Module):

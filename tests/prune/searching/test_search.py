@@ -47,9 +47,7 @@ def test_trials_measure_what_demask_removes(reference):
     trial = reference.trials[7]
     model = network()
     pruner = reference.pruner(model, (X,), trial)
-    assert {c.name: c.units - int(c.alive(pruner.masks()).sum()) for c in pruner.candidates} == (
-        dict(trial.removed)
-    )
+    assert {c.name: c.units - int(c.alive(pruner.masks()).sum()) for c in pruner.candidates} == (dict(trial.removed))
     pruner.remove()
     slim = demask.demask(model, (X,))
     assert slim.demasked.after.macs == trial.macs
@@ -72,10 +70,11 @@ def test_the_front_holds_what_no_other_beats(reference):
     done = reference.trials
     for trial in done:
         beaten = any(
-            other.macs <= trial.macs and other.accuracy >= trial.accuracy
+            other.macs <= trial.macs
+            and other.accuracy >= trial.accuracy
             and (other.macs, other.accuracy) != (trial.macs, trial.accuracy)
             for other in done
-        )  # fmt: skip
+        )
         assert (trial in reference.front) == (not beaten)
     assert reference.best.accuracy == max(t.accuracy for t in done)
     text = str(reference)
@@ -130,9 +129,7 @@ def test_a_budget_that_nothing_fits_is_refused_at_once(cost):
 
 
 def test_other_costs(reference):
-    by = {
-        c: prune.search(network(), closeness, (X,), trials=2, cost=c) for c in ("ms", "parameters")
-    }
+    by = {c: prune.search(network(), closeness, (X,), trials=2, cost=c) for c in ("ms", "parameters")}
     assert by["ms"].cost_of(by["ms"].trials[0]) == by["ms"].trials[0].milliseconds > 0
     assert by["parameters"].cost_of(by["parameters"].trials[0]) == reference.trials[0].parameters
 
@@ -159,9 +156,7 @@ def test_proposals_depend_on_the_history_and_the_seed_alone(reference):
 
 def test_the_first_proposals_are_uniform():
     first = propose(RANGES, [], range(4), cost="macs", budget=None, seed=0)
-    assert first[:3] == [
-        {n: round(share * most) for n, (_, most) in RANGES.items()} for share in (0.25, 0.5, 0.75)
-    ]
+    assert first[:3] == [{n: round(share * most) for n, (_, most) in RANGES.items()} for share in (0.25, 0.5, 0.75)]
 
 
 @pytest.mark.parametrize("budget", [None, 60.0])
@@ -171,9 +166,7 @@ def test_proposals_get_better_than_chance(budget):
     history = []
     for start in range(0, 60, 4):
         options = {"cost": "macs", "budget": budget, "seed": 0}
-        for number, removed in enumerate(
-            propose(ranges, history, range(start, start + 4), **options)
-        ):
+        for number, removed in enumerate(propose(ranges, history, range(start, start + 4), **options)):
             macs = 100 - sum(removed.values())
             fits = budget is None or macs <= budget
             accuracy = -float(removed["0"] + removed["6"]) if fits else None
@@ -290,9 +283,12 @@ def test_a_storage_of_another_search_is_refused(tmp_path, change, name):
 def test_what_is_no_storage_is_refused(tmp_path):
     (tmp_path / "text.journal").write_text("hello\n")
     (tmp_path / "text.db").write_text("hello" * 100)
-    for name, words in (("text.journal", "cannot read"), ("text.db", "cannot read"),
-                        ("search.txt", "ends in"),
-                        ("missing/search.db", "does not exist")):  # fmt: skip
+    for name, words in (
+        ("text.journal", "cannot read"),
+        ("text.db", "cannot read"),
+        ("search.txt", "ends in"),
+        ("missing/search.db", "does not exist"),
+    ):
         with pytest.raises(BadInput, match=words):
             prune.search(network(), closeness, (X,), trials=1, storage=tmp_path / name)
 
@@ -301,9 +297,7 @@ def test_a_trial_that_is_stored_twice_counts_once(tmp_path, reference):
     store = TrialStore(tmp_path / "search.journal", IDENTITY)
     for trial in (*reference.trials[:2], reference.trials[1]):
         store.add(trial)
-    assert list(TrialStore(tmp_path / "search.journal", IDENTITY).trials().values()) == list(
-        reference.trials[:2]
-    )
+    assert list(TrialStore(tmp_path / "search.journal", IDENTITY).trials().values()) == list(reference.trials[:2])
 
 
 # -- arguments ------------------------------------------------------------------------------------
@@ -390,8 +384,16 @@ def test_a_worker_that_is_killed_loses_no_trial(client, reference, tmp_path):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    search = prune.search(network(), partial(noted_closeness, folder=folder), (X,), trials=10,
-                          batch=4, seed=3, client=client, storage=file)  # fmt: skip
+    search = prune.search(
+        network(),
+        partial(noted_closeness, folder=folder),
+        (X,),
+        trials=10,
+        batch=4,
+        seed=3,
+        client=client,
+        storage=file,
+    )
     killer.join()
     assert killed and len(set(workers_seen()) | set(killed)) >= 2
     assert values(search) == values(reference)[:10]

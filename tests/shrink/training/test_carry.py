@@ -73,12 +73,15 @@ def residual() -> Residual:
 
 def images(steps: int, seed: int = 1) -> list[Batch]:
     draw = torch.Generator().manual_seed(seed)
-    return [(torch.randn(4, 3, 6, 6, generator=draw).double(),
-             torch.randint(0, 5, (4,), generator=draw)) for _ in range(steps)]  # fmt: skip
+    return [
+        (torch.randn(4, 3, 6, 6, generator=draw).double(), torch.randint(0, 5, (4,), generator=draw))
+        for _ in range(steps)
+    ]
 
 
-def train(net: nn.Module, optimizer: Any, batches: Iterable[Batch],
-          each: Callable[[], object] = lambda: None) -> list[float]:  # fmt: skip
+def train(
+    net: nn.Module, optimizer: Any, batches: Iterable[Batch], each: Callable[[], object] = lambda: None
+) -> list[float]:
     """One step per batch; the losses. each: is called after each step."""
     losses = []
     for x, labels in batches:
@@ -100,9 +103,11 @@ def twin(net: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def run_both(
-    make: Callable[[], nn.Module], batches: list[Batch],
-    make_optimizer: Callable[[Any], torch.optim.Optimizer], **call: Any
-) -> tuple[list[float], list[float], nn.Module, nn.Module]:  # fmt: skip
+    make: Callable[[], nn.Module],
+    batches: list[Batch],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    **call: Any,
+) -> tuple[list[float], list[float], nn.Module, nn.Module]:
     """Losses after half of the steps: of the masked network, and of the small one."""
     half = len(batches) // 2
     masked, net = make(), make()
@@ -114,17 +119,15 @@ def run_both(
     assert demask.carry(slim, optimizer) is optimizer
     assert slim.training
     assert sum(p.numel() for p in slim.parameters()) < sum(p.numel() for p in net.parameters())
-    assert [id(p) for g in optimizer.param_groups for p in g["params"]] == [
-        id(p) for p in slim.parameters()
-    ]
+    assert [id(p) for g in optimizer.param_groups for p in g["params"]] == [id(p) for p in slim.parameters()]
     assert schedules[1].optimizer is optimizer
     return expected[half:], train(slim, optimizer, batches[half:], schedules[1].step), masked, slim
 
 
 def assert_close(expected: list[float], actual: list[float], limit: float = ROUNDING) -> None:
-    torch.testing.assert_close(torch.tensor(actual, dtype=torch.double),
-                               torch.tensor(expected, dtype=torch.double),
-                               rtol=limit, atol=limit)  # fmt: skip
+    torch.testing.assert_close(
+        torch.tensor(actual, dtype=torch.double), torch.tensor(expected, dtype=torch.double), rtol=limit, atol=limit
+    )
 
 
 # Without Rprop: signs of gradients that are 0 up to rounding (a bias before a norm) are random.
@@ -154,9 +157,7 @@ def test_training_goes_on_where_it_was(name: str) -> None:
 
 def test_adafactor_goes_on_approximately() -> None:
     """Its steps depend on the mean square of whole tensors, which have fewer zeros now."""
-    expected, actual, _, _ = run_both(
-        residual, images(10), lambda p: torch.optim.Adafactor(p, 1e-3)
-    )
+    expected, actual, _, _ = run_both(residual, images(10), lambda p: torch.optim.Adafactor(p, 1e-3))
     assert_close(expected, actual, 1e-3)
 
 
@@ -204,10 +205,16 @@ def bert() -> nn.Module:
     hub = transformers()
     torch.manual_seed(0)
     config = hub.BertConfig(
-        vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=20, max_position_embeddings=12, num_labels=5,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=31,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=20,
+        max_position_embeddings=12,
+        num_labels=5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     net = Text(hub.BertForSequenceClassification(config)).double().train()
     for layer in net.model.bert.encoder.layer:
         mask(layer.intermediate.dense, (0, 3, 7))
@@ -219,10 +226,16 @@ def llama() -> nn.Module:
     hub = transformers()
     torch.manual_seed(0)
     config = hub.LlamaConfig(
-        vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=20, max_position_embeddings=12,
-        tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+        vocab_size=31,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=20,
+        max_position_embeddings=12,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
     net = Text(hub.LlamaForCausalLM(config)).double().train()
     for layer in net.model.model.layers:
         mask(layer.mlp.up_proj, (0, 3, 7))
@@ -238,8 +251,9 @@ def test_language_models_go_on(make: Callable[[], nn.Module]) -> None:
     except ImportError as error:
         pytest.skip(f"transformers is not installed: {error}")
     draw = torch.Generator().manual_seed(1)
-    batches = [(torch.randint(0, 31, (3, 6), generator=draw),
-                torch.randint(0, 5, (3,), generator=draw)) for _ in range(6)]  # fmt: skip
+    batches = [
+        (torch.randint(0, 31, (3, 6), generator=draw), torch.randint(0, 5, (3,), generator=draw)) for _ in range(6)
+    ]
     expected, actual, _, slim = run_both(make, batches, OPTIMIZERS["adamw"])
     assert_close(expected, actual)
     assert slim.demasked.form == "class"
@@ -287,8 +301,9 @@ def units() -> nn.Sequential:
 
 def rows(steps: int, seed: int = 2) -> list[Batch]:
     draw = torch.Generator().manual_seed(seed)
-    return [(torch.randn(6, 4, generator=draw).double(),
-             torch.randint(0, 5, (6,), generator=draw)) for _ in range(steps)]  # fmt: skip
+    return [
+        (torch.randn(6, 4, generator=draw).double(), torch.randint(0, 5, (6,), generator=draw)) for _ in range(steps)
+    ]
 
 
 def slimmed(net: nn.Module, **options: Any) -> nn.Module:
@@ -299,10 +314,9 @@ def test_groups_keep_their_settings_and_names() -> None:
     net, slim = units(), None
     named = dict(net.named_parameters())
     groups = [
-        {"params": [(n, p) for n, p in named.items() if "weight" in n], "weight_decay": 0.1,
-         "mine": "text"},
+        {"params": [(n, p) for n, p in named.items() if "weight" in n], "weight_decay": 0.1, "mine": "text"},
         {"params": [(n, p) for n, p in named.items() if "bias" in n], "lr": 0.3},
-    ]  # fmt: skip
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     train(net, optimizer, rows(2), schedule.step)
@@ -363,7 +377,9 @@ def test_several_optimizers_and_parameters_of_none() -> None:
     demask.carry(slim, back)
     assert [id(p) for p in front.param_groups[0]["params"]] == list(map(id, slim[0].parameters()))
     assert [id(p) for p in back.param_groups[0]["params"]] == [
-        *map(id, other.parameters()), *map(id, slim[4].parameters())]  # fmt: skip
+        *map(id, other.parameters()),
+        *map(id, slim[4].parameters()),
+    ]
     assert not any(p.requires_grad for p in slim[2].parameters())
 
 
@@ -515,10 +531,7 @@ def test_averages_have_the_constants_of_the_network() -> None:
 def test_two_rounds() -> None:
     batches = rows(12)
     masked, net = units(), units()
-    whole, optimizer = (
-        OPTIMIZERS["adamw"](masked.parameters()),
-        OPTIMIZERS["adamw"](net.parameters()),
-    )
+    whole, optimizer = (OPTIMIZERS["adamw"](masked.parameters()), OPTIMIZERS["adamw"](net.parameters()))
     expected = train(masked, whole, batches[:8])
     train(net, optimizer, batches[:4])
     slim = slimmed(net)
@@ -669,10 +682,7 @@ BAD: dict[str, tuple[Callable[[nn.Module, nn.Module], Any], str]] = {
         lambda net, slim: (OPTIMIZERS["sgd"](net.parameters()), nn.Linear(2, 2)),
         "ema: expected averages of the network that was demasked",
     ),
-    "no averages": (
-        lambda net, slim: (OPTIMIZERS["sgd"](net.parameters()), 3),
-        "ema: expected an AveragedModel",
-    ),
+    "no averages": (lambda net, slim: (OPTIMIZERS["sgd"](net.parameters()), 3), "ema: expected an AveragedModel"),
     "states of other shapes": (
         lambda net, slim: (Preconditioned(net.parameters(), 0.1, momentum=0.9), None),
         "'gram' of 0.weight_orig has the shape",
@@ -704,9 +714,7 @@ def test_bad_input_changes_nothing(name: str) -> None:
     if isinstance(optimizer, torch.optim.Optimizer):
         for group, old in zip(optimizer.param_groups, before, strict=True):
             assert [id(p) for p in group["params"]] == [id(p) for p in old]
-        assert states == {
-            id(p): {k: str(v) for k, v in s.items()} for p, s in optimizer.state.items()
-        }
+        assert states == {id(p): {k: str(v) for k, v in s.items()} for p, s in optimizer.state.items()}
 
 
 def test_it_takes_demasked_networks_only() -> None:

@@ -25,10 +25,7 @@ from micro import MICROS, Micro
 from test_micro import difference, made
 
 # One tensor cut in two ways, trained differently; constants computed from weights that are trained.
-REFUSED = {
-    "reused_module": "or it is tied to a tensor",
-    "constants_excited_by_the_image": "computes something else",
-}
+REFUSED = {"reused_module": "or it is tied to a tensor", "constants_excited_by_the_image": "computes something else"}
 
 
 def nudge(slim: nn.Module) -> None:

@@ -20,8 +20,13 @@ def grid(*shape: int) -> Tensor:
 
 
 def test_states_of_the_parameters_shape_have_its_positions() -> None:
-    before = {"exp_avg": grid(5, 3), "exp_avg_sq": grid(5, 3).double(), "step": torch.tensor(3.0),
-              "betas": (0.9, 0.99), "ready": True}  # fmt: skip
+    before = {
+        "exp_avg": grid(5, 3),
+        "exp_avg_sq": grid(5, 3).double(),
+        "step": torch.tensor(3.0),
+        "betas": (0.9, 0.99),
+        "ready": True,
+    }
     after = cut_states("fc.weight_orig", before, PIECE, OWN)
     expected = grid(5, 3)[list(ROWS)][:, list(COLUMNS)]
     assert torch.equal(after["exp_avg"], expected)

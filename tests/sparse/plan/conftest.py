@@ -20,8 +20,7 @@ def filtered(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of the weights of layers by minimal filtering."""
     from demask.sparse.plan import tape_builder
 
-    return record(monkeypatch, tape_builder, "emit_winograd",
-                  lambda tape, isa, piece, block: [block.weight.shape])  # fmt: skip
+    return record(monkeypatch, tape_builder, "emit_winograd", lambda tape, isa, piece, block: [block.weight.shape])
 
 
 @pytest.fixture

@@ -61,8 +61,9 @@ def draw(*shape: int, seed: int = 1) -> Tensor:
 class SegmentDraft(Draft):
     """A draft with calls of ops, and the layers that consist of them."""
 
-    def call(self, name: str, *xs: int, kind: str = "tokens", numbers: tuple = (),
-             index: list[int] | None = None) -> int:  # fmt: skip
+    def call(
+        self, name: str, *xs: int, kind: str = "tokens", numbers: tuple = (), index: list[int] | None = None
+    ) -> int:
         span = None if index is None else self.stored(torch.tensor(index, dtype=torch.int32))
         return self.append(CallStep(xs, name, kind, numbers, span))
 
@@ -92,8 +93,16 @@ class SegmentDraft(Draft):
         parts = [self.heads(self.linear(x, self.shape(x)[-1], 1.0), heads) for _ in range(3)]
         return self.whole(self.call("attention", *parts, *mask, kind="matrices"))
 
-    def recurrent(self, name: str, x: int, hidden: int, *states: int, biases: bool = True,
-                  batch_first: bool = False, backwards: bool = False) -> int:  # fmt: skip
+    def recurrent(
+        self,
+        name: str,
+        x: int,
+        hidden: int,
+        *states: int,
+        biases: bool = True,
+        batch_first: bool = False,
+        backwards: bool = False,
+    ) -> int:
         rows, columns = OPS[name][0] * hidden, self.shape(x)[-1]
         shapes = [(rows, columns), (rows, hidden), *[(rows,)] * (2 * biases)]
         span = self.factors(*(self._drawn(*s).flatten() / hidden**0.5 for s in shapes))
@@ -179,8 +188,15 @@ class SegmentDraft(Draft):
                 wanted = 1, shape[0] if batch_first else shape[1], hidden
                 states = [v for v in self.values() if self.shape(v) == wanted]
                 given = draw.choices(states, k=OPS[name][1]) if states else []
-                self.recurrent(name, x, hidden, *given, biases=draw.random() < 0.5,
-                               batch_first=batch_first, backwards=draw.random() < 0.5)  # fmt: skip
+                self.recurrent(
+                    name,
+                    x,
+                    hidden,
+                    *given,
+                    biases=draw.random() < 0.5,
+                    batch_first=batch_first,
+                    backwards=draw.random() < 0.5,
+                )
             case "linear":
                 self.linear(x, draw.randint(1, 9), draw.choice([0.3, 1.0]))
             case "slice":
@@ -254,9 +270,14 @@ class Guarded(tape.TapeArena):
         self.slots[0] = self.address
 
 
-def stays_within_memory(program: SegmentProgram, weights: Sequence[Tensor],
-                        inputs: Sequence[Tensor], threads: int = 2, isa: Isa | None = None,
-                        near: Callable = compare) -> None:  # fmt: skip
+def stays_within_memory(
+    program: SegmentProgram,
+    weights: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    threads: int = 2,
+    isa: Isa | None = None,
+    near: Callable = compare,
+) -> None:
     """Inputs, outputs, weights, tables and the arena end (or begin) at pages without access, which
     would stop the process; `near` compares outputs with those of the program."""
     fields = tape.Tape._fields
@@ -283,8 +304,9 @@ def stays_within_memory(program: SegmentProgram, weights: Sequence[Tensor],
         assert all(map(torch.equal, held_inputs, inputs)) and kept
 
 
-def sees(owner: Any, name: str, wrong: Callable[[Any], Any], law: Callable[[], Any],
-         errors: Any = AssertionError) -> None:  # fmt: skip
+def sees(
+    owner: Any, name: str, wrong: Callable[[Any], Any], law: Callable[[], Any], errors: Any = AssertionError
+) -> None:
     """Assert that a law holds, and no longer with what `wrong` makes of an attribute of `owner`."""
     law()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(errors):
@@ -320,14 +342,18 @@ def computed_as(form: str, patch: pytest.MonkeyPatch) -> list:
         return record(patch, layer_plan, "emit_depthwise", lambda tape, isa, piece: [piece])
     if form == "channels":
         weigh(patch, math.inf, math.inf)
-        return record(patch, dense_layer, "emit_channels",
-                      lambda tape, isa, piece, shares: [share[0] for share in shares])  # fmt: skip
+        return record(
+            patch, dense_layer, "emit_channels", lambda tape, isa, piece, shares: [share[0] for share in shares]
+        )
     if form == "filtered":
         patch.setattr(winograd_layer, "PAYS", math.inf)
         patch.setattr(winograd_layer, "LEAST", 1)
-    shapes = record(patch, tape_builder, "emit_winograd",
-                    lambda tape, isa, piece, block: [block.weight.shape])  # fmt: skip
+    shapes = record(patch, tape_builder, "emit_winograd", lambda tape, isa, piece, block: [block.weight.shape])
     if form != "filtered":
-        record(patch, layer_plan, "emit_dense", lambda tape, isa, piece: shapes.extend(
-            block.weight.shape for block in piece.layer.blocks) or ())  # fmt: skip
+        record(
+            patch,
+            layer_plan,
+            "emit_dense",
+            lambda tape, isa, piece: shapes.extend(block.weight.shape for block in piece.layer.blocks) or (),
+        )
     return shapes

@@ -23,34 +23,43 @@ from segment_drafts import RELU, all_at_once, bits
 SHAPE = (2, 6, 5, 7)
 MOVES = {  # name -> steps from an image of SHAPE: (call, kind, numbers, index)
     "tokens": [("permute", "tokens", (0, 2, 3, 1), None)],
-    "heads": [("permute", "tokens", (0, 2, 3, 1), None),
-              ("reshape", "tokens", (-1, 35, 3, 2), None),
-              ("permute", "image", (0, 2, 1, 3), None)],
-    "slice": [("slice", "image", (2, 1, 5, 2), None),
-              ("slice", "image", (-1, -3, 2**63 - 1, 1), None)],
+    "heads": [
+        ("permute", "tokens", (0, 2, 3, 1), None),
+        ("reshape", "tokens", (-1, 35, 3, 2), None),
+        ("permute", "image", (0, 2, 1, 3), None),
+    ],
+    "slice": [("slice", "image", (2, 1, 5, 2), None), ("slice", "image", (-1, -3, 2**63 - 1, 1), None)],
     "take": [("take", "image", (3,), [6, 0, 0, 3]), ("take", "image", (1,), [5, 1])],
     "pad": [("pad", "image", (1, 2, 0, 3), None), ("pad", "image", (0, 0, 0, 0, 2, 1), None)],
-    "zeros taken": [("reshape", "tokens", (-1, 42, 5), None), ("pad", "tokens", (0, 0, 0, 1), None),
-                    ("take", "tokens", (1,), [42, 3, 42, 41, 0])],
+    "zeros taken": [
+        ("reshape", "tokens", (-1, 42, 5), None),
+        ("pad", "tokens", (0, 0, 0, 1), None),
+        ("take", "tokens", (1,), [42, 3, 42, 41, 0]),
+    ],
     "nearest": [("nearest", "image", (2.0, 3.0), None), ("nearest exact", "image", (13, 4), None)],
     "twice": [("nearest", "image", (10, 14), None), ("replicate", "image", (0, 0, 2, 1), None)],
-    "borders": [("reflect", "image", (1, 2, 0, 3), None), ("circular", "image", (4, 0, 1, 1), None),
-                ("replicate", "image", (2, 0, 9, 0), None)],
-    "resized signal": [("reshape", "signal", (2, 6, 35), None),
-                       ("nearest of a signal", "signal", (1.7,), None),
-                       ("nearest exact of a signal", "signal", (23,), None)],
+    "borders": [
+        ("reflect", "image", (1, 2, 0, 3), None),
+        ("circular", "image", (4, 0, 1, 1), None),
+        ("replicate", "image", (2, 0, 9, 0), None),
+    ],
+    "resized signal": [
+        ("reshape", "signal", (2, 6, 35), None),
+        ("nearest of a signal", "signal", (1.7,), None),
+        ("nearest exact of a signal", "signal", (23,), None),
+    ],
     "pick": [("pick", "signal", (1, -2), None), ("pick", "tokens", (2, 3), None)],
-    "expand": [("reshape", "tokens", (-1, 1, 210), None),
-               ("expand", "tokens", (3, -1, 4, -1), None),
-               ("reshape", "tokens", (-1, 4, 210), None)],
-    "pixels": [("permute", "pixels", (0, 2, 3, 1), None),
-               ("slice", "pixels", (3, 1, 4, 1), None)],
+    "expand": [
+        ("reshape", "tokens", (-1, 1, 210), None),
+        ("expand", "tokens", (3, -1, 4, -1), None),
+        ("reshape", "tokens", (-1, 4, 210), None),
+    ],
+    "pixels": [("permute", "pixels", (0, 2, 3, 1), None), ("slice", "pixels", (3, 1, 4, 1), None)],
     "matrices": [("permute", "matrices", (0, 2, 1, 3), None)],
     "signal": [("reshape", "signal", (2, 6, 35), None)],
     "images exchanged": [("take", "image", (0,), [1, 0])],
-    "images mixed": [("permute", "tokens", (1, 0, 2, 3), None),
-                     ("reshape", "image", (-1, 6, 5, 7), None)],
-}  # fmt: skip
+    "images mixed": [("permute", "tokens", (1, 0, 2, 3), None), ("reshape", "image", (-1, 6, 5, 7), None)],
+}
 POINTWISE = {"times": (0.1,), "over": (3,), "plus": (-2.5,), "exp": ()}
 
 
@@ -123,8 +132,7 @@ def test_a_sum_is_not_written_over_a_value_that_is_moved_later() -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_batches_are_split_only_if_moves_keep_images(together: bool) -> None:
-    for name, keeps in (("heads", True), ("zeros taken", True), ("images exchanged", False),
-                        ("images mixed", False)):  # fmt: skip
+    for name, keeps in (("heads", True), ("zeros taken", True), ("images exchanged", False), ("images mixed", False)):
         draft = SegmentDraft(SHAPE)
         moved(draft, name, draft.conv(0, 6))
         program = draft.program(len(draft.steps))
@@ -139,8 +147,7 @@ def test_batches_are_split_only_if_moves_keep_images(together: bool) -> None:
 def test_sizes_of_the_batch_in_a_reshape_keep_it_whole() -> None:
     draft = SegmentDraft((4, 2, 3, 3))
     draft.call("reshape", 0, numbers=(4, -1))
-    assert not MovedValues(draft.program(1), [], draft.program().shapes([(4, 2, 3, 3)])
-                           ).keeps_images([1])  # fmt: skip
+    assert not MovedValues(draft.program(1), [], draft.program().shapes([(4, 2, 3, 3)])).keeps_images([1])
     draft.check(1)
 
 
@@ -161,9 +168,7 @@ def test_kernels_stay_within_their_memory() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise_calls(name: str) -> None:
-    special = torch.tensor(
-        [0.0, -0.0, inf, -inf, nan, 88.5, 88.8, 89.0, -87.5, -100.0, -104.5, 1e-30]
-    )
+    special = torch.tensor([0.0, -0.0, inf, -inf, nan, 88.5, 88.8, 89.0, -87.5, -100.0, -104.5, 1e-30])
     x = torch.cat([special, torch.linspace(-100, 88.7, 990)]).reshape(2, 3, 167)
     program = SegmentProgram(("tokens",), (CallStep((0,), name, "tokens", POINTWISE[name]),), (1,))
     (want,) = dense.run(program, [x.double()], [])
@@ -218,14 +223,23 @@ def test_threads_do_not_change_bits() -> None:
 # ----------------------------------------------------------------------------------------- checks
 
 
-@pytest.mark.parametrize("step", [
-    CallStep((0,), "no such", "tokens"), CallStep((0,), "permute", "other", (0, 1)),
-    CallStep((0, 0), "exp", "tokens"), CallStep((0,), "exp", "tokens", (1,)),
-    CallStep((0,), "permute", "tokens", (0.5, 1)), CallStep((0,), "take", "tokens", (0,)),
-    CallStep((0,), "exp", "tokens", (), (0, 0, 1)), CallStep((0,), "times", "tokens", (inf,)),
-    CallStep((0,), "take", "tokens", (0,), (0, 3, 3)), CallStep((1,), "exp", "tokens"),
-    CallStep((0,), "softmax", "image"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "step",
+    [
+        CallStep((0,), "no such", "tokens"),
+        CallStep((0,), "permute", "other", (0, 1)),
+        CallStep((0, 0), "exp", "tokens"),
+        CallStep((0,), "exp", "tokens", (1,)),
+        CallStep((0,), "permute", "tokens", (0.5, 1)),
+        CallStep((0,), "take", "tokens", (0,)),
+        CallStep((0,), "exp", "tokens", (), (0, 0, 1)),
+        CallStep((0,), "times", "tokens", (inf,)),
+        CallStep((0,), "take", "tokens", (0,), (0, 3, 3)),
+        CallStep((1,), "exp", "tokens"),
+        CallStep((0,), "softmax", "image"),
+    ],
+    ids=str,
+)
 def test_invalid_steps(step: CallStep) -> None:
     with pytest.raises(BadInput):
         SegmentProgram(("tokens",), (step,), (1,))
@@ -251,7 +265,8 @@ def test_shapes_are_those_of_torch() -> None:
         made = dense.run(program, draft.inputs, draft.weights)
         assert [tuple(y.shape) for y in made] == program.shapes([SHAPE])
     assert {call for steps in MOVES.values() for call, *_ in steps} | {"join"} == {
-        name for name, entry in CALLED.items() if entry.lowering == MOVED}  # fmt: skip
+        name for name, entry in CALLED.items() if entry.lowering == MOVED
+    }
 
 
 def test_positions_beyond_the_value() -> None:

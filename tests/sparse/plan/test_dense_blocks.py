@@ -151,14 +151,20 @@ def test_many_blocks_are_dealt_to_threads(threads: int, emitted) -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("kernel, stride, padding", [(2, 2, (0, 0)), (3, 2, (1, 0)), (4, 2, (1, 1)),
-                                                    (2, 3, (0, 0)), (1, 2, (0, -1))])  # fmt: skip
+@pytest.mark.parametrize(
+    "kernel, stride, padding", [(2, 2, (0, 0)), (3, 2, (1, 0)), (4, 2, (1, 1)), (2, 3, (0, 0)), (1, 2, (0, -1))]
+)
 def test_transposed_convolutions(kernel, stride, padding, groups, emitted) -> None:
     """Windows without a tap are the bias alone."""
     program, weights = convolution(
-        drawn(8, 6 // groups, kernel**2), kernel, groups=groups, stride=(stride, stride),
-        transposed=True, padding=(padding, padding), act=GELU,
-    )  # fmt: skip
+        drawn(8, 6 // groups, kernel**2),
+        kernel,
+        groups=groups,
+        stride=(stride, stride),
+        transposed=True,
+        padding=(padding, padding),
+        act=GELU,
+    )
     for threads, (batch, height, width) in enumerate(((1, 7, 9), (2, 5, 4), (1, 1, 1)), 1):
         x = draw(batch, 6, height, width)
         if min(program.shapes([x.shape])[1][2:]) > 0:
@@ -235,8 +241,7 @@ def every_tap(_):
     """Windows of a transposed convolution read the first taps instead of their own."""
 
     def first(piece, block):
-        count = sum(y is not None and x is not None for y in piece.window.taps[0]
-                    for x in piece.window.taps[1])  # fmt: skip
+        count = sum(y is not None and x is not None for y in piece.window.taps[0] for x in piece.window.taps[1])
         return DenseBlock(block.rows, block.channels, block.weight[:, :, :count])
 
     return first
@@ -249,12 +254,12 @@ def blocks(change) -> tuple:
 
 FAULTS = {
     "groups": blocks(  # read the channels behind their own
-        lambda found: [DenseBlock(b.rows, np.roll(b.channels, 1), b.weight) for b in found]),
-    "shuffled": blocks(
-        lambda found: [DenseBlock(b.rows[::-1], b.channels, b.weight) for b in found]),
+        lambda found: [DenseBlock(b.rows, np.roll(b.channels, 1), b.weight) for b in found]
+    ),
+    "shuffled": blocks(lambda found: [DenseBlock(b.rows[::-1], b.channels, b.weight) for b in found]),
     "zeros": blocks(lambda found: [b for b in found if b.channels.size]),  # never written
     "transposed": (dense_layer, "_of_window", every_tap),
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(2)

@@ -71,8 +71,7 @@ def test_the_same_bits_as_tiles(name: str, isa: Isa, always, monkeypatch) -> Non
 @pytest.mark.parametrize("count", [1, 2, 7, 15])
 def test_tokens(count: int, always) -> None:
     """Few tokens: most lanes of a line would be empty."""
-    program, weights = layer("tokens", matrix(50, 33, 1.0, dtype=torch.float32), draw(50),
-                             act=("relu", ()))  # fmt: skip
+    program, weights = layer("tokens", matrix(50, 33, 1.0, dtype=torch.float32), draw(50), act=("relu", ()))
     for threads in (1, 2):
         check(program, weights, [draw(count, 33)], threads, each=True)
     assert always == [0, 0, 1]
@@ -115,13 +114,13 @@ class Planned(Exception):
 def kind_of(channels: int, outputs: int, size: int) -> set[str]:
     """The kernels that compute a layer with a kernel of 3x3 by the definition, with 16 lanes and
     one thread."""
-    program, weights = layer("image", matrix(outputs, channels * 9, 1.0, dtype=torch.float32),
-                             kernel=(3, 3), padding=((1, 1), (1, 1)))  # fmt: skip
+    program, weights = layer(
+        "image", matrix(outputs, channels * 9, 1.0, dtype=torch.float32), kernel=(3, 3), padding=((1, 1), (1, 1))
+    )
     kinds: set[str] = set()
 
     def record(self, isa):
-        kinds.update(type(call.kernel).__name__ for phase in self.phases for calls in phase
-                     for call in calls)  # fmt: skip
+        kinds.update(type(call.kernel).__name__ for phase in self.phases for calls in phase for call in calls)
         raise Planned
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Planned):
@@ -187,12 +186,13 @@ def without_a_position(real):
 
 
 FAULTS = {
-    "other weights": ("pack_channels", lambda real: lambda w, *rest: real(
-        np.ascontiguousarray(w[:, ::-1]), *rest)),
+    "other weights": ("pack_channels", lambda real: lambda w, *rest: real(np.ascontiguousarray(w[:, ::-1]), *rest)),
     "lost position": ("lines_of", without_a_position),
-    "positions of a group are taken for neighbors": ("_shapes", lambda real: lambda *args: {
-        tuple(range(len(lanes))): own for lanes, own in real(*args).items()}),
-}  # fmt: skip
+    "positions of a group are taken for neighbors": (
+        "_shapes",
+        lambda real: lambda *args: {tuple(range(len(lanes))): own for lanes, own in real(*args).items()},
+    ),
+}
 
 
 @pytest.mark.sampled(3)

@@ -10,12 +10,7 @@ from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import AVX2, AVX512, host
 from demask.sparse.plan.layers.dense import dense_layer
-from demask.sparse.plan.layers.dense.dense_tiling import (
-    DenseProblem,
-    best_tiling,
-    pack,
-    split_outputs,
-)
+from demask.sparse.plan.layers.dense.dense_tiling import DenseProblem, best_tiling, pack, split_outputs
 from demask.sparse.plan.segment_plan import SegmentPlan
 from segment_drafts import check
 from sparse_cases import layer, matrix
@@ -53,8 +48,12 @@ def blocks_cover(outputs: int) -> None:
 
 def test_a_planted_fault_is_seen() -> None:
     program, weights = layer("image", matrix(8, 4 * 9, 1.0, dtype=torch.float32), kernel=(3, 3))
-    sees(dense_layer, "pack", lambda real: lambda w, tiling: real(w[:, ::-1], tiling),
-         lambda: check(program, weights, [draw(1, 4, 9, 9)]))  # fmt: skip
+    sees(
+        dense_layer,
+        "pack",
+        lambda real: lambda w, tiling: real(w[:, ::-1], tiling),
+        lambda: check(program, weights, [draw(1, 4, 9, 9)]),
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -93,16 +93,16 @@ def bottleneck(channels: int, inner: int):
     weights, spans = [], []
     for k, shape in enumerate(shapes):
         parts, first = csr(matrix(*shape, 1.0, k, torch.float32)), 3 * k
-        spans.append(SparseWeight((first, 0, len(parts[0])), (first + 1, 0, shape[0] + 1),
-                                  (first + 2, 0, len(parts[2]))))  # fmt: skip
+        spans.append(
+            SparseWeight((first, 0, len(parts[0])), (first + 1, 0, shape[0] + 1), (first + 2, 0, len(parts[2])))
+        )
         weights += parts
     relu6 = ("clamp", (0.0, 6.0))
     steps = (
         ConvStep(0, spans[0], None, inner, (1, 1), act=relu6),
-        ConvStep(1, spans[1], None, inner, (3, 3), (1, 1), ((1, 1), (1, 1)), groups=inner,
-                 act=relu6),
+        ConvStep(1, spans[1], None, inner, (3, 3), (1, 1), ((1, 1), (1, 1)), groups=inner, act=relu6),
         ConvStep(2, spans[2], None, channels, (1, 1), add=0),
-    )  # fmt: skip
+    )
     return SegmentProgram(("image",), steps, (3,)), weights
 
 
@@ -141,9 +141,7 @@ def test_what_is_not_finite_stays_in_its_channel(edges):
     assert len(edges) == 2
 
 
-@pytest.mark.parametrize("density, fields", [
-    (0.3, {}), (1.0, {"transposed": True}), (1.0, {"groups": 3}),
-])  # fmt: skip
+@pytest.mark.parametrize("density, fields", [(0.3, {}), (1.0, {"transposed": True}), (1.0, {"groups": 3})])
 def test_other_layers_use_other_kernels(density, fields, emitted):
     weight = matrix(6, 9 * 6 // fields.get("groups", 6), density, dtype=torch.float32)
     given = {"kernel": (3, 3), "padding": ((1, 1), (1, 1)), "groups": 6}
@@ -196,10 +194,15 @@ def other_blocks(real):
     return kernel
 
 
-@pytest.mark.parametrize("fault", [
-    (layer_plan, "emit_depthwise", other_weights), (depthwise_layer, "permutations", other_lanes),
-    (depthwise_layer, "_depthwise_kernel", other_blocks),
-], ids=["weights", "edges", "blocks"])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (layer_plan, "emit_depthwise", other_weights),
+        (depthwise_layer, "permutations", other_lanes),
+        (depthwise_layer, "_depthwise_kernel", other_blocks),
+    ],
+    ids=["weights", "edges", "blocks"],
+)
 def test_a_planted_fault_is_seen(fault):
     program, weights = depthwise(6)
     sees(*fault, lambda: check(program, weights, [draw(1, 6, 14, 14)], 1))

@@ -12,14 +12,7 @@ from demask.kernels.cpu.tiles.dense.dense_tile import DenseTileKernel
 from demask.kernels.cpu.tiles.dense.winograd_tile import WinogradTileKernel
 from demask.kernels.cpu.tiles.depthwise_tile import DepthwiseTileKernel
 from demask.kernels.cpu.tiles.mean import MeanKernel
-from demask.kernels.cpu.tiles.relayout import (
-    BorderKernel,
-    Gather,
-    Pointwise,
-    PoolKernel,
-    Scatter,
-    TransposedKernel,
-)
+from demask.kernels.cpu.tiles.relayout import BorderKernel, Gather, Pointwise, PoolKernel, Scatter, TransposedKernel
 from demask.kernels.cpu.tiles.sparse_tile import SparseTileKernel
 from demask.kernels.cpu.tiles.sparse_vector import SparseVectorKernel
 from demask.kernels.cpu.tiles.value_product import ValueProductKernel
@@ -35,9 +28,13 @@ ONE_OF_EACH = [
     SparseTileKernel((0, 1, 2), (0, 1, 2), (0, 3, 6), 2, GELU),
     DenseTileKernel((0, 1, 2), (0, 1, 2), (0, 3, 6), (0, 1, 8), 4, SILU),
     DenseChannelsKernel(((0, 1, 3), (0, 1)), 4, (2, 1), (0, 1, 2), True, GELU, 0, 1),
-    ValueProductKernel(4, 2, True), SoftmaxKernel(True), NormKernel(True, EPS, 2),
-    TransposedKernel(True), MeanKernel(((0, 1), (2, 3))), TeamWork(True),
-]  # fmt: skip
+    ValueProductKernel(4, 2, True),
+    SoftmaxKernel(True),
+    NormKernel(True, EPS, 2),
+    TransposedKernel(True),
+    MeanKernel(((0, 1), (2, 3))),
+    TeamWork(True),
+]
 OTHERS = [  # other numbers, forms and types
     SparseTileKernel((0,), (0,), None, 4, SILU, "bfloat16", True),
     SparseTileKernel((0, 9), (0, 1), None, 1, ("gelu_tanh", ()), "int8"),
@@ -50,10 +47,16 @@ OTHERS = [  # other numbers, forms and types
     DenseChannelsKernel(((0,),), 1, (3,), (0,), False, None, 4),
     DenseChannelsKernel((), 0, (1,), (0,), False, RELU),
     DepthwiseTileKernel(((0, 0, 1, 7),), ((0, 2, 4),) * 2, (2, 2), (20, 7), SILU),
-    ValueProductKernel(1, 8, False), NormKernel(False, EPS, 0),
-    Gather(), Scatter(), TransposedKernel(False), PoolKernel((0, 1, 5), True),
-    PoolKernel((0, 7), False), Pointwise(("tanh", ()), True), TeamWork(False),
-]  # fmt: skip
+    ValueProductKernel(1, 8, False),
+    NormKernel(False, EPS, 0),
+    Gather(),
+    Scatter(),
+    TransposedKernel(False),
+    PoolKernel((0, 1, 5), True),
+    PoolKernel((0, 7), False),
+    Pointwise(("tanh", ()), True),
+    TeamWork(False),
+]
 
 
 @pytest.mark.sampled(3)
@@ -64,11 +67,18 @@ def test_code_for_other_processors(isa: Isa) -> None:
     kernels = [
         *ONE_OF_EACH,
         BorderKernel(lanes, ((0, 0, 9, 1), (0, 3, 40, 30))),
-        DepthwiseTileKernel(((0, 0, 1, 3), (1, 0, 1, 3)), ((-1, 0, 1), (0, 1)), (1, 1),
-                            (3, 3, 5), None, ((-1, 0, 4, 0), (2, 3, 1, 0)), lanes),
+        DepthwiseTileKernel(
+            ((0, 0, 1, 3), (1, 0, 1, 3)),
+            ((-1, 0, 1), (0, 1)),
+            (1, 1),
+            (3, 3, 5),
+            None,
+            ((-1, 0, 4, 0), (2, 3, 1, 0)),
+            lanes,
+        ),
         WinogradTileKernel(6 if isa.registers == 16 else 12, 2, 4, isa.lanes - 1, True, RELU),
         RecurrentKernel("gru", most_rows("gru", isa.registers), True),
-    ]  # fmt: skip
+    ]
     is_run = isa.triple.partition("-")[0] == host().triple.partition("-")[0]
     if not is_run or isa.lanes > host().lanes:
         lstm = RecurrentKernel("lstm", most_rows("lstm", isa.registers), True)

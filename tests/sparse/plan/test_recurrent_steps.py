@@ -8,17 +8,7 @@ from math import inf, nan
 
 import pytest
 import torch
-from random_segments import (
-    LAST,
-    OPS,
-    WIDTHS,
-    SegmentDraft,
-    outputs,
-    same_bits,
-    sees,
-    stays_within_memory,
-    widths,
-)
+from random_segments import LAST, OPS, WIDTHS, SegmentDraft, outputs, same_bits, sees, stays_within_memory, widths
 from torch import nn
 
 from demask.errors import BadInput
@@ -41,14 +31,7 @@ def drawn(name: str, sizes: Sequence[int], given: bool, **flags: bool) -> tuple[
 
 
 UNITS = 64 * 2.0**-23
-SIZES = [
-    (1, 1, 1, 1),
-    (50, 1, 3, 3),
-    (9, 2, 5, 17),
-    (3, 7, 40, 33),
-    (2, 1, 128, 128),
-    (17, 16, 2, 4),
-]
+SIZES = [(1, 1, 1, 1), (50, 1, 3, 3), (9, 2, 5, 17), (3, 7, 40, 33), (2, 1, 128, 128), (17, 16, 2, 4)]
 
 
 @pytest.mark.sampled(12)
@@ -103,8 +86,7 @@ def test_networks(batch: int, batch_first: bool) -> None:
     y = draft.append(ConvStep(0, draft.weight(6, 12, 0.5), None, 6, (1, 3), padding=pads))
     axes = (0, 2, 1) if batch_first else (2, 0, 1)
     y = draft.call("permute", y, numbers=axes)
-    both = [draft.recurrent("lstm", y, 5, batch_first=batch_first, backwards=way)
-            for way in (False, True)]  # fmt: skip
+    both = [draft.recurrent("lstm", y, 5, batch_first=batch_first, backwards=way) for way in (False, True)]
     y = draft.cat(*(draft.outputs_of(way, batch_first) for way in both))
     y = draft.outputs_of(draft.recurrent("gru", y, 7, batch_first=batch_first), batch_first)
     y = draft.linear(y, 3)
@@ -163,13 +145,20 @@ def test_outputs_are_a_slice_without_a_copy() -> None:
 # ------------------------------------------------------------------------------ kernels and checks
 
 
-@pytest.mark.parametrize("name, shapes, numbers, count", [
-    ("lstm", [(4, 3)], (2, 0, 0, 0), 40), ("lstm", [(4, 1, 3)], (2, 0, 0, 0), 41),
-    ("lstm", [(4, 1, 3)], (0, 0, 0, 0), 40), ("lstm", [(4, 1, 3)], (2, 2, 0, 0), 40),
-    ("lstm", [(4, 1, 3), (1, 1, 2)], (2, 0, 0, 0), 40), ("gru", [(4, 1, 3)], (2, 1, 0, 0), 30),
-    ("gru", [(4, 1, 3), (1, 4, 2)], (2, 0, 0, 0), 30),
-    ("gru", [(4, 1, 3), (1, 1, 2)], (2, 0, 1, 0), 30),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "name, shapes, numbers, count",
+    [
+        ("lstm", [(4, 3)], (2, 0, 0, 0), 40),
+        ("lstm", [(4, 1, 3)], (2, 0, 0, 0), 41),
+        ("lstm", [(4, 1, 3)], (0, 0, 0, 0), 40),
+        ("lstm", [(4, 1, 3)], (2, 2, 0, 0), 40),
+        ("lstm", [(4, 1, 3), (1, 1, 2)], (2, 0, 0, 0), 40),
+        ("gru", [(4, 1, 3)], (2, 1, 0, 0), 30),
+        ("gru", [(4, 1, 3), (1, 4, 2)], (2, 0, 0, 0), 30),
+        ("gru", [(4, 1, 3), (1, 1, 2)], (2, 0, 1, 0), 30),
+    ],
+    ids=str,
+)
 def test_invalid_sizes(name: str, shapes: list, numbers: tuple, count: int) -> None:
     step = CallStep(tuple(range(len(shapes))), name, "tokens", numbers, (0, 0, count))
     program = SegmentProgram(("tokens",) * len(shapes), (step,), (len(shapes),))
@@ -181,10 +170,13 @@ def one_bias(real):
     return lambda self: [*real(self)[:3], torch.zeros(self.gate_count)]
 
 
-@pytest.mark.parametrize("name, wrong, test", [
-    ("_parameters", one_bias, lambda: test_layers("gru", SIZES[2], WIDTHS[0])),
-    ("backwards", lambda _: False,
-     lambda: test_rows_are_outputs_and_the_last_state("lstm", True, False)),
-], ids=["one bias", "always forwards"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, wrong, test",
+    [
+        ("_parameters", one_bias, lambda: test_layers("gru", SIZES[2], WIDTHS[0])),
+        ("backwards", lambda _: False, lambda: test_rows_are_outputs_and_the_last_state("lstm", True, False)),
+    ],
+    ids=["one bias", "always forwards"],
+)
 def test_a_planted_fault_is_seen(name: str, wrong, test) -> None:
     sees(recurrent_layer._RecurrentLayer, name, wrong, test)

@@ -21,8 +21,9 @@ from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import CallStep
 from segment_drafts import RELU, all_at_once
 
-WEIGHTED = {name: 1 if "signal" in name else 2 for name, entry in CALLED.items()
-            if entry.lowering == RESIZED}  # name -> axes  # fmt: skip
+WEIGHTED = {
+    name: 1 if "signal" in name else 2 for name, entry in CALLED.items() if entry.lowering == RESIZED
+}  # name -> axes
 SIZES = [(2.0, 2.0), (3.0, 1.5), (1.0, 0.6), (13, 11), (2, 3), (7, 1), (1, 9)]
 SHAPES = [(2, 3, 7, 9), (1, 2, 1, 5), (3, 2, 2, 3)]
 ULPS = 64  # promised for results of float32
@@ -33,7 +34,8 @@ def close(y: torch.Tensor, want: torch.Tensor, x: torch.Tensor) -> bool:
     inside = want.isfinite()
     unit = torch.finfo(torch.float32).eps * x[x.isfinite()].abs().max()
     return torch.equal(y[~inside].nan_to_num(7.0), want[~inside].nan_to_num(7.0)) and bool(
-        ((y - want)[inside].abs() <= ULPS * unit).all())  # fmt: skip
+        ((y - want)[inside].abs() <= ULPS * unit).all()
+    )
 
 
 def all_close(made: list, program: SegmentProgram, weights: list, inputs: list) -> None:
@@ -123,6 +125,5 @@ def test_kinds_are_images_or_signals() -> None:
         with pytest.raises(BadInput):
             SegmentProgram(("tokens",), (CallStep((0,), name, "tokens", numbers),), (1,))
         with pytest.raises(BadInput):
-            program = SegmentProgram((kind,), (CallStep((0,), name, kind, (2,) * len(numbers)),),
-                                     (1,))  # fmt: skip
+            program = SegmentProgram((kind,), (CallStep((0,), name, kind, (2,) * len(numbers)),), (1,))
             program.shapes([(1, 2, 5, 5)[: 4 if kind == "image" else 3]])

@@ -68,10 +68,18 @@ def test_selections_on_every_width(isa) -> None:
     draft.check(isa=isa)
 
 
-@pytest.mark.parametrize("kind, shape", [
-    ("tokens", (7, 5)), ("tokens", (2, 3, 5)), ("tokens", (5,)), ("tokens", (40, 5)),
-    ("signal", (1, 5, 23)), ("signal", (3, 5, 4)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, shape",
+    [
+        ("tokens", (7, 5)),
+        ("tokens", (2, 3, 5)),
+        ("tokens", (5,)),
+        ("tokens", (40, 5)),
+        ("signal", (1, 5, 23)),
+        ("signal", (3, 5, 4)),
+    ],
+    ids=str,
+)
 def test_selections_of_tokens_and_signals(kind: str, shape: tuple[int, ...]) -> None:
     draft = Draft(shape, kind=kind)
     for numbers in NUMBERS.values():
@@ -192,14 +200,20 @@ def scales_and_selections() -> None:
 
 FAULTS = {
     "every image is scaled by the factors of the first": (
-        value_moves.move, "ScaleKernel",
-        lambda real: lambda act, lanes: real(act, (lanes[0],) * len(lanes)), scales_and_selections),
+        value_moves.move,
+        "ScaleKernel",
+        lambda real: lambda act, lanes: real(act, (lanes[0],) * len(lanes)),
+        scales_and_selections,
+    ),
     "channels of zeros are channel 0": (
-        tape_builder, "selected", lambda real: lambda *args: real(*args).clip(0),
-        scales_and_selections),
+        tape_builder,
+        "selected",
+        lambda real: lambda *args: real(*args).clip(0),
+        scales_and_selections,
+    ),
     "no stride": (value_moves.Moves, "select", no_stride, scales_and_selections),
     "no rows of others": (TapeBuilder, "_reads", no_rows_of_others, strided),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -22,19 +22,21 @@ def test_random_programs(kind: str, seeds: range) -> None:
 @pytest.mark.parametrize("kind", ["image", "tokens"])
 def test_many_random_programs(kind: str, seeds: range) -> None:
     for seed in seeds:
-        check_random(seed, kind, 9, threads=(1, 2, 3, 4), at_once=True,
-                     isa=WIDTHS[seed % len(WIDTHS)])  # fmt: skip
+        check_random(seed, kind, 9, threads=(1, 2, 3, 4), at_once=True, isa=WIDTHS[seed % len(WIDTHS)])
 
 
 FAULTS = {
     "values in the memory of others begin at their first channel": (
-        tape_builder, "owner_of", lambda real: lambda *args: (real(*args)[0], 0)
+        tape_builder,
+        "owner_of",
+        lambda real: lambda *args: (real(*args)[0], 0),
     ),
     "no activation": (
-        value_moves.Moves, "pointwise",
+        value_moves.Moves,
+        "pointwise",
         lambda real: lambda self, act, sources, out: real(self, None, sources, out),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(2)

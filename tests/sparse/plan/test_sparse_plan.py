@@ -41,8 +41,9 @@ from sparse_cases import csr, layer, matrix
 ACTS = {"sparse": RELU, "dense": ("silu", ()), "depthwise": ("silu", ()), "blocks": ("gelu", ())}
 
 
-def window(kernel: tuple, stride: tuple = (1, 1), padding: tuple | None = None,
-           dilation: tuple = (1, 1), **fields: bool) -> dict:  # fmt: skip
+def window(
+    kernel: tuple, stride: tuple = (1, 1), padding: tuple | None = None, dilation: tuple = (1, 1), **fields: bool
+) -> dict:
     """Fields of a convolution that keeps the size of images, unless they say otherwise."""
     if padding is None:
         padding = tuple((d * (k // 2),) * 2 for d, k in zip(dilation, kernel, strict=True))
@@ -75,19 +76,23 @@ BLOCKS = ("1x1", "3x3", "3x3 stride", "5x5")
 DEPTHWISE = ("3x3", "3x3 stride", "5x5", "5x5 stride", "7x7", "dilation 2", "dilation 2 stride",
              "no padding", "1x1", "uneven", "far padding")  # fmt: skip
 FORMS = {  # name -> geometries, groups
-    "sparse": (
-        ("1x1", "3x3", "3x3 stride", "dilation 4", "transposed 3x3", "transposed uneven"), 1
-    ),
+    "sparse": (("1x1", "3x3", "3x3 stride", "dilation 4", "transposed 3x3", "transposed uneven"), 1),
     "sparse 2 groups": (("1x1 stride", "uneven", "transposed 2x2"), 2),
     "sparse 6 groups": (("columns",), 6),
     "dense": (("1x1", "1x1 stride", "3x3", "3x3 stride", "uneven", "dilation 4", "7x7 stride"), 1),
-    "blocks 2": (BLOCKS, 2), "blocks 4": (BLOCKS, 4), "blocks 6": (BLOCKS, 6),
-    "depthwise stored": (DEPTHWISE, 0), "depthwise permuted": (DEPTHWISE, 0),
-}  # fmt: skip
+    "blocks 2": (BLOCKS, 2),
+    "blocks 4": (BLOCKS, 4),
+    "blocks 6": (BLOCKS, 6),
+    "depthwise stored": (DEPTHWISE, 0),
+    "depthwise permuted": (DEPTHWISE, 0),
+}
 SIZES = [(1, 9, 7), (3, 14, 14), (1, 33, 20), (5, 6, 5)]  # batch, height, width
-CHANNELS = {"dense": [(3, 13), (17, 8), (40, 1), (1, 31)],
-            "depthwise": [(5, 5), (17, 17), (6, 12), (3, 9)],
-            "blocks": [(12, 24)] * 4, "sparse": [(12, 12)] * 4}  # fmt: skip
+CHANNELS = {
+    "dense": [(3, 13), (17, 8), (40, 1), (1, 31)],
+    "depthwise": [(5, 5), (17, 17), (6, 12), (3, 9)],
+    "blocks": [(12, 24)] * 4,
+    "sparse": [(12, 12)] * 4,
+}
 
 
 @pytest.mark.sampled(6)
@@ -107,9 +112,7 @@ def test_activations_with_a_sum(name):
     weight = matrix(20, 24, 0.3, dtype=torch.float32) * 3
     program, weights = layer("tokens", weight, draw(20))
     step = replace(program.steps[0], act=act, add=1)
-    both = SegmentProgram(
-        ("tokens", "tokens"), (step, ActivationStep(2, act), AddStep(2, 1, act)), (2, 3, 4)
-    )
+    both = SegmentProgram(("tokens", "tokens"), (step, ActivationStep(2, act), AddStep(2, 1, act)), (2, 3, 4))
     check(both, weights, [draw(2, 9, 24), draw(2, 9, 20, seed=2)], each=True)
 
 
@@ -130,8 +133,7 @@ def network(batch: int, size: int):
     for k, (rows, columns) in enumerate(dims):
         parts = csr(matrix(rows, columns, 0.2, k, torch.float32))
         first = len(weights)
-        spans.append(SparseWeight((first, 0, len(parts[0])), (first + 1, 0, rows + 1),
-                            (first + 2, 0, len(parts[2]))))  # fmt: skip
+        spans.append(SparseWeight((first, 0, len(parts[0])), (first + 1, 0, rows + 1), (first + 2, 0, len(parts[2]))))
         weights += parts
     relu = ("relu", ())
     steps = (
@@ -173,12 +175,19 @@ def test_batches_are_cut_into_runs():
 
 def test_memory_in_any_order():
     """Channels last, transposed, every other image, misaligned by one float."""
-    program, weights = layer("image", matrix(6, 5 * 9, 0.3, dtype=torch.float32),
-                             kernel=(3, 3), padding=((1, 1), (1, 1)))  # fmt: skip
+    program, weights = layer(
+        "image", matrix(6, 5 * 9, 0.3, dtype=torch.float32), kernel=(3, 3), padding=((1, 1), (1, 1))
+    )
     x = draw(4, 5, 12, 10)
     shifted = torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
-    for one in (x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3), x[::2],
-                x[:, :, 1:, 2:], shifted, x[:1].expand(3, -1, -1, -1)):  # fmt: skip
+    for one in (
+        x.contiguous(memory_format=torch.channels_last),
+        x.transpose(2, 3),
+        x[::2],
+        x[:, :, 1:, 2:],
+        shifted,
+        x[:1].expand(3, -1, -1, -1),
+    ):
         check(program, weights, [one], each=True)
     program, weights = layer("tokens", matrix(40, 50, 0.2, dtype=torch.float32))
     for one in (draw(50, 21).T, draw(21, 60)[:, 3:53], draw(3, 7, 50)):
@@ -197,9 +206,7 @@ def test_stored_in_less(dtype, count):
         spans = replace(spans, scale=(3, 0, 32))
     weights.append(draw(32, seed=3))
     bias = (len(weights) - 1, 0, 32)
-    program = SegmentProgram(
-        ("tokens", "tokens"), (LinearStep(0, spans, bias, 32, ("relu", ()), 1),), (2,)
-    )
+    program = SegmentProgram(("tokens", "tokens"), (LinearStep(0, spans, bias, 32, ("relu", ()), 1),), (2,))
     check(program, weights, [draw(count, 48), draw(count, 32)], each=True)
 
 
@@ -248,10 +255,7 @@ def test_what_kernels_do_not_take():
 
 @pytest.mark.parametrize(
     "where, most, words",
-    [
-        ("kernels.cpu.tiles.sparse_tile", 20, "20 nonzeros"),
-        ("sparse.plan.tape", 63, "more than 252"),
-    ],
+    [("kernels.cpu.tiles.sparse_tile", 20, "20 nonzeros"), ("sparse.plan.tape", 63, "more than 252")],
 )
 def test_numbers_beyond_32_bits(monkeypatch, where, most, words):
     """No plan, instead of tables whose numbers wrap: nonzeros of a stream, elements of a value."""
@@ -322,9 +326,7 @@ def test_a_planted_fault_is_seen() -> None:
 
 @pytest.mark.sampled(24)
 @widths(MOST)
-@pytest.mark.parametrize(
-    "form, geometry", [(form, name) for form, (names, _) in FORMS.items() for name in names]
-)
+@pytest.mark.parametrize("form, geometry", [(form, name) for form, (names, _) in FORMS.items() for name in names])
 def test_convolutions(form: str, geometry: str, isa: Isa, monkeypatch) -> None:
     """Each width of vectors has two of the sizes, so all of them together have each twice."""
     kind, place = form.partition(" ")[0], list(GEOMETRY).index(geometry) + WIDTHS.index(isa)
@@ -334,12 +336,12 @@ def test_convolutions(form: str, geometry: str, isa: Isa, monkeypatch) -> None:
     for k in (place % 4, (place + 2) % 4):
         (inputs, out), groups = CHANNELS[kind][k], FORMS[form][1]
         for density in densities or (1.0 if k % 2 == 0 or inputs * out <= 100 else 0.97,):
-            weight = matrix(out, inputs // (groups or inputs) * math.prod(fields["kernel"]),
-                            density, dtype=torch.float32)  # fmt: skip
+            weight = matrix(
+                out, inputs // (groups or inputs) * math.prod(fields["kernel"]), density, dtype=torch.float32
+            )
             if kind == "sparse":
                 weight[3], weight[5] = 0.0, 1.5  # an empty row and a dense one
-            program, weights = layer("image", weight, draw(out), **fields, act=ACTS[kind],
-                                     groups=groups or inputs)  # fmt: skip
+            program, weights = layer("image", weight, draw(out), **fields, act=ACTS[kind], groups=groups or inputs)
             x, *rest = SIZES[k]
             check(program, weights, [draw(x, inputs, *rest)], 1 + place % 3, isa, each=True)
     assert kind == "sparse" or len(found) >= 2
@@ -352,9 +354,7 @@ def test_convolutions(form: str, geometry: str, isa: Isa, monkeypatch) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "form", ["dense", "channels", "filtered", "depthwise stored", "depthwise permuted"]
-)
+@pytest.mark.parametrize("form", ["dense", "channels", "filtered", "depthwise stored", "depthwise permuted"])
 def test_sums_are_added_and_may_be_overwritten(form: str, monkeypatch) -> None:
     found = computed_as(form, monkeypatch)
     sizes = ((1, 7, 7), (1, 1, 1), (1, 3, 14)) if form == "channels" else ((2, 19, 11),)

@@ -209,8 +209,7 @@ def test_other_sizes_and_layouts_are_refused(calls) -> None:
     image, border = calls.draft.inputs
     calls.check(image, border)
     transposed = border.transpose(2, 3).contiguous().transpose(2, 3)
-    for other in (border[:, :3], transposed, border.double(), border.to_sparse(),
-                  border.to("meta")):  # fmt: skip
+    for other in (border[:, :3], transposed, border.double(), border.to_sparse(), border.to("meta")):
         with pytest.raises(NoPlan):
             calls.plan([image, other])
     calls.check(image, border)
@@ -223,8 +222,9 @@ def test_threads_with_maps_of_their_own(calls) -> None:
 
     def work(seed: int) -> None:
         own = [map_like(border, seed), map_like(border, -seed)]
-        wanted = [SegmentPlan.of(calls.program, calls.draft.weights, [image, other], 1)(
-            [image, other]) for other in own]  # fmt: skip
+        wanted = [
+            SegmentPlan.of(calls.program, calls.draft.weights, [image, other], 1)([image, other]) for other in own
+        ]
         start.wait()
         try:
             for k in range(60):
@@ -282,8 +282,12 @@ def test_the_op_takes_other_layouts_sizes_and_dtypes() -> None:
     program = draft.program(static=(1,))
     image, border = draft.inputs
     compare_op(draft, program, [image, border])
-    for other in (border.contiguous(memory_format=torch.channels_last), border.transpose(2, 3),
-                  border[:, :, :1].expand(-1, -1, 9, -1), border):  # fmt: skip
+    for other in (
+        border.contiguous(memory_format=torch.channels_last),
+        border.transpose(2, 3),
+        border[:, :, :1].expand(-1, -1, 9, -1),
+        border,
+    ):
         compare_op(draft, program, [image, other])
     compare_op(draft, program, [image.double(), border.double()])
     larger = draft_of(2, 11)
@@ -291,15 +295,19 @@ def test_the_op_takes_other_layouts_sizes_and_dtypes() -> None:
         compare_op(draft, program, inputs)
 
 
-@pytest.mark.parametrize("bad", [
-    lambda image, border: [image, border[:, :3]],
-    lambda image, border: [image, border[:, :, 1:]],
-    lambda image, border: [image, border.double()],
-    lambda image, border: [image, border.to_sparse()],
-    lambda image, border: [image],
-    lambda image, border: [],
-    lambda image, border: [image, border, border],
-], ids=["channels", "height", "float64", "sparse", "too few", "none", "too many"])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda image, border: [image, border[:, :3]],
+        lambda image, border: [image, border[:, :, 1:]],
+        lambda image, border: [image, border.double()],
+        lambda image, border: [image, border.to_sparse()],
+        lambda image, border: [image],
+        lambda image, border: [],
+        lambda image, border: [image, border, border],
+    ],
+    ids=["channels", "height", "float64", "sparse", "too few", "none", "too many"],
+)
 def test_the_op_refuses_what_does_not_fit(bad) -> None:
     draft = draft_of()
     program = draft.program(static=(1,))
@@ -320,9 +328,7 @@ def test_static_inputs_in_text() -> None:
         assert ("static" in json.loads(program.text())) is bool(static)
 
 
-@pytest.mark.parametrize(
-    "static", [[2], [-1], [True], [0.0], ["0"], [None], [[0]], 1, "01", [0, 9], {"x": 0}], ids=str
-)
+@pytest.mark.parametrize("static", [[2], [-1], [True], [0.0], ["0"], [None], [[0]], 1, "01", [0, 9], {"x": 0}], ids=str)
 def test_bad_static_inputs_are_refused(static) -> None:
     document = json.loads(draft_of().program().text())
     SegmentProgram.parse(json.dumps(document | {"static": [0]}))

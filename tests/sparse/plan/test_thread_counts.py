@@ -99,13 +99,20 @@ def channels_in_reverse(real):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("owner, name, wrong, test", [
-    # the first sums of means are so small that later ones are rounded by their order
-    (value_moves, "exponent", lambda _: lambda pixels: -30,
-     lambda: test_means_of_values_of_all_sizes((37, 40))),
-    (pack_weights, "_ascending", lambda _: lambda rows, columns, values: (columns, values),
-     lambda: test_rows_with_columns_in_any_order("float32", 1)),
-    (dense_layer, "_of_window", channels_in_reverse, shared_positions),
-], ids=["means", "columns", "channels"])  # fmt: skip
+@pytest.mark.parametrize(
+    "owner, name, wrong, test",
+    [
+        # the first sums of means are so small that later ones are rounded by their order
+        (value_moves, "exponent", lambda _: lambda pixels: -30, lambda: test_means_of_values_of_all_sizes((37, 40))),
+        (
+            pack_weights,
+            "_ascending",
+            lambda _: lambda rows, columns, values: (columns, values),
+            lambda: test_rows_with_columns_in_any_order("float32", 1),
+        ),
+        (dense_layer, "_of_window", channels_in_reverse, shared_positions),
+    ],
+    ids=["means", "columns", "channels"],
+)
 def test_a_planted_fault_is_seen(owner, name: str, wrong, test) -> None:
     sees(owner, name, wrong, test)

@@ -8,16 +8,7 @@ from math import inf, nan
 
 import pytest
 import torch
-from random_segments import (
-    EPS,
-    WIDTHS,
-    SegmentDraft,
-    outputs,
-    same_bits,
-    sees,
-    stays_within_memory,
-    widths,
-)
+from random_segments import EPS, WIDTHS, SegmentDraft, outputs, same_bits, sees, stays_within_memory, widths
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -57,14 +48,7 @@ def test_norms_of_numbers_far_from_zero() -> None:
 
 
 def test_norms_of_numbers_that_are_not_finite() -> None:
-    rows = [
-        [nan, 1, 2],
-        [inf, 1, 2],
-        [-inf, inf, 0],
-        [3e38, -3e38, 0],
-        [1e-40, 0, -0.0],
-        [-0.0] * 3,
-    ]
+    rows = [[nan, 1, 2], [inf, 1, 2], [-inf, inf, 0], [3e38, -3e38, 0], [1e-40, 0, -0.0], [-0.0] * 3]
     for name in ("norm", "rms"):
         draft = SegmentDraft((len(rows), 3), kind="tokens")
         draft.inputs[0] = torch.tensor(rows)
@@ -85,8 +69,7 @@ def test_norms_of_pixels(batch: int) -> None:
         y = draft.linear(draft.linear(draft.norm(last, kind="pixels"), 20, act=("gelu", ())), 6)
         y = draft.call("permute", y, kind="image", numbers=(0, 3, 1, 2))
         y = draft.add(draft.conv(y, 6), x)
-        normed = draft.norm(draft.call("permute", y, kind="pixels", numbers=(0, 2, 3, 1)),
-                            kind="pixels")  # fmt: skip
+        normed = draft.norm(draft.call("permute", y, kind="pixels", numbers=(0, 2, 3, 1)), kind="pixels")
         draft.check(threads=(1, 2, 3))
         with all_at_once():
             draft.check(y, normed, threads=(1, 2, 3))
@@ -100,15 +83,11 @@ def test_norms_of_pixels(batch: int) -> None:
 @pytest.mark.sampled(3)
 @widths()
 @pytest.mark.parametrize(
-    "batch, rows, terms, columns",
-    [((), 5, 3, 4), ((2,), 1, 1, 1), ((2, 3), 37, 9, 20), ((1, 2), 130, 33, 8)],
+    "batch, rows, terms, columns", [((), 5, 3, 4), ((2,), 1, 1, 1), ((2, 3), 37, 9, 20), ((1, 2), 130, 33, 8)]
 )
-def test_products(batch: tuple, rows: int, terms: int, columns: int, isa: Isa) -> None:  # fmt: skip
-    draft = SegmentDraft((*batch, rows, terms), (*batch, columns, terms), (*batch, columns, rows),
-                       kind="tokens")  # fmt: skip
-    left, right, last = (
-        draft.call("reshape", k, kind="matrices", numbers=draft.shape(k)) for k in range(3)
-    )
+def test_products(batch: tuple, rows: int, terms: int, columns: int, isa: Isa) -> None:
+    draft = SegmentDraft((*batch, rows, terms), (*batch, columns, terms), (*batch, columns, rows), kind="tokens")
+    left, right, last = (draft.call("reshape", k, kind="matrices", numbers=draft.shape(k)) for k in range(3))
     rank = len(batch) + 2
     order = (*range(rank - 2), rank - 1, rank - 2)
     turned = draft.call("permute", right, kind="matrices", numbers=order)
@@ -125,9 +104,7 @@ def test_factors_that_are_read_from_no_single_place() -> None:
     joined = draft.call("join", 0, 1, kind="matrices", numbers=(1,))
     padded = draft.call("pad", 1, kind="matrices", numbers=(0, 0, 1, 3))
     mixed = draft.call("reshape", 0, kind="matrices", numbers=(-1, 6, 4))
-    same_bits(
-        draft, *(draft.call("matmul", x, y, kind="matrices") for y in (joined, padded, mixed))
-    )
+    same_bits(draft, *(draft.call("matmul", x, y, kind="matrices") for y in (joined, padded, mixed)))
 
 
 def test_products_of_numbers_that_are_not_finite() -> None:
@@ -144,9 +121,7 @@ def test_products_of_numbers_that_are_not_finite() -> None:
 
 @pytest.mark.sampled(4)
 @widths()
-@pytest.mark.parametrize(
-    "batch, length, heads, width", [(1, 5, 2, 3), (1, 130, 3, 8), (3, 17, 2, 4)]
-)
+@pytest.mark.parametrize("batch, length, heads, width", [(1, 5, 2, 3), (1, 130, 3, 8), (3, 17, 2, 4)])
 def test_attention(batch: int, length: int, heads: int, width: int, isa: Isa) -> None:
     draft = SegmentDraft((batch, length, heads * width), kind="tokens")
     y = draft.attention(0, heads)
@@ -158,9 +133,7 @@ def test_heads_of_one_image_need_no_memory() -> None:
     y = draft.attention(0, 3)
     draft.linear(y, 5)
     builder = TapeBuilder(draft.program(y + 1), draft.weights, draft.inputs, WIDTHS[0], 2)
-    query = next(
-        k for k, step in enumerate(draft.steps, 1) if getattr(step, "call", "") == "permute"
-    )
+    query = next(k for k, step in enumerate(draft.steps, 1) if getattr(step, "call", "") == "permute")
     assert builder.parts == {query: (1, 0), y: (y - 2, 0)}
     same_bits(draft, y + 1)
 
@@ -214,14 +187,21 @@ def test_programs_with_tokens_stay_within_their_memory() -> None:
 # ------------------------------------------------------------------------------ kernels and checks
 
 
-@pytest.mark.parametrize("name, shapes, numbers, count", [
-    ("norm", [(4, 3)], (4, EPS), None), ("norm", [(4, 3)], (3, -1.0), None),
-    ("norm", [(4, 3)], (3, EPS), 9), ("rms", [(4, 3)], (3, EPS), 6),
-    ("matmul", [(4, 3), (4, 3)], (), None), ("matmul", [(2, 4, 3), (3, 4)], (), None),
-    ("attention", [(1, 4, 3), (1, 4, 3)], (), None),
-    ("attention", [(1, 4, 3), (1, 5, 3), (1, 4, 3)], (), None),
-    ("attention", [(1, 4, 3)] * 3 + [(1, 4, 3)], (), None),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "name, shapes, numbers, count",
+    [
+        ("norm", [(4, 3)], (4, EPS), None),
+        ("norm", [(4, 3)], (3, -1.0), None),
+        ("norm", [(4, 3)], (3, EPS), 9),
+        ("rms", [(4, 3)], (3, EPS), 6),
+        ("matmul", [(4, 3), (4, 3)], (), None),
+        ("matmul", [(2, 4, 3), (3, 4)], (), None),
+        ("attention", [(1, 4, 3), (1, 4, 3)], (), None),
+        ("attention", [(1, 4, 3), (1, 5, 3), (1, 4, 3)], (), None),
+        ("attention", [(1, 4, 3)] * 3 + [(1, 4, 3)], (), None),
+    ],
+    ids=str,
+)
 def test_invalid_sizes(name: str, shapes: list, numbers: tuple, count: int | None) -> None:
     kind = "tokens" if name in ("norm", "rms") else "matrices"
     moves = [CallStep((k,), "reshape", kind, shape) for k, shape in enumerate(shapes)]
@@ -232,13 +212,19 @@ def test_invalid_sizes(name: str, shapes: list, numbers: tuple, count: int | Non
         program.shapes(shapes)
 
 
-@pytest.mark.parametrize("owner, name, wrong, test", [
-    (write_call._ValueProducts, "_factors",
-     lambda real: lambda self, k, transposed: real(self, k, False),
-     lambda: test_attention(1, 5, 2, 3, WIDTHS[0])),
-    (write_call, "prod", lambda _: lambda sizes: 1,
-     lambda: test_products((2, 3), 37, 9, 20, WIDTHS[0])),
-    (write_call, "SoftmaxKernel", lambda real: lambda *_: real(), lambda: test_masks(False)),
-], ids=["factors not transposed", "one matrix", "rows of -inf"])  # fmt: skip
+@pytest.mark.parametrize(
+    "owner, name, wrong, test",
+    [
+        (
+            write_call._ValueProducts,
+            "_factors",
+            lambda real: lambda self, k, transposed: real(self, k, False),
+            lambda: test_attention(1, 5, 2, 3, WIDTHS[0]),
+        ),
+        (write_call, "prod", lambda _: lambda sizes: 1, lambda: test_products((2, 3), 37, 9, 20, WIDTHS[0])),
+        (write_call, "SoftmaxKernel", lambda real: lambda *_: real(), lambda: test_masks(False)),
+    ],
+    ids=["factors not transposed", "one matrix", "rows of -inf"],
+)
 def test_a_planted_fault_is_seen(owner, name: str, wrong, test) -> None:
     sees(owner, name, wrong, test, (AssertionError, IndexError, RuntimeError))

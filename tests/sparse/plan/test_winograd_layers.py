@@ -210,9 +210,7 @@ def test_calls_after_a_failure(monkeypatch) -> None:
 
     assert [tries(bad) for _ in range(9)] == [True, False, True, False, False, True] + [False] * 3
     plan([bad])
-    assert [tries(good), tries(good), tries(bad), tries(good), tries(good)] == [
-        True, True, True, False, True,
-    ]  # fmt: skip
+    assert [tries(good), tries(good), tries(bad), tries(good), tries(good)] == [True, True, True, False, True]
 
 
 def test_lanes_without_images_do_not_count(filtered) -> None:
@@ -221,9 +219,7 @@ def test_lanes_without_images_do_not_count(filtered) -> None:
     x = draw(1, 16, 14, 14)
     plan = SegmentPlan.of(program, weights, [x], 1)
     memory = plan.batches[0].take(1, 2)
-    memory.arenas[0].memory[4096:] = np.full(
-        (len(memory.arenas[0].memory) - 4096) // 4, np.nan, np.float32
-    ).tobytes()
+    memory.arenas[0].memory[4096:] = np.full((len(memory.arenas[0].memory) - 4096) // 4, np.nan, np.float32).tobytes()
     plan.batches[0].spare.append(memory)
     plan([x])
     assert filtered
@@ -260,10 +256,9 @@ def other_filter(real):
     return wrong
 
 
-@pytest.mark.parametrize("name, wrong", [
-    ("FILTER", other_filter),
-    ("pack_winograd", lambda real: lambda w, rows: real(w[::-1], rows)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, wrong", [("FILTER", other_filter), ("pack_winograd", lambda real: lambda w, rows: real(w[::-1], rows))]
+)
 def test_planted_faults_of_values(name: str, wrong) -> None:
     program, weights = layer(drawn(16, 16))
     sees(winograd_layer, name, wrong, lambda: check(program, weights, [draw(1, 16, 14, 14)], 1))

@@ -34,9 +34,7 @@ class Norm(nn.BatchNorm2d):
         self.is_training = training
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, self.is_training
-        )
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.is_training)
 
 
 def made(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> tuple[Program, Any]:
@@ -49,8 +47,7 @@ def made(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> tuple[Pr
     return canonicalize_calls(program), args
 
 
-def net(body: Body, out: int, channels: int = 4, middle: nn.Module | None = None,
-        groups: int = 2) -> nn.Module:  # fmt: skip
+def net(body: Body, out: int, channels: int = 4, middle: nn.Module | None = None, groups: int = 2) -> nn.Module:
     """A layer of groups, which computes no selection, the calls in question, and a layer that reads
     `out` channels."""
 
@@ -79,18 +76,15 @@ MATCHED: dict[str, tuple[Body, int, list[str]]] = {
     "slice of every second channel": (lambda m, x: x[:, ::2], 2, ["conv, select, conv"]),
     "slice from the end": (lambda m, x: x[:, -3:], 3, ["conv, select, conv"]),
     "rows and columns": (lambda m, x: x[:, :, ::2, ::3], 4, ["conv, select, conv"]),
-    "index_select": (
-        lambda m, x: x.index_select(1, numbers(3, 0, 0)), 3, ["conv, select, conv"]),
+    "index_select": (lambda m, x: x.index_select(1, numbers(3, 0, 0)), 3, ["conv, select, conv"]),
     "negative axis": (lambda m, x: x.index_select(-3, numbers(2, 1)), 2, ["conv, select, conv"]),
     "pad": (lambda m, x: constant_pad(x, (0, 0, 0, 0, 1, 2)), 7, ["conv, select, conv"]),
-    "slice and pad": (
-        lambda m, x: constant_pad(x[:, :, ::2, ::2], (0,) * 4 + (2, 2)), 8, ["conv, select, conv"]),
-    "split": (lambda m, x: torch.cat(x.split([1, 3], 1)[::-1], 1), 4,
-              ["conv, select, select, cat, conv"]),
+    "slice and pad": (lambda m, x: constant_pad(x[:, :, ::2, ::2], (0,) * 4 + (2, 2)), 8, ["conv, select, conv"]),
+    "split": (lambda m, x: torch.cat(x.split([1, 3], 1)[::-1], 1), 4, ["conv, select, select, cat, conv"]),
     "chunk": (lambda m, x: x.chunk(2, 1)[1], 2, ["conv, select, conv"]),
     "gate": (lambda m, x: with_gate(x).relu(), 4, ["conv, mean, map sigmoid, scale relu, conv"]),
     "gate first": (lambda m, x: with_gate(x, True), 4, ["conv, mean, map sigmoid, scale, conv"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MATCHED)
@@ -123,21 +117,17 @@ def test_sums_by_index(sign: int) -> None:
     assert (found == ["conv relu, conv+ relu, conv"]) is (sign == 1)
 
 
-NORMS = {
-    "affine": {}, "not affine": {"affine": False}, "large epsilon": {"eps": 0.5},
-}  # fmt: skip
+NORMS = {"affine": {}, "not affine": {"affine": False}, "large epsilon": {"eps": 0.5}}
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_that_match(name: str) -> None:
     """A norm behind a sum, which no convolution in front of it can take."""
-    program, args = made(net(lambda m, x: m["m"](x + x.relu()).relu(), 4, middle=nn.BatchNorm2d(
-        4, **NORMS[name])), IMAGE)  # fmt: skip
-    found = check(program, all_sparse, args)
-    assert steps(found) in (
-        ["conv, map relu, add, conv relu, conv"],
-        ["conv, add, conv relu, conv"],
+    program, args = made(
+        net(lambda m, x: m["m"](x + x.relu()).relu(), 4, middle=nn.BatchNorm2d(4, **NORMS[name])), IMAGE
     )
+    found = check(program, all_sparse, args)
+    assert steps(found) in (["conv, map relu, add, conv relu, conv"], ["conv, add, conv relu, conv"])
 
 
 def calls(model: nn.Module, x: Tensor) -> list[MatchedCall]:
@@ -189,8 +179,9 @@ def test_calls_that_do_not_match(name: str) -> None:
     assert not [c for c in calls(model, IMAGE) if isinstance(c.step, (SelectStep, ScaleStep))]
 
 
-@pytest.mark.parametrize("name", ["channels of ones", "channels cut off",
-                                  "one factor per image", "one factor per pixel"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["channels of ones", "channels cut off", "one factor per image", "one factor per pixel"]
+)
 def test_what_does_not_match_stays_between_segments(name: str) -> None:
     out = {"channels of ones": 6, "channels cut off": 3}.get(name, 4)
     program, args = made(net(OTHERS[name], out), IMAGE)
@@ -241,11 +232,9 @@ CALLED: dict[str, tuple[Callable[[nn.ModuleDict, Tensor], Tensor], str]] = {
     "product of equal shapes": (OTHERS["product of equal shapes"], "map relu, call"),
     "a power of e": (lambda m, x: x.exp(), "call"),
     "rows turned": (lambda m, x: x.transpose(2, 3), "call"),
-    "softmax of pixels": (
-        lambda m, x: x.permute(0, 2, 3, 1).softmax(-1).permute(0, 3, 1, 2), "call, call, call"),
-    "halves exchanged": (
-        lambda m, x: torch.cat([x[:, :, 2:], x[:, :, :2]], 2), "call, call, call"),
-}  # fmt: skip
+    "softmax of pixels": (lambda m, x: x.permute(0, 2, 3, 1).softmax(-1).permute(0, 3, 1, 2), "call, call, call"),
+    "halves exchanged": (lambda m, x: torch.cat([x[:, :, 2:], x[:, :, :2]], 2), "call, call, call"),
+}
 
 
 @pytest.mark.sampled(2)
@@ -331,9 +320,10 @@ def test_a_wrong_norm_is_seen(monkeypatch) -> None:
 def test_a_pad_of_ones_that_matched_would_be_seen(monkeypatch) -> None:
     real = match_calls._padded
     monkeypatch.setitem(
-        match_calls._RULES, torch.ops.aten.constant_pad_nd.default,
+        match_calls._RULES,
+        torch.ops.aten.constant_pad_nd.default,
         lambda editor, node, arguments: real(editor, node, {**arguments, "value": 0}),
-    )  # fmt: skip
+    )
     program, args = made(net(OTHERS["channels of ones"], 6), IMAGE)
     with pytest.raises(AssertionError):
         check(program, all_sparse, args)

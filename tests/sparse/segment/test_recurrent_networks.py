@@ -87,7 +87,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "last output": (lambda: LastState(nn.GRU, True), (TOKENS,)),
     "stack": (Stack, (TOKENS,)),
     "alone": (lambda: nn.LSTM(6, 5), (TOKENS,)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(2)
@@ -144,8 +144,9 @@ def test_products_are_counted() -> None:
     assert found == {"a.l0": (weights[0], 14 * weights[0]), "b.l0": (weights[1], 14 * weights[1])}
 
 
-@pytest.mark.parametrize("make", [lambda: nn.LSTM(6, 5, proj_size=3), lambda: nn.RNN(6, 5)],
-                         ids=["projection", "no gates"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LSTM(6, 5, proj_size=3), lambda: nn.RNN(6, 5)], ids=["projection", "no gates"]
+)
 def test_other_layers_stay_as_they_are(make: Callable[[], nn.Module]) -> None:
     program = capture_program(make().eval(), (TOKENS,), None, None)
     after = segmented(program, always, always)

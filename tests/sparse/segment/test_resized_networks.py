@@ -20,14 +20,13 @@ MIDDLES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "nearest": (lambda x: F.interpolate(x, scale_factor=2), "nearest"),
     "exact": (lambda x: F.interpolate(x, (7, 20), mode="nearest-exact"), "nearest exact"),
     "bilinear": (lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear"), "bilinear"),
-    "corners": (lambda x: F.interpolate(x, (9, 5), mode="bilinear", align_corners=True),
-                "bilinear"),
+    "corners": (lambda x: F.interpolate(x, (9, 5), mode="bilinear", align_corners=True), "bilinear"),
     "bicubic": (lambda x: F.interpolate(x, (12, 11), mode="bicubic"), "bicubic"),
     "reflect": (lambda x: F.pad(x, (1, 2, 0, 1), "reflect"), "reflect"),
     "replicate": (lambda x: F.pad(x, (1, 2, 0, 1), "replicate"), "replicate"),
     "circular": (lambda x: F.pad(x, (1, 2, 0, 1), "circular"), "circular"),
     "zeros": (lambda x: F.pad(x, (1, 2, 0, 1)), "pad"),
-}  # fmt: skip
+}
 DYNAMIC = {
     "factor": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
     "size": lambda x: F.interpolate(x, size=(2 * x.shape[2], 4 * x.shape[3])),
@@ -65,9 +64,14 @@ def test_layers_around_a_resize_are_one_segment(name: str) -> None:
     assert equal(all_sparse(program), model, x) and equal(and_back(program), model, x)
 
 
-@pytest.mark.parametrize("mode, step", [("nearest", "nearest of a signal"),
-                                        ("nearest-exact", "nearest exact of a signal"),
-                                        ("linear", "linear of a signal")])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode, step",
+    [
+        ("nearest", "nearest of a signal"),
+        ("nearest-exact", "nearest exact of a signal"),
+        ("linear", "linear of a signal"),
+    ],
+)
 def test_signals(mode: str, step: str) -> None:
     model = Between(lambda x: F.interpolate(x, scale_factor=1.7, mode=mode), nn.Conv1d)
     program, (x,) = made(model, torch.randn(2, 3, 11))
@@ -85,10 +89,14 @@ def test_sizes_known_at_run_time(name: str) -> None:
         assert equal(segmented, model, other)
 
 
-@pytest.mark.parametrize("middle", [
-    lambda x: F.pad(x, (1, 1), value=1.0), lambda x: F.pad(x, (-1, 1)),
-    lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear", antialias=True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda x: F.pad(x, (1, 1), value=1.0),
+        lambda x: F.pad(x, (-1, 1)),
+        lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear", antialias=True),
+    ],
+)
 def test_other_calls_stay_outside(middle: Callable[[Tensor], Tensor]) -> None:
     model = Between(middle)
     program, (x,) = made(model, torch.randn(1, 3, 6, 8))

@@ -81,9 +81,17 @@ def test_changed_weights(change):
         c.check()
 
 
-@pytest.mark.parametrize("x", [torch.randn(7, 48), torch.randn(1, 48), torch.randn(48, 5).T,
-                               torch.randn(5, 96)[:, ::2], torch.randn(2, 5, 48),
-                               torch.randn(5, 48).double()])  # fmt: skip
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(7, 48),
+        torch.randn(1, 48),
+        torch.randn(48, 5).T,
+        torch.randn(5, 96)[:, ::2],
+        torch.randn(2, 5, 48),
+        torch.randn(5, 48).double(),
+    ],
+)
 def test_other_inputs(x):
     c = Called()
     c.check(x)
@@ -98,8 +106,7 @@ def test_threads_and_weights_of_the_plan():
     for count in (1, 2, 1):
         with set_threads(count):
             c.check()
-            (last,) = [cell.cell_contents for cell in known
-                       if type(cell.cell_contents).__name__ == "_KnownCall"]  # fmt: skip
+            (last,) = [cell.cell_contents for cell in known if type(cell.cell_contents).__name__ == "_KnownCall"]
             used.append(last.plan().threads)
     assert used == [1, 2, 1]
 
@@ -107,8 +114,7 @@ def test_threads_and_weights_of_the_plan():
 def test_a_tensor_of_a_number_that_was_used_before():
     """Freed weights forget the call, even where a new tensor has their number and address."""
     c = Called()
-    (last,) = [cell.cell_contents for cell in c.call.__closure__
-               if type(cell.cell_contents).__name__ == "_KnownCall"]  # fmt: skip
+    (last,) = [cell.cell_contents for cell in c.call.__closure__ if type(cell.cell_contents).__name__ == "_KnownCall"]
     numbers = last.numbers
     c.weights[0] = c.weights[0] * 2
     last.numbers = list(map(id, c.weights))
@@ -145,21 +151,25 @@ def test_outputs_are_never_shared():
         assert torch.equal(y, torch.full((2, 3), float(k)))
 
 
-@pytest.mark.parametrize(("step", "kind"), [
-    (SelectStep(0, (0, 0, 3), padded=True), "image"),
-    (SelectStep(0, (0, 0, 3), stride=(2, 2), padded=True), "image"),
-    (SelectStep(0, (0, 0, 3), padded=True), "signal"),
-    (SelectStep(0, (0, 0, 3), padded=True), "tokens"),
-    (SelectStep(0, (0, 0, 3)), "pixels"),
-    (ConcatStep((0, 1)), "image"),
-    (AddStep(0, 1, ("relu", ())), "tokens"),
-    (ScaleStep(0, 1), "image"),
-    (PoolStep(0, True, (3, 3), (2, 2), (1, 1), ceil=True, counted=False), "image"),
-    (PoolStep(0, False, (2, 2), (2, 2)), "image"),
-    (MeanStep(0, False), "image"),
-    (FlattenStep(0), "image"),
-    (ActivationStep(0, ("gelu", ())), "signal"),
-], ids=lambda value: value if isinstance(value, str) else NAMES[type(value)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        (SelectStep(0, (0, 0, 3), padded=True), "image"),
+        (SelectStep(0, (0, 0, 3), stride=(2, 2), padded=True), "image"),
+        (SelectStep(0, (0, 0, 3), padded=True), "signal"),
+        (SelectStep(0, (0, 0, 3), padded=True), "tokens"),
+        (SelectStep(0, (0, 0, 3)), "pixels"),
+        (ConcatStep((0, 1)), "image"),
+        (AddStep(0, 1, ("relu", ())), "tokens"),
+        (ScaleStep(0, 1), "image"),
+        (PoolStep(0, True, (3, 3), (2, 2), (1, 1), ceil=True, counted=False), "image"),
+        (PoolStep(0, False, (2, 2), (2, 2)), "image"),
+        (MeanStep(0, False), "image"),
+        (FlattenStep(0), "image"),
+        (ActivationStep(0, ("gelu", ())), "signal"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else NAMES[type(value)],
+)
 def test_the_calls_of_a_step_name_no_size(step, kind, monkeypatch):
     """Steps are traced with the fewest channels, and their calls used for any number."""
     calls = inline._calls(step, kind)

@@ -74,8 +74,7 @@ def network():
 def test_a_plan_computes_what_aten_ops_compute(made):
     program, weights = network()
     x = torch.randn(2, 4, 6, 5)
-    for found, wanted in zip(segment([x], weights, program.text()),
-                             dense.run(program, [x], weights), strict=True):  # fmt: skip
+    for found, wanted in zip(segment([x], weights, program.text()), dense.run(program, [x], weights), strict=True):
         torch.testing.assert_close(found, wanted, **CLOSE)
         assert found.is_contiguous()
     segment([x + 1], weights, program.text())
@@ -99,8 +98,7 @@ def test_dense_weights_are_the_same_to_plans_and_gradients(made):
     program, weights = network()
     other, values = densely(program, weights)
     x = torch.randn(2, 4, 6, 5)
-    for a, b in zip(segment([x], values, other.text()), segment([x], weights, program.text()),
-                    strict=True):  # fmt: skip
+    for a, b in zip(segment([x], values, other.text()), segment([x], weights, program.text()), strict=True):
         assert torch.equal(a, b)
     assert len(made) == 2
     gradients = []
@@ -110,8 +108,11 @@ def test_dense_weights_are_the_same_to_plans_and_gradients(made):
         gradients.append(x.grad)
     torch.testing.assert_close(*gradients, **CLOSE)
     with pytest.raises(BadInput, match="expected a matrix"):
-        segment([torch.randn(2, 3, 6, 5)], values, replace(other, steps=(
-            replace(other.steps[0], add=None), *other.steps[1:])).text())  # fmt: skip
+        segment(
+            [torch.randn(2, 3, 6, 5)],
+            values,
+            replace(other, steps=(replace(other.steps[0], add=None), *other.steps[1:])).text(),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -147,10 +148,16 @@ def test_no_tokens_at_all(shape):
 
 @pytest.mark.parametrize(
     "x",
-    [torch.randn(6, 5).T, torch.randn(5, 12)[:, ::2], torch.randn(1, 6).expand(5, 6),
-     torch.randn(31)[1:].reshape(5, 6), torch.randn(3, 2, 6).transpose(0, 1), torch.randn(6)],
+    [
+        torch.randn(6, 5).T,
+        torch.randn(5, 12)[:, ::2],
+        torch.randn(1, 6).expand(5, 6),
+        torch.randn(31)[1:].reshape(5, 6),
+        torch.randn(3, 2, 6).transpose(0, 1),
+        torch.randn(6),
+    ],
     ids=["transposed", "every other", "expanded", "misaligned", "swapped", "one"],
-)  # fmt: skip
+)
 def test_inputs_of_any_strides(x):
     program, weights = small()
     (found,) = segment([x], weights, program.text())
@@ -161,19 +168,18 @@ def test_inputs_of_any_strides(x):
 def test_images_of_any_strides(change):
     program, weights = network()
     x = torch.randn(2, 4, 6, 5)
-    x = {"channels last": lambda: x.contiguous(memory_format=torch.channels_last),
-         "slice": lambda: torch.randn(3, 9, 8, 11)[1:, 1:5, 2:, ::2][..., :5],
-         "misaligned": lambda: torch.randn(241)[1:].reshape(2, 4, 6, 5)}[change]()  # fmt: skip
-    for found, wanted in zip(segment([x], weights, program.text()),
-                             dense.run(program, [x], weights), strict=True):  # fmt: skip
+    x = {
+        "channels last": lambda: x.contiguous(memory_format=torch.channels_last),
+        "slice": lambda: torch.randn(3, 9, 8, 11)[1:, 1:5, 2:, ::2][..., :5],
+        "misaligned": lambda: torch.randn(241)[1:].reshape(2, 4, 6, 5),
+    }[change]()
+    for found, wanted in zip(segment([x], weights, program.text()), dense.run(program, [x], weights), strict=True):
         torch.testing.assert_close(found, wanted, **CLOSE)
 
 
 def test_outputs_are_in_memory_of_their_own():
     x = torch.randn(2, 3, 1, 1)
-    program = SegmentProgram(
-        ("image",), (FlattenStep(0), ActivationStep(0, ("relu", ()))), (0, 1, 2, 2, 0)
-    )
+    program = SegmentProgram(("image",), (FlattenStep(0), ActivationStep(0, ("relu", ()))), (0, 1, 2, 2, 0))
     for given in (x, x.double()):
         found = segment([given], [], program.text())
         assert torch.equal(found[1], given.flatten(1))
@@ -300,9 +306,7 @@ def test_threads_call_at_once():
     def work(k):
         for _ in range(60):
             found = segment([inputs[k]], weights, text)
-            if not all(
-                torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted[k], strict=True)
-            ):
+            if not all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted[k], strict=True)):
                 wrong.append(k)
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
@@ -369,16 +373,12 @@ def test_gradients_of_gradients():
     values, crow, col, bias = weights
     values.requires_grad_()
     assert torch.autograd.gradgradcheck(
-        lambda x, v: segment([x], [v, crow, col, bias], program.text())[0],
-        (x, values),
-        fast_mode=True,
+        lambda x, v: segment([x], [v, crow, col, bias], program.text())[0], (x, values), fast_mode=True
     )
 
 
 def test_gradients_of_a_tensor_given_twice():
-    program = SegmentProgram(
-        ("tokens", "tokens"), (ActivationStep(0, ("tanh", ())), AddStep(2, 1)), (3,)
-    )
+    program = SegmentProgram(("tokens", "tokens"), (ActivationStep(0, ("tanh", ())), AddStep(2, 1)), (3,))
     x = torch.randn(2, 6, requires_grad=True)
     segment([x, x], [], program.text())[0].sum().backward()
     torch.testing.assert_close(x.grad, 2 - torch.tanh(x.detach()) ** 2)
@@ -433,8 +433,7 @@ def test_nothing_is_read_beside_inputs_and_weights(end):
     weights = [guarded(w, end) for w in weights]
     for shape in ((1, 4, 1, 1), (2, 4, 6, 5), (3, 4, 17, 9)):
         x = guarded(torch.randn(shape), end)
-        for found, wanted in zip(segment([x], weights, program.text()),
-                                 dense.run(program, [x], weights), strict=True):  # fmt: skip
+        for found, wanted in zip(segment([x], weights, program.text()), dense.run(program, [x], weights), strict=True):
             torch.testing.assert_close(found, wanted, **CLOSE)
 
 
@@ -475,9 +474,7 @@ def test_torch_compile():
         for found, wanted in zip(compiled(x), net(x), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         params = [x, net.w0, net.w3]
-        slopes = [
-            torch.autograd.grad(sum(y.sum() for y in run(x)), params) for run in (compiled, net)
-        ]
+        slopes = [torch.autograd.grad(sum(y.sum() for y in run(x)), params) for run in (compiled, net)]
         for found, wanted in zip(*slopes, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 

@@ -110,19 +110,38 @@ class Bottleneck(nn.Module):
 
 
 def resnet() -> nn.Module:
-    stem = (nn.Conv2d(3, 6, 7, 2, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
-            nn.MaxPool2d(3, 2, 1))  # fmt: skip
-    return images(*stem, Bottleneck(6, 8), Bottleneck(8, 8), Bottleneck(8, 12, 2),
-                  nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5))  # fmt: skip
+    stem = (nn.Conv2d(3, 6, 7, 2, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    return images(
+        *stem,
+        Bottleneck(6, 8),
+        Bottleneck(8, 8),
+        Bottleneck(8, 12, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(12, 5),
+    )
 
 
 def mobilenet() -> nn.Module:
     def pair(i: int, o: int, stride: int) -> list[nn.Module]:
-        return [nn.Conv2d(i, i, 3, stride, 1, groups=i, bias=False), nn.BatchNorm2d(i), nn.ReLU6(),
-                nn.Conv2d(i, o, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU6()]  # fmt: skip
+        return [
+            nn.Conv2d(i, i, 3, stride, 1, groups=i, bias=False),
+            nn.BatchNorm2d(i),
+            nn.ReLU6(),
+            nn.Conv2d(i, o, 1, bias=False),
+            nn.BatchNorm2d(o),
+            nn.ReLU6(),
+        ]
 
-    return images(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU6(), *pair(8, 12, 1), *pair(12, 16, 2),
-                  nn.AvgPool2d(2), nn.Flatten(2), nn.AdaptiveAvgPool1d(1))  # fmt: skip
+    return images(
+        nn.Conv2d(3, 8, 3, 2, 1),
+        nn.ReLU6(),
+        *pair(8, 12, 1),
+        *pair(12, 16, 2),
+        nn.AvgPool2d(2),
+        nn.Flatten(2),
+        nn.AdaptiveAvgPool1d(1),
+    )
 
 
 def ffn(residual: bool) -> nn.Module:
@@ -139,8 +158,7 @@ def inception() -> nn.Module:
         parts = [m["a"](x).relu(), m["b"](F.avg_pool2d(x, 3, 1, 1)), F.max_pool2d(x, 3, 1, 1)]
         return m["c"](torch.cat(parts, 1))
 
-    return Net(run, s=nn.Conv2d(3, 4, 3), a=nn.Conv2d(4, 5, 1), b=nn.Conv2d(4, 2, 1),
-               c=nn.Conv2d(11, 3, 3))  # fmt: skip
+    return Net(run, s=nn.Conv2d(3, 4, 3), a=nn.Conv2d(4, 5, 1), b=nn.Conv2d(4, 2, 1), c=nn.Conv2d(11, 3, 3))
 
 
 def squeeze() -> nn.Module:
@@ -151,8 +169,7 @@ def squeeze() -> nn.Module:
         gate = m["c"](m["b"](x.mean((2, 3), keepdim=True)).relu()).sigmoid()
         return m["d"](x * gate) + x
 
-    return Net(run, a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 2, 1), c=nn.Conv2d(2, 4, 1),
-               d=nn.Conv2d(4, 4, 1))  # fmt: skip
+    return Net(run, a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 2, 1), c=nn.Conv2d(2, 4, 1), d=nn.Conv2d(4, 4, 1))
 
 
 def leaving() -> nn.Module:
@@ -167,8 +184,12 @@ def leaving() -> nn.Module:
 
 def both_kinds() -> nn.Module:
     """A value that a convolution of signals reads, and a linear layer."""
-    return Net(lambda m, x: m["b"](m["a"](x).relu()).sum() + m["c"](m["a"](x).relu()),
-               a=nn.Conv1d(4, 6, 3), b=nn.Conv1d(6, 3, 2), c=nn.Linear(9, 7))  # fmt: skip
+    return Net(
+        lambda m, x: m["b"](m["a"](x).relu()).sum() + m["c"](m["a"](x).relu()),
+        a=nn.Conv1d(4, 6, 3),
+        b=nn.Conv1d(6, 3, 2),
+        c=nn.Linear(9, 7),
+    )
 
 
 def twice() -> nn.Module:
@@ -182,25 +203,42 @@ def twice() -> nn.Module:
 
 
 def queries() -> nn.Module:
-    return Net(lambda m, x: m["q"](x) @ m["k"](x).transpose(1, 2) @ m["v"](x),
-               q=nn.Linear(6, 4), k=nn.Linear(6, 4), v=nn.Linear(6, 4))  # fmt: skip
+    return Net(
+        lambda m, x: m["q"](x) @ m["k"](x).transpose(1, 2) @ m["v"](x),
+        q=nn.Linear(6, 4),
+        k=nn.Linear(6, 4),
+        v=nn.Linear(6, 4),
+    )
 
 
 def ups() -> nn.Module:
-    return images(nn.ConvTranspose2d(3, 6, 3, 2, 1, 1), nn.LeakyReLU(0.2),
-                  nn.ConvTranspose2d(6, 4, (2, 3), (2, 1), groups=2, dilation=(1, 2)))  # fmt: skip
+    return images(
+        nn.ConvTranspose2d(3, 6, 3, 2, 1, 1),
+        nn.LeakyReLU(0.2),
+        nn.ConvTranspose2d(6, 4, (2, 3), (2, 1), groups=2, dilation=(1, 2)),
+    )
 
 
 def same() -> nn.Module:
-    return images(nn.Conv2d(3, 4, (4, 3), padding="same"), nn.Hardswish(), nn.Dropout(0.5),
-                  nn.Conv2d(4, 4, 2, padding="valid"), nn.Hardsigmoid())  # fmt: skip
+    return images(
+        nn.Conv2d(3, 4, (4, 3), padding="same"),
+        nn.Hardswish(),
+        nn.Dropout(0.5),
+        nn.Conv2d(4, 4, 2, padding="valid"),
+        nn.Hardsigmoid(),
+    )
 
 
 # Network, input, its segments when every layer is sparse.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
-    "resnet": (resnet, torch.randn(2, 3, 33, 32), [
-        "conv relu, pool, conv relu, conv relu, conv, conv+ relu, conv relu, conv relu, "
-        "conv+ relu, conv relu, conv relu, conv, conv+ relu, mean, flat, linear"]),
+    "resnet": (
+        resnet,
+        torch.randn(2, 3, 33, 32),
+        [
+            "conv relu, pool, conv relu, conv relu, conv, conv+ relu, conv relu, conv relu, "
+            "conv+ relu, conv relu, conv relu, conv, conv+ relu, mean, flat, linear"
+        ],
+    ),
     "mobilenet": (mobilenet, X, ["conv clamp, conv clamp, conv clamp, conv clamp, conv clamp"]),
     "ffn": (lambda: ffn(False), TOKENS, ["linear gelu_tanh, linear, call"]),
     "ffn, residual": (lambda: ffn(True), TOKENS, ["linear gelu_tanh, linear+, call"]),
@@ -209,16 +247,16 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
     "leaving": (leaving, X, ["conv relu", "conv+"]),
     "both kinds": (both_kinds, SIGNAL, ["conv relu, conv, conv relu", "linear"]),
     "twice": (twice, TOKENS, ["linear tanh, linear, add, linear"]),
-    "queries": (queries, TOKENS, [
-        "linear, linear, call, call, call, linear, call, call"]),
+    "queries": (queries, TOKENS, ["linear, linear, call, call, call, linear, call, call"]),
     "ups": (ups, X, ["conv leaky_relu, conv"]),
     "same": (same, X, ["conv hardswish, conv hardsigmoid"]),
-    "rows": (lambda: images(nn.Linear(6, 5), nn.SiLU(), nn.Linear(5, 3)), torch.randn(3, 6),
-             ["linear silu, linear"]),
+    "rows": (lambda: images(nn.Linear(6, 5), nn.SiLU(), nn.Linear(5, 3)), torch.randn(3, 6), ["linear silu, linear"]),
     "dense connections": (
-        lambda: Net(lambda m, x: m["b"](torch.cat([m["a"](x), x], -1)), a=nn.Linear(6, 4),
-                    b=nn.Linear(10, 2)), TOKENS, ["linear, cat, linear"]),
-}  # fmt: skip
+        lambda: Net(lambda m, x: m["b"](torch.cat([m["a"](x), x], -1)), a=nn.Linear(6, 4), b=nn.Linear(10, 2)),
+        TOKENS,
+        ["linear, cat, linear"],
+    ),
+}
 
 
 @pytest.mark.sampled(3)
@@ -254,8 +292,11 @@ def test_every_size_may_be_dynamic() -> None:
     found = check(program, all_sparse, args)
     assert len(steps(found)) == 1
     for step in segments_of(found.graph)[0][1].steps:
-        fields = replace(step, weight=SparseWeight((0, 0, 0)), bias=None) if (
-            isinstance(step, (ConvStep, LinearStep))) else step  # fmt: skip
+        fields = (
+            replace(step, weight=SparseWeight((0, 0, 0)), bias=None)
+            if (isinstance(step, (ConvStep, LinearStep)))
+            else step
+        )
         assert not any(str(n) in str(fields) for n in (33, 32))
 
 
@@ -324,12 +365,22 @@ def split(make: Callable[[], nn.Module], x: Tensor, core: Wanted, between: Wante
 
 def test_a_region_begins_and_ends_with_sparse_layers() -> None:
     """What is behind the last one stays outside, but for its activation; pools between are in."""
-    chain = images(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1), nn.ReLU(),
-                   nn.AvgPool2d(2), nn.Conv2d(4, 2, 1))  # fmt: skip
+    chain = images(
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 4, 1),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(4, 2, 1),
+    )
     for names, expected in {
-        ("0",): ["conv relu"], ("3",): ["conv relu"], ("6",): ["conv"],
-        ("0", "3"): ["conv relu, pool, conv relu"], ("3", "6"): ["conv relu, pool, conv"],
-    }.items():  # fmt: skip
+        ("0",): ["conv relu"],
+        ("3",): ["conv relu"],
+        ("6",): ["conv"],
+        ("0", "3"): ["conv relu, pool, conv relu"],
+        ("3", "6"): ["conv relu, pool, conv"],
+    }.items():
         assert split(lambda: chain, X, only(*names), never) == expected
 
 
@@ -389,10 +440,7 @@ def test_fewer_bits(precision: str, error: float) -> None:
     program, _ = made(images(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)), TOKENS)
     found = segmented(program, always, always, dtype=torch.float64, precision=precision)
     ((node, _),) = segments_of(found.graph)
-    assert (
-        found.constants[str(node.args[1][2].target)].tensor.itemsize
-        == {"bf16": 2, "int8": 1}[precision]
-    )
+    assert found.constants[str(node.args[1][2].target)].tensor.itemsize == {"bf16": 2, "int8": 1}[precision]
     back = spell.inlined(found)
     for name in ("0", "2"):
         exact = constant(program, f"{name}.weight")
@@ -401,8 +449,7 @@ def test_fewer_bits(precision: str, error: float) -> None:
         limit = exact.abs() if precision == "bf16" else exact.abs().amax(1, keepdim=True)
         gap = (exact - made_of).abs()
         assert gap.max() > 0 and (gap <= error * limit * (1 + 1e-12)).all()
-        assert torch.equal(back.constants[f"{name}.bias"].tensor,
-                           constant(program, f"{name}.bias"))  # fmt: skip
+        assert torch.equal(back.constants[f"{name}.bias"].tensor, constant(program, f"{name}.bias"))
 
 
 def test_what_the_gate_of_files_refuses() -> None:
@@ -414,11 +461,16 @@ def test_what_the_gate_of_files_refuses() -> None:
     spell.check(good)
     spell.check(good | {"weights": [None, index]})  # computed: known when the op is called
     for bad in (
-        {"program": "{}"}, {"program": "[" * 100_000}, {"inputs": [None, None]},
-        {"weights": [values]}, {"weights": [values[:-1], index]}, {"weights": [values, index - 1]},
-        {"weights": [values, index.long()]}, {"weights": [values, index.flip(0)]},
+        {"program": "{}"},
+        {"program": "[" * 100_000},
+        {"inputs": [None, None]},
+        {"weights": [values]},
+        {"weights": [values[:-1], index]},
+        {"weights": [values, index - 1]},
+        {"weights": [values, index.long()]},
+        {"weights": [values, index.flip(0)]},
         {"weights": [values.to(torch.int8), index]},
-    ):  # fmt: skip
+    ):
         with pytest.raises(BadInput):
             spell.check(good | bad)
 

@@ -115,9 +115,13 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "by hand": (ByHand, TOKENS),
     "patches": (Patches, IMAGE),
     "channels last": (ChannelsLast, IMAGE),
-    "rms": (lambda: Net(lambda m, x: m["b"](m["n"](m["a"](x))), a=nn.Linear(WIDTH, 6),
-                        n=nn.RMSNorm(6, eps=1e-5), b=nn.Linear(6, 4)), TOKENS),
-}  # fmt: skip
+    "rms": (
+        lambda: Net(
+            lambda m, x: m["b"](m["n"](m["a"](x))), a=nn.Linear(WIDTH, 6), n=nn.RMSNorm(6, eps=1e-5), b=nn.Linear(6, 4)
+        ),
+        TOKENS,
+    ),
+}
 
 
 @pytest.mark.sampled(4)
@@ -130,8 +134,7 @@ def test_a_network_becomes_one_segment_and_comes_back(name: str) -> None:
     assert len(segments_of(found.graph)) == 1, steps(found)
     back = check(program, and_back, args)
     assert not segments_of(back.graph)
-    heavy = {"aten.linear.default", "aten.matmul.default",
-             "aten.scaled_dot_product_attention.default"}  # fmt: skip
+    heavy = {"aten.linear.default", "aten.matmul.default", "aten.scaled_dot_product_attention.default"}
     assert not heavy & {str(node.target) for node in found.graph.nodes}
 
 

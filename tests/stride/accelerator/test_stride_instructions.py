@@ -16,17 +16,7 @@ from architectures import transformers
 from demask.errors import BadInput
 from demask.stride.accelerator.instructions import Instructions, instructions
 from fuzz.images import Images
-from instruction_networks import (
-    drawn,
-    far,
-    flat,
-    images,
-    lenet,
-    mobilenet,
-    plain,
-    resnet,
-    same,
-)
+from instruction_networks import drawn, far, flat, images, lenet, mobilenet, plain, resnet, same
 
 
 class ConvNext(nn.Module):
@@ -75,10 +65,7 @@ PLAIN = {
         lambda: nn.Sequential(nn.Conv3d(2, 4, (1, 2, 3)), nn.ReLU(), nn.AvgPool3d((1, 2, 2))),
         (2, 2, 4, 7, 8),
     ),
-    "sequence": (
-        lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding="same", dilation=2), nn.GroupNorm(2, 6)),
-        (3, 4, 11),
-    ),
+    "sequence": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding="same", dilation=2), nn.GroupNorm(2, 6)), (3, 4, 11)),
 }
 
 
@@ -93,10 +80,7 @@ def test_networks_without_strides_run_as_they_are(name):
 STRIDED = {
     "resnet": (resnet, (2, 3, 37, 40)),
     "mobilenet": (mobilenet, (2, 3, 33, 36)),
-    "patches": (
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.LayerNorm(12)),
-        (2, 3, 12, 16),
-    ),
+    "patches": (lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.LayerNorm(12)), (2, 3, 12, 16)),
 }
 
 
@@ -113,15 +97,19 @@ def test_strided_networks_run_on_a_machine_that_has_no_strides(name):
 
 
 IMAGE_NETWORKS: dict[str, dict[str, Any]] = {
-    "ResNet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24], "depths": [1, 1, 2],
-                          "layer_type": "basic"},
+    "ResNet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24], "depths": [1, 1, 2], "layer_type": "basic"},
     "MobileNetV2": {"depth_multiplier": 0.25, "image_size": 32},
-    "EfficientNet": {"width_coefficient": 0.25, "depth_coefficient": 0.3,
-                                      "image_size": 33, "hidden_dim": 320},
+    "EfficientNet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "image_size": 33, "hidden_dim": 320},
     "ConvNext": {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1]},
-    "Swin": {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2],
-                      "num_heads": [2, 4], "window_size": 4},
-}  # fmt: skip
+    "Swin": {
+        "image_size": 32,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+    },
+}
 
 
 class Logits(nn.Module):

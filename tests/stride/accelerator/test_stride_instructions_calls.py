@@ -7,15 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from instruction_networks import (
-    Function,
-    X,
-    drawn,
-    far,
-    images,
-    plain,
-    same,
-)
+from instruction_networks import Function, X, drawn, far, images, plain, same
 
 CALLS = {
     "relu": F.relu,
@@ -88,7 +80,7 @@ CONSTANTS = {
     "addmm": (lambda x, m: torch.addmm(m[0], x.flatten(1), m), images(189, 4)),
     "prelu": (F.prelu, torch.tensor([0.1, -0.2, 0.3])),
     "result": (lambda x, m: (x + 1, m * 2), torch.arange(3.0)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
@@ -156,9 +148,12 @@ def test_attention_under_masks():
     mask |= torch.eye(5, dtype=torch.bool)
     for bias in (mask, images(5, 5)):
         model = Function(
-            lambda q, m: F.scaled_dot_product_attention(q, q, q, is_causal=True)
-            + F.scaled_dot_product_attention(q, q * 2, q, attn_mask=m, scale=0.3), bias
-        ).eval()  # fmt: skip
+            lambda q, m: (
+                F.scaled_dot_product_attention(q, q, q, is_causal=True)
+                + F.scaled_dot_product_attention(q, q * 2, q, attn_mask=m, scale=0.3)
+            ),
+            bias,
+        ).eval()
         x = q
         listing = plain(model, (x,))
         with torch.no_grad():

@@ -12,25 +12,9 @@ from torch.nn import functional as F
 
 from demask.errors import BadInput
 from demask.stride.accelerator.instructions import _check_inputs, instructions
-from demask.stride.accelerator.machine import (
-    ACTIVATIONS,
-    HOST,
-    WEIGHTS,
-    BufferOperand,
-    Instruction,
-    Machine,
-)
+from demask.stride.accelerator.machine import ACTIVATIONS, HOST, WEIGHTS, BufferOperand, Instruction, Machine
 from demask.stride.accelerator.units import unit_of
-from instruction_networks import (
-    Block,
-    Function,
-    X,
-    drawn,
-    images,
-    lenet,
-    plain,
-    same,
-)
+from instruction_networks import Block, Function, X, drawn, images, lenet, plain, same
 
 
 def test_only_inputs_weights_and_outputs_cross():
@@ -84,8 +68,7 @@ def test_groups_share_a_tile_where_they_fit_on_its_diagonal():
 def test_activations_share_places_and_vectors_write_over_what_they_read():
     model, x = drawn(lenet()), images(1, 1, 28, 28)
     listing = plain(model, (x,))
-    values = {row.writes.value: row.writes for row in listing.instructions
-              if row.writes.buffer == ACTIVATIONS}  # fmt: skip
+    values = {row.writes.value: row.writes for row in listing.instructions if row.writes.buffer == ACTIVATIONS}
     assert listing.sizes[ACTIVATIONS] < sum(operand.bytes for operand in values.values())
     vectors = [row for row in listing.instructions if unit_of(row.op) == "vector"]
     assert any(row.reads[0].address == row.writes.address for row in vectors)
@@ -94,9 +77,9 @@ def test_activations_share_places_and_vectors_write_over_what_they_read():
 def _moved(row: Instruction, value: str, address: int) -> Instruction:
     """An instruction that finds or leaves a value at another address."""
     reads, writes = (
-        [replace(op, address=address) if op.buffer == ACTIVATIONS and op.value == value else op
-         for op in ops] for ops in (row.reads, [row.writes])
-    )  # fmt: skip
+        [replace(op, address=address) if op.buffer == ACTIVATIONS and op.value == value else op for op in ops]
+        for ops in (row.reads, [row.writes])
+    )
     return replace(row, reads=tuple(reads), writes=writes[0])
 
 
@@ -135,8 +118,7 @@ def test_a_word_that_is_overwritten_in_part_is_noticed():
     k = next(k for k, row in enumerate(listing.instructions) if row.op == "sum_pool")
     row = listing.instructions[k]
     inner = next(row for row in listing.instructions if row.op == "load").writes
-    planted = Instruction("fill", (), BufferOperand("stray", ACTIVATIONS, inner.address + 40, (1,)),
-                          {"value": 0.0})  # fmt: skip
+    planted = Instruction("fill", (), BufferOperand("stray", ACTIVATIONS, inner.address + 40, (1,)), {"value": 0.0})
     rows = (*listing.instructions[:k], planted, *listing.instructions[k:])
     with pytest.raises(BadInput, match="byte 40 of them holds stray"):
         replace(listing, instructions=rows).run(x)
@@ -145,13 +127,12 @@ def test_a_word_that_is_overwritten_in_part_is_noticed():
 
 def test_a_result_over_an_operand_of_another_form_is_noticed():
     x = BufferOperand("x", ACTIVATIONS, 0, (1, 4))
-    row = Instruction("product", (x, BufferOperand("w", WEIGHTS, 0, (4, 4))),
-                      replace(x, value="y", address=8), {"transposed": 0})  # fmt: skip
+    row = Instruction(
+        "product", (x, BufferOperand("w", WEIGHTS, 0, (4, 4))), replace(x, value="y", address=8), {"transposed": 0}
+    )
     listing = plain(Function(lambda x: x + 1).eval(), (images(1, 4),))
     with pytest.raises(BadInput, match="disjoint result and operands"):
-        replace(listing, instructions=(row,), sizes={WEIGHTS: 64, ACTIVATIONS: 64}).run(
-            images(1, 4)
-        )
+        replace(listing, instructions=(row,), sizes={WEIGHTS: 64, ACTIVATIONS: 64}).run(images(1, 4))
 
 
 REFUSED = {
@@ -205,15 +186,19 @@ def test_other_inputs_are_refused():
 
 
 def test_text_says_what_every_unit_does_and_where():
-    listing = plain(drawn(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())),
-                    (images(1, 3, 5, 5),))  # fmt: skip
+    listing = plain(drawn(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())), (images(1, 3, 5, 5),))
     lines = str(listing).splitlines()
     assert lines[0].startswith("7 instructions, ")
-    assert [line.split()[1] for line in lines[-7:]] == [
-        "dma", "dma", "dma", "matrix", "vector", "vector", "dma"]  # fmt: skip
+    assert [line.split()[1] for line in lines[-7:]] == ["dma", "dma", "dma", "matrix", "vector", "vector", "dma"]
     convolve = lines[-4]
-    for words in ("convolve", "(1, 3, 5, 5)", "weights+0 0.weight (4, 3, 3, 3) -> activations+",
-                  "(1, 4, 5, 5)", "before 1 1", "groups 1"):  # fmt: skip
+    for words in (
+        "convolve",
+        "(1, 3, 5, 5)",
+        "weights+0 0.weight (4, 3, 3, 3) -> activations+",
+        "(1, 4, 5, 5)",
+        "before 1 1",
+        "groups 1",
+    ):
         assert words in convolve
 
 

@@ -14,13 +14,7 @@ from demask.errors import BadInput
 from demask.stride.accelerator.instructions import Instructions
 from demask.stride.accelerator.machine import ACTIVATIONS, BufferOperand, Instruction
 from demask.stride.accelerator.units import ABILITIES, check_instruction
-from instruction_networks import (
-    Function,
-    drawn,
-    images,
-    lenet,
-    plain,
-)
+from instruction_networks import Function, drawn, images, lenet, plain
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +92,7 @@ HOSTILE = {
     "weight gone": lambda d: d["weights"].pop("0.weight"),
     "weights": lambda d: d.update(weights=[]),
     "notes": lambda d: d.update(notes=[1]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

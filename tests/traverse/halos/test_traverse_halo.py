@@ -149,9 +149,7 @@ def shuffled():
 
 
 def unshuffled():
-    return nn.Sequential(
-        Apply(lambda x: x.repeat_interleave(2, 3)), nn.PixelUnshuffle(2), conv(1, inner=8)
-    )
+    return nn.Sequential(Apply(lambda x: x.repeat_interleave(2, 3)), nn.PixelUnshuffle(2), conv(1, inner=8))
 
 
 def gated(x):
@@ -185,8 +183,7 @@ LAYERS = {
     "shuffle": (shuffled, Fraction(1, 2)),
     "unshuffle": (unshuffled, Fraction(2)),
     "residual": (lambda: Skip(conv(5, p=2), torch.add), ONE),
-    "dense": (lambda: nn.Sequential(Skip(conv(3, p=1), lambda x, y: torch.cat([x, y], 1)),
-                                    conv(1, inner=4)), ONE),
+    "dense": (lambda: nn.Sequential(Skip(conv(3, p=1), lambda x, y: torch.cat([x, y], 1)), conv(1, inner=4)), ONE),
     "level": (lambda: Level(conv(3, p=1), 2), ONE),
     "deep level": (lambda: Level(Level(conv(3, p=1), 2), 2), ONE),
     "tokens": (Tokens, ONE),
@@ -197,7 +194,7 @@ LAYERS = {
     "gate": (lambda: Apply(gated), ONE),
     "in place": (lambda: Apply(lambda x: (x + 1).relu_().add_(x)), ONE),
     "turned": (lambda: Apply(lambda x: x.permute(2, 3, 0, 1).permute(2, 3, 0, 1)), ONE),
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(6)
@@ -209,8 +206,7 @@ def test_each_layer_is_exact_and_tight(name):
 
 
 @pytest.mark.nightly
-@settings(max_examples=60, deadline=None, derandomize=True,
-          suppress_health_check=[HealthCheck.filter_too_much])  # fmt: skip
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.lists(st.sampled_from(sorted({*LAYERS} - {"adaptive"})), min_size=2, max_size=5))
 def test_random_networks_are_exact(names):
     scale = math.prod((LAYERS[name][1] for name in names), start=ONE)
@@ -224,8 +220,7 @@ def test_random_networks_are_exact(names):
 
 @pytest.mark.nightly
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(1, 7), st.integers(1, 4), st.integers(1, 3)),
-                min_size=1, max_size=3))  # fmt: skip
+@given(st.lists(st.tuples(st.integers(1, 7), st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=3))
 def test_random_convolutions_are_tight(drawn):
     layers = [conv(k, s, d * (k - 1) // 2, d) for k, s, d in drawn]
     scale = Fraction(math.prod(s for _, s, _ in drawn))
@@ -264,9 +259,7 @@ def test_a_halo_that_is_too_small_is_seen(fault):
 def test_columns_are_like_rows(name):
     make, _ = LAYERS[name]
     model = nn.Sequential(conv(3, p=1), make(), conv(3, p=1))
-    turned = nn.Sequential(
-        Apply(lambda x: x.transpose(-1, -2)), model, Apply(lambda x: x.transpose(-1, -2))
-    )
+    turned = nn.Sequential(Apply(lambda x: x.transpose(-1, -2)), model, Apply(lambda x: x.transpose(-1, -2)))
     x = torch.zeros(1, 2, SIZE, 3)
     one, other = halo(model, (x,)).inputs[0], halo(turned, (x.transpose(-1, -2),)).inputs[0]
     assert (one.rows, one.columns) == (other.columns, other.rows)
@@ -331,11 +324,7 @@ class Squeezed(nn.Module):
 class Scored(nn.Module):
     def forward(self, x):
         tokens = x.flatten(2)
-        return (
-            ((tokens.transpose(1, 2) @ tokens).softmax(-1) @ tokens.transpose(1, 2))
-            .transpose(1, 2)
-            .reshape(x.shape)
-        )
+        return ((tokens.transpose(1, 2) @ tokens).softmax(-1) @ tokens.transpose(1, 2)).transpose(1, 2).reshape(x.shape)
 
 
 class Recurrent(nn.Module):
@@ -411,9 +400,7 @@ class Guided(nn.Module):
 def test_several_inputs_and_outputs():
     call = (torch.zeros(1, 2, 32, 32), 0.5), {"guide": torch.zeros(1, 2, 16, 16)}
     found = halo(Guided(), *call)
-    assert [(one.name, one.rows.before, one.rows.align) for one in found.inputs] == [
-        ("image", 2, 4), ("guide", 1, 2),
-    ]  # fmt: skip
+    assert [(one.name, one.rows.before, one.rows.align) for one in found.inputs] == [("image", 2, 4), ("guide", 1, 2)]
     assert found["guide"].columns.after == 1
     with pytest.raises(KeyError, match="image"):
         found["other"]
@@ -463,8 +450,7 @@ def test_wrong_calls_are_refused():
 
 
 def test_the_result_as_plain_values():
-    found = halo(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2)),
-                 (torch.zeros(1, 2, 16, 16),))  # fmt: skip
+    found = halo(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2)), (torch.zeros(1, 2, 16, 16),))
     data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert data["inputs"][0]["rows"]["before"] is None
     assert data["inputs"][0]["rows"]["local_before"] == 1

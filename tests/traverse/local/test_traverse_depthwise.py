@@ -45,9 +45,7 @@ def placed(name: str, *args, **how) -> Placed:
 
 def true(here: Placed) -> Tensor:
     """The whole call in float64."""
-    args, kwargs = fx.node.map_arg(
-        (here.node.args, here.node.kwargs), lambda node: node.meta["val"].double()
-    )
+    args, kwargs = fx.node.map_arg((here.node.args, here.node.kwargs), lambda node: node.meta["val"].double())
     return here.node.target(*args, **kwargs)
 
 
@@ -61,10 +59,7 @@ def holds(kind: type, name: str, *args, pair: Axes = IMAGE, **kwargs) -> None:
     assert type(here.kind) is kind
     expected, values, scratch = true(here), values_of(here), Scratch()
     chance = random.Random(zlib.crc32(repr((name, args, kwargs)).encode()))
-    whole = here.run(
-        [values.get(o.value, o.value) for o in here.relation.operands],
-        parts.whole(here.node, here.axes),
-    )
+    whole = here.run([values.get(o.value, o.value) for o in here.relation.operands], parts.whole(here.node, here.axes))
     close(whole, expected)
     for window in windows(expected.shape, here.axes, chance):
         made = run(here, window, values, scratch)
@@ -82,8 +77,16 @@ CHANNELS = st.sampled_from([1, 2, 3, 10, 16, 33, 64])
 
 
 @DRAWS
-@given(CHANNELS, pair_of(5, 20), pair_of(1, 7), pair_of(1, 3), pair_of(0, 3), pair_of(1, 2),
-       st.booleans(), st.sampled_from([(2, 3), (3, 2)]))  # fmt: skip
+@given(
+    CHANNELS,
+    pair_of(5, 20),
+    pair_of(1, 7),
+    pair_of(1, 3),
+    pair_of(0, 3),
+    pair_of(1, 2),
+    st.booleans(),
+    st.sampled_from([(2, 3), (3, 2)]),
+)
 def test_convolutions(channels, size, kernel, stride, pad, dilation, bias, axes):
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     assume(all(n + 2 * p > r for n, p, r in zip(size, pad, reach, strict=True)))
@@ -106,8 +109,16 @@ def test_sequences(channels, size, kernel, stride, pad):
 
 @pytest.mark.nightly
 @DRAWS
-@given(CHANNELS, pair_of(7, 20), pair_of(1, 7), pair_of(1, 3), pair_of(0, 3), st.booleans(),
-       st.booleans(), st.sampled_from([None, 5]))  # fmt: skip
+@given(
+    CHANNELS,
+    pair_of(7, 20),
+    pair_of(1, 7),
+    pair_of(1, 3),
+    pair_of(0, 3),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 5]),
+)
 def test_pools(channels, size, kernel, stride, pad, ceil, include, divisor):
     assume(all(2 * p <= k for p, k in zip(pad, kernel, strict=True)))
     x, how = S((1, channels, *size)), (list(kernel), list(stride), list(pad))
@@ -145,8 +156,16 @@ def test_pools_are_bit_equal_to_torch(name, step):
 
 
 def depthwise(channels: int = 10, size: tuple[int, int] = (12, 17)):
-    return ("aten.conv2d.default", S((1, channels, *size)), S((channels, 1, 3, 3), True),
-            S((channels,), True), [1, 1], [1, 1], [1, 1], channels)  # fmt: skip
+    return (
+        "aten.conv2d.default",
+        S((1, channels, *size)),
+        S((channels, 1, 3, 3), True),
+        S((channels,), True),
+        [1, 1],
+        [1, 1],
+        [1, 1],
+        channels,
+    )
 
 
 ACTIVATIONS = {
@@ -223,11 +242,10 @@ KEPT = [
     ((*depthwise()[:2], S((20, 10, 3, 3), True)), {}),
     ((*depthwise()[:2], S((20, 1, 3, 3), True), None, [1, 1], [1, 1], [1, 1], 10), {}),
     ((*depthwise()[:2], S((10, 1, 9, 3), True), None, [1, 1], [4, 1], [1, 1], 10), {}),
-    (("aten.conv2d.default", S((2, 10, 8, 8)), S((10, 1, 3, 3), True), None, [1, 1], [1, 1],
-      [1, 1], 10), {}),
+    (("aten.conv2d.default", S((2, 10, 8, 8)), S((10, 1, 3, 3), True), None, [1, 1], [1, 1], [1, 1], 10), {}),
     (("aten.max_pool2d.default", S((1, 3, 8, 8)), [3, 3]), {"dtype": torch.int64}),
     (("aten.relu.default", S((1, 3, 8, 8))), {}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("call", KEPT, ids=str)

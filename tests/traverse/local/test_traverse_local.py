@@ -21,11 +21,7 @@ from local_runs import CONV, check, holds, related
 from test_laws import ONE_OF_EACH
 
 DRAWS = settings(
-    derandomize=True,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
+    derandomize=True, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 
 
@@ -39,13 +35,21 @@ def one_thread():
 
 # What no part of can be run: several outputs, or every choice of rows is normalised over or summed.
 NEVER = {
-    "aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default",
-    "aten.tensor_split.sections", "aten.tensor_split.indices", "aten.var_mean.correction",
+    "aten.unbind.int",
+    "aten.split.Tensor",
+    "aten.split_with_sizes.default",
+    "aten.chunk.default",
+    "aten.tensor_split.sections",
+    "aten.tensor_split.indices",
+    "aten.var_mean.correction",
     *(f"aten.adaptive_max_pool{d}d.default" for d in (1, 2, 3)),
     *(f"aten.{name}.default" for name in ("zeros", "ones", "full", "mean", "sum", "std", "all")),
-    "aten.max.default", "aten.std_mean.default", "aten.max.dim", "aten.mode.default",
+    "aten.max.default",
+    "aten.std_mean.default",
+    "aten.max.dim",
+    "aten.mode.default",
     *(f"aten.new_{name}.default" for name in ("zeros", "ones", "full")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(4)
@@ -71,13 +75,16 @@ def of(*bounds):
 
 @WINDOWS
 @given(
-    of((5, 11), (5, 11)), of((1, 7), (1, 7)), of((1, 4), (1, 4)), of((0, 3), (0, 3)),
-    of((1, 3), (1, 3)), st.sampled_from([(1, 2, 3), (2, 2, 1), (4, 1, 1)]), st.booleans(),
-)  # fmt: skip
+    of((5, 11), (5, 11)),
+    of((1, 7), (1, 7)),
+    of((1, 4), (1, 4)),
+    of((0, 3), (0, 3)),
+    of((1, 3), (1, 3)),
+    st.sampled_from([(1, 2, 3), (2, 2, 1), (4, 1, 1)]),
+    st.booleans(),
+)
 def test_convolutions(size, kernel, stride, pad, dilation, groups, bias):
-    assume(
-        all(n + 2 * p > d * (k - 1) for n, p, d, k in zip(size, pad, dilation, kernel, strict=True))
-    )
+    assume(all(n + 2 * p > d * (k - 1) for n, p, d, k in zip(size, pad, dilation, kernel, strict=True)))
     g, i, o = groups
     weight, vector = S((g * o, i, *kernel), True), S((g * o,), True) if bias else None
     x = S((1, g * i, *size))
@@ -87,9 +94,7 @@ def test_convolutions(size, kernel, stride, pad, dilation, groups, bias):
 
 
 @settings(WINDOWS, max_examples=20)
-@given(
-    of((7, 12), (7, 12)), of((1, 4), (1, 4)), st.integers(1, 2), st.sampled_from(["same", "valid"])
-)
+@given(of((7, 12), (7, 12)), of((1, 4), (1, 4)), st.integers(1, 2), st.sampled_from(["same", "valid"]))
 def test_convolutions_padded_by_name(size, kernel, dilation, padding):
     even = any(dilation * (k - 1) % 2 for k in kernel)
     assume(padding == "valid" or not even)  # torch warns, and pads unevenly
@@ -99,27 +104,47 @@ def test_convolutions_padded_by_name(size, kernel, dilation, padding):
 
 @WINDOWS
 @given(
-    of((2, 7), (2, 7)), of((1, 5), (1, 5)), of((1, 4), (1, 4)), of((0, 2), (0, 2)),
-    of((0, 2), (0, 2)), st.integers(1, 2), st.sampled_from([1, 2]),
-)  # fmt: skip
+    of((2, 7), (2, 7)),
+    of((1, 5), (1, 5)),
+    of((1, 4), (1, 4)),
+    of((0, 2), (0, 2)),
+    of((0, 2), (0, 2)),
+    st.integers(1, 2),
+    st.sampled_from([1, 2]),
+)
 def test_transposed_convolutions(size, kernel, stride, pad, extra, dilation, groups):
     assume(all(e < max(s, dilation) for e, s in zip(extra, stride, strict=True)))
-    made = [(n - 1) * s - 2 * p + dilation * (k - 1) + e + 1
-            for n, s, p, k, e in zip(size, stride, pad, kernel, extra, strict=True)]  # fmt: skip
+    made = [
+        (n - 1) * s - 2 * p + dilation * (k - 1) + e + 1
+        for n, s, p, k, e in zip(size, stride, pad, kernel, extra, strict=True)
+    ]
     assume(min(made) > 0)
     weight = S((2 * groups, 3, *kernel), True)
     holds(
-        "aten.conv_transpose2d.input", S((1, 2 * groups, *size)), weight, S((3 * groups,), True),
-        list(stride), list(pad), list(extra), groups, [dilation] * 2,
-    )  # fmt: skip
+        "aten.conv_transpose2d.input",
+        S((1, 2 * groups, *size)),
+        weight,
+        S((3 * groups,), True),
+        list(stride),
+        list(pad),
+        list(extra),
+        groups,
+        [dilation] * 2,
+    )
 
 
 @pytest.mark.nightly
 @WINDOWS
 @given(
-    of((4, 12), (4, 12)), of((1, 5), (1, 5)), of((1, 4), (1, 4)), of((0, 2), (0, 2)),
-    st.integers(1, 3), st.booleans(), st.booleans(), st.sampled_from([None, 3]),
-)  # fmt: skip
+    of((4, 12), (4, 12)),
+    of((1, 5), (1, 5)),
+    of((1, 4), (1, 4)),
+    of((0, 2), (0, 2)),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 3]),
+)
 def test_pools(size, kernel, stride, pad, dilation, ceil, include, divisor):
     assume(all(2 * p <= k <= n for p, k, n in zip(pad, kernel, size, strict=True)))
     x, how = S((1, 3, *size)), (list(kernel), list(stride), list(pad))
@@ -130,14 +155,7 @@ def test_pools(size, kernel, stride, pad, dilation, ceil, include, divisor):
 
 
 @settings(WINDOWS, max_examples=20)
-@given(
-    st.integers(4, 12),
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.integers(0, 2),
-    st.booleans(),
-    st.booleans(),
-)
+@given(st.integers(4, 12), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2), st.booleans(), st.booleans())
 def test_pools_of_sequences(size, kernel, stride, pad, ceil, include):
     assume(2 * pad <= kernel <= size)
     x, line = S((1, 3, size)), (2, None)
@@ -174,11 +192,7 @@ def test_resizes(size, out, align):
 
 
 @settings(WINDOWS, max_examples=20)
-@given(
-    of((4, 9), (4, 9)),
-    of((-1, 3), (0, 3), (-2, 3), (0, 3)),
-    st.sampled_from(["reflect", "replicate", "circular"]),
-)
+@given(of((4, 9), (4, 9)), of((-1, 3), (0, 3), (-2, 3), (0, 3)), st.sampled_from(["reflect", "replicate", "circular"]))
 def test_pads(size, pad, mode):
     x = S((1, 3, *size))
     holds("aten.constant_pad_nd.default", x, list(pad), 0.5, exact=True)
@@ -188,9 +202,7 @@ def test_pads(size, pad, mode):
 
 @pytest.mark.nightly
 @settings(WINDOWS, max_examples=20)
-@given(
-    of((4, 9), (4, 9)), st.integers(0, 3), st.integers(1, 9), st.integers(1, 3), st.integers(-4, 4)
-)
+@given(of((4, 9), (4, 9)), st.integers(0, 3), st.integers(1, 9), st.integers(1, 3), st.integers(-4, 4))
 def test_moves(size, start, length, step, shift):
     x, more = S((1, 3, *size)), S((1, 3, size[0], 5))
     stop = min(start + length, size[0])
@@ -203,15 +215,7 @@ def test_moves(size, start, length, step, shift):
     holds("aten.cat.default", [x, S((1, length, *size))], 1, exact=True)
     index = S((length,), True, size[0])
     holds("aten.index_select.default", x, 2, index, exact=True)
-    holds(
-        "aten.slice_scatter.default",
-        x,
-        S((1, 3, stop - start, size[1])),
-        2,
-        start,
-        stop,
-        exact=True,
-    )
+    holds("aten.slice_scatter.default", x, S((1, 3, stop - start, size[1])), 2, start, stop, exact=True)
 
 
 @settings(WINDOWS, max_examples=15)

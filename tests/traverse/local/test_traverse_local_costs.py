@@ -15,17 +15,7 @@ from demask.ops.entry import Shape as S
 from demask.traverse import axes as parts
 from demask.traverse.local.dispatch import Local, local
 from demask.tune.epilogue import Epilogue
-from local_runs import (
-    CONV,
-    IMAGE,
-    Placed,
-    Scratch,
-    image_call,
-    related,
-    run,
-    values_of,
-    windows,
-)
+from local_runs import CONV, IMAGE, Placed, Scratch, image_call, related, run, values_of, windows
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +37,12 @@ def test_a_convolution_adds_onto_its_memory_and_is_activated(dtype, name, add):
     after = Epilogue(name, (0.0, 1.0) if name == "hardtanh" else ())
     whole = here.node.meta["val"]
     base = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    activation = {"none": lambda v: v, "relu": torch.relu, "swish": torch.nn.functional.silu,
-                  "hardtanh": lambda v: v.clamp(0.0, 1.0)}[name]  # fmt: skip
+    activation = {
+        "none": lambda v: v,
+        "relu": torch.relu,
+        "swish": torch.nn.functional.silu,
+        "hardtanh": lambda v: v.clamp(0.0, 1.0),
+    }[name]
     for window in [((0, 12), (0, 10)), ((3, 7), (0, 10)), ((11, 12), (2, 5))]:
         part = parts.part(base, here.axes, window)
         more = {"add": True, "prefill": part} if add else {}
@@ -79,13 +73,21 @@ BIT_EQUAL = [
     ("aten.upsample_bilinear2d.vec", S((1, 8, 7, 5)), None, False, [2.0, 2.0]),
     ("aten.upsample_bicubic2d.vec", S((1, 8, 7, 5)), None, False, [4.0, 4.0]),
     ("aten.upsample_bilinear2d.vec", S((1, 8, 17, 5)), None, False, [4.0, 3.0]),
-    ("aten.batch_norm.default", S((1, 8, 7, 5)), *[S((8,), True)] * 3, S((8,), True, "positive"),
-     False, 0.1, 1e-5, False),
+    (
+        "aten.batch_norm.default",
+        S((1, 8, 7, 5)),
+        *[S((8,), True)] * 3,
+        S((8,), True, "positive"),
+        False,
+        0.1,
+        1e-5,
+        False,
+    ),
     ("aten.silu.default", S((1, 8, 7, 5))),
     ("aten.gelu.default", S((1, 8, 7, 5))),
     ("aten.relu.default", S((1, 8, 7, 5))),
     ("aten.add.Tensor", S((1, 8, 7, 5)), S((8, 1, 1), True)),
-]  # fmt: skip
+]
 
 
 def _weight(here) -> fx.Node:
@@ -109,19 +111,23 @@ def test_single_precision_is_bit_equal_to_the_whole_call(call):
 
 
 TEMPORARY = [
-    (*CONV,), ("aten.max_pool2d.default", S((1, 4, 13, 10)), [5, 5], [1, 1], [2, 2]),
+    (*CONV,),
+    ("aten.max_pool2d.default", S((1, 4, 13, 10)), [5, 5], [1, 1], [2, 2]),
     ("aten.max_pool2d.default", S((1, 4, 13, 10)), [2, 2]),
     ("aten.avg_pool2d.default", S((1, 4, 13, 10)), [3, 3], [2, 2], [1, 1]),
     ("aten.conv_transpose2d.input", S((1, 4, 7, 6)), S((4, 3, 4, 4), True), None, [2, 2], [1, 1]),
     ("aten.upsample_bilinear2d.vec", S((1, 4, 7, 6)), None, False, [2.0, 2.0]),
     ("aten.upsample_bilinear2d.vec", S((1, 4, 7, 6)), [15, 9], False, None),
     ("aten.upsample_nearest2d.vec", S((1, 4, 7, 6)), None, [2.0, 2.0]),
-    ("aten.pixel_shuffle.default", S((1, 4, 7, 6)), 2), ("aten.flip.default", S((1, 4, 7, 6)), [2]),
-    ("aten.add.Tensor", S((1, 4, 7, 6)), S((1, 4, 7, 6))), ("aten.relu.default", S((1, 4, 7, 6))),
-    ("aten.silu.default", S((1, 4, 7, 6))), ("aten.selu.default", S((1, 4, 7, 6))),
+    ("aten.pixel_shuffle.default", S((1, 4, 7, 6)), 2),
+    ("aten.flip.default", S((1, 4, 7, 6)), [2]),
+    ("aten.add.Tensor", S((1, 4, 7, 6)), S((1, 4, 7, 6))),
+    ("aten.relu.default", S((1, 4, 7, 6))),
+    ("aten.silu.default", S((1, 4, 7, 6))),
+    ("aten.selu.default", S((1, 4, 7, 6))),
     ("aten.prelu.default", S((1, 4, 7, 6)), S((4,), True)),
     ("aten.cat.default", [S((1, 4, 7, 6)), S((1, 3, 7, 6))], 1),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("call", TEMPORARY, ids=lambda c: c[0])
@@ -135,9 +141,7 @@ def test_temporary_is_what_scratch_and_torch_allocate(call):
         operands = [values.get(o.value, o.value) for o in here.relation.operands]
         for k, read in enumerate(here.reads):
             needs = tuple(here.needs(k, dim, *window[dim]) for dim in (0, 1))
-            operands[read.operand] = parts.part(
-                operands[read.operand], here.call_axes[read.node], needs
-            )
+            operands[read.operand] = parts.part(operands[read.operand], here.call_axes[read.node], needs)
         into = parts.empty(here.call.sizes(window), here.axes, here.call.dtype)
         here.run(operands, window, into, Scratch())
         with torch.profiler.profile(profile_memory=True) as seen:
@@ -165,24 +169,8 @@ def _allocations(seen):
     "call",
     [
         (*CONV,),
-        (
-            "aten.conv2d.default",
-            S((1, 8, 13, 10)),
-            S((8, 4, 3, 3), True),
-            None,
-            [2, 2],
-            [1, 1],
-            [1, 1],
-            2,
-        ),
-        (
-            "aten.conv_transpose2d.input",
-            S((1, 4, 7, 6)),
-            S((4, 3, 4, 4), True),
-            None,
-            [2, 2],
-            [1, 1],
-        ),
+        ("aten.conv2d.default", S((1, 8, 13, 10)), S((8, 4, 3, 3), True), None, [2, 2], [1, 1], [1, 1], 2),
+        ("aten.conv_transpose2d.input", S((1, 4, 7, 6)), S((4, 3, 4, 4), True), None, [2, 2], [1, 1]),
     ],
     ids=lambda c: c[0],
 )
@@ -200,9 +188,7 @@ def test_multiply_adds_are_the_plain_count(call):
 
 
 def test_multiply_adds_of_products():
-    line = image_call(
-        "aten.linear.default", S((1, 6, 4)), S((5, 4), True), S((5,), True), pair=(1, None)
-    )
+    line = image_call("aten.linear.default", S((1, 6, 4)), S((5, 4), True), S((5,), True), pair=(1, None))
     assert line.macs(((0, 6), (0, 1))) == 6 * 4 * 5
     assert line.macs(((2, 3), (0, 1))) == 4 * 5
     q, k, v = S((1, 2, 6, 4)), S((1, 2, 7, 4)), S((1, 2, 7, 3))
@@ -244,9 +230,5 @@ def test_a_positional_map_is_sliced():
 def test_what_has_no_parts_says_why(name, args, axis, reason):
     relation = related(name, args, {})
     assert isinstance(relation, Relation)
-    found = local(
-        relation.node,
-        relation,
-        {relation.operands[0].value: (axis, None), relation.node: (axis, None)},
-    )
+    found = local(relation.node, relation, {relation.operands[0].value: (axis, None), relation.node: (axis, None)})
     assert isinstance(found, Declined) and reason in found.text

@@ -38,8 +38,7 @@ DRAWS = settings(
     max_examples=25,
 )
 ULPS = 64  # of the largest output: sums of up to 9 * 64 terms in another order
-CONV = ("aten.conv2d.default", S((1, 32, 13, 18)), S((48, 32, 3, 3), True), S((48,), True),
-        [1, 1], [1, 1])  # fmt: skip
+CONV = ("aten.conv2d.default", S((1, 32, 13, 18)), S((48, 32, 3, 3), True), S((48,), True), [1, 1], [1, 1])
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +55,7 @@ def placed(*call, **how) -> Placed:
 
 def exact(here: Placed) -> Tensor:
     """The whole call in float64."""
-    args, kwargs = fx.node.map_arg(
-        (here.node.args, here.node.kwargs), lambda node: node.meta["val"].double()
-    )
+    args, kwargs = fx.node.map_arg((here.node.args, here.node.kwargs), lambda node: node.meta["val"].double())
     return here.node.target(*args, **kwargs)
 
 
@@ -92,9 +89,15 @@ CHANNELS = st.sampled_from([32, 48, 64])
 
 
 @DRAWS
-@given(CHANNELS, CHANNELS, st.tuples(*[st.integers(1, 23)] * 2),
-       st.tuples(*[st.integers(0, 3)] * 2), st.booleans(), st.sampled_from([(2, 3), (3, 2)]),
-       st.integers(0, 99))  # fmt: skip
+@given(
+    CHANNELS,
+    CHANNELS,
+    st.tuples(*[st.integers(1, 23)] * 2),
+    st.tuples(*[st.integers(0, 3)] * 2),
+    st.booleans(),
+    st.sampled_from([(2, 3), (3, 2)]),
+    st.integers(0, 99),
+)
 def test_convolutions(inner, outer, size, padding, bias, axes, seed):
     (height, width), (down, along) = size, padding
     assume(height + 2 * down >= 3 and width + 2 * along >= 3)
@@ -242,16 +245,20 @@ def test_wild_values_stay_in_their_windows():
         assert not torch.equal(result[~same], plain[~same])
 
 
-@pytest.mark.parametrize("call, how", [
-    ((CONV[0], S((1, 32, 13, 18)), S((48, 32, 3, 3), True), None, [2, 2], [1, 1]), {}),
-    ((CONV[0], S((1, 32, 13, 18)), S((48, 32, 3, 3), True), None, [1, 1], [2, 2], [2, 2]), {}),
-    ((CONV[0], S((1, 32, 13, 18)), S((48, 16, 3, 3), True), None, [1, 1], [1, 1], [1, 1], 2), {}),
-    ((CONV[0], S((1, 32, 13, 18)), S((48, 32, 3, 1), True), None), {}),
-    ((CONV[0], S((1, 32, 13, 18)), S((3, 32, 3, 3), True), None), {}),
-    ((CONV[0], S((1, 33, 13, 18)), S((64, 33, 3, 3), True), None), {}),
-    ((CONV[0], S((2, 32, 13, 18)), S((48, 32, 3, 3), True), None), {}),
-    (CONV, {"pair": (2, None)}), (CONV, {"dtype": torch.float64}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, how",
+    [
+        ((CONV[0], S((1, 32, 13, 18)), S((48, 32, 3, 3), True), None, [2, 2], [1, 1]), {}),
+        ((CONV[0], S((1, 32, 13, 18)), S((48, 32, 3, 3), True), None, [1, 1], [2, 2], [2, 2]), {}),
+        ((CONV[0], S((1, 32, 13, 18)), S((48, 16, 3, 3), True), None, [1, 1], [1, 1], [1, 1], 2), {}),
+        ((CONV[0], S((1, 32, 13, 18)), S((48, 32, 3, 1), True), None), {}),
+        ((CONV[0], S((1, 32, 13, 18)), S((3, 32, 3, 3), True), None), {}),
+        ((CONV[0], S((1, 33, 13, 18)), S((64, 33, 3, 3), True), None), {}),
+        ((CONV[0], S((2, 32, 13, 18)), S((48, 32, 3, 3), True), None), {}),
+        (CONV, {"pair": (2, None)}),
+        (CONV, {"dtype": torch.float64}),
+    ],
+)
 def test_other_calls_run_by_other_kernels(call, how):
     assert not isinstance(image_call(*call, **how).kind, CompiledWinograd)
 

@@ -25,8 +25,13 @@ MEMORY = "14MiB"
 def network():
     """A network with statistics over the image, of torch's own modules: workers need no test."""
     torch.manual_seed(0)
-    layers = (nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(),
-              nn.Upsample(scale_factor=2.0), nn.Conv2d(8, 3, 3, padding=1))  # fmt: skip
+    layers = (
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Upsample(scale_factor=2.0),
+        nn.Conv2d(8, 3, 3, padding=1),
+    )
     return nn.Sequential(*layers).eval()
 
 
@@ -41,9 +46,13 @@ def folder(tmp_path, monkeypatch):
 
 def cluster(workers, processes=True):
     return distributed.LocalCluster(
-        n_workers=workers, threads_per_worker=1, processes=processes, dashboard_address=None,
-        memory_limit=0, silence_logs=50,
-    )  # fmt: skip
+        n_workers=workers,
+        threads_per_worker=1,
+        processes=processes,
+        dashboard_address=None,
+        memory_limit=0,
+        silence_logs=50,
+    )
 
 
 class Killer(threading.Thread):
@@ -56,8 +65,11 @@ class Killer(threading.Thread):
     def run(self):
         while self.done < self.kills:
             time.sleep(random.uniform(*self.pause))
-            running = [n.process.process for n in self.cluster.workers.values()
-                       if n.process is not None and n.process.process is not None]  # fmt: skip
+            running = [
+                n.process.process
+                for n in self.cluster.workers.values()
+                if n.process is not None and n.process.process is not None
+            ]
             if running and (process := random.choice(running)).pid:
                 os.kill(process.pid, signal.SIGKILL)
                 self.done += 1
@@ -65,8 +77,7 @@ class Killer(threading.Thread):
 
 def test_workers_write_the_same_bytes(folder):
     with cluster(2, processes=False) as local, distributed.Client(local) as client:
-        stream(network(), folder / "image.npy", folder / "result.npy", memory=MEMORY, stripe=40,
-               client=client)  # fmt: skip
+        stream(network(), folder / "image.npy", folder / "result.npy", memory=MEMORY, stripe=40, client=client)
     assert (folder / "result.npy").read_bytes() == (folder / "whole.npy").read_bytes()
     assert not (folder / ".result.npy.partial").exists()
 
@@ -78,8 +89,7 @@ def test_workers_write_the_same_bytes_and_may_die(folder, workers, kills):
     with own_process.workers(), cluster(workers) as local, distributed.Client(local) as client:
         killer = Killer(local, kills, (0.5, 2.0))
         killer.start()
-        done = stream(network(), folder / "image.npy", folder / "result.npy", memory=MEMORY,
-                      stripe=40, client=client)  # fmt: skip
+        done = stream(network(), folder / "image.npy", folder / "result.npy", memory=MEMORY, stripe=40, client=client)
     assert (folder / "result.npy").read_bytes() == (folder / "whole.npy").read_bytes()
     assert done.shape == (2, 3, 800, 400)
     assert killer.done
@@ -95,5 +105,4 @@ def test_what_a_cluster_cannot_do_is_refused(folder):
     with pytest.raises(BadInput, match="expected a dask"):
         stream(network(), "image.npy", "result.npy", memory=MEMORY, client=object())
     with pytest.raises(BadInput, match="must be a file"):
-        stream(network(), "image.npy", np.zeros((2, 3, 800, 400), np.float32), memory=MEMORY,
-               client=NoClient())  # fmt: skip
+        stream(network(), "image.npy", np.zeros((2, 3, 800, 400), np.float32), memory=MEMORY, client=NoClient())

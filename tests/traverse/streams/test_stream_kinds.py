@@ -58,20 +58,20 @@ def test_a_slide_and_a_region_of_it():
 
 def test_arrays_of_zarr_2_and_3():
     zarr = pytest.importorskip("zarr")
-    old = zarr.open_array("v2.zarr", mode="w", shape=PICTURE.shape, chunks=(1, 100, 100),
-                          dtype="u1", zarr_format=2)  # fmt: skip
+    old = zarr.open_array("v2.zarr", mode="w", shape=PICTURE.shape, chunks=(1, 100, 100), dtype="u1", zarr_format=2)
     old[:] = PICTURE
     check("v2.zarr", PICTURE, layout="CHW")
-    sharded = zarr.create_array("shards.zarr", shape=PICTURE.shape, chunks=(1, 50, 50),
-                                shards=(3, 100, 100), dtype="u1")  # fmt: skip
+    sharded = zarr.create_array(
+        "shards.zarr", shape=PICTURE.shape, chunks=(1, 50, 50), shards=(3, 100, 100), dtype="u1"
+    )
     sharded[:] = PICTURE
     check("shards.zarr", PICTURE, layout="CHW")
     group = zarr.open_group("ngff.zarr", mode="w", zarr_format=2)
-    level = group.create_array("0", shape=(1, 3, 1, 300, 280), chunks=(1, 1, 1, 128, 128),
-                               dtype="u1")  # fmt: skip
+    level = group.create_array("0", shape=(1, 3, 1, 300, 280), chunks=(1, 1, 1, 128, 128), dtype="u1")
     level[:] = PICTURE[None, :, None]
-    group.attrs["multiscales"] = [{"version": "0.4", "axes": [{"name": k} for k in "tczyx"],
-                                   "datasets": [{"path": "0"}]}]  # fmt: skip
+    group.attrs["multiscales"] = [
+        {"version": "0.4", "axes": [{"name": k} for k in "tczyx"], "datasets": [{"path": "0"}]}
+    ]
     check("ngff.zarr", PICTURE)
 
 

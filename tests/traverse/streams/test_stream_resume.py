@@ -160,8 +160,7 @@ def test_a_half_written_line_is_no_finished_task(folder):
     journal = folder / ".result.npy.partial" / "journal.jsonl"
     whole = journal.read_bytes()
     journal.write_bytes(whole[:-20])
-    opened = Journal.open(journal.parent, json.loads(whole.splitlines()[0])["identity"],
-                          resume=True)  # fmt: skip
+    opened = Journal.open(journal.parent, json.loads(whole.splitlines()[0])["identity"], resume=True)
     assert len(opened.done) == len(whole.splitlines()) - 2
     opened.close()
 
@@ -169,8 +168,7 @@ def test_a_half_written_line_is_no_finished_task(folder):
 def test_two_processes_do_not_write_the_same_file(folder):
     model = network()
     interrupt(model)
-    identity = json.loads((folder / ".result.npy.partial/journal.jsonl").read_text()
-                          .splitlines()[0])["identity"]  # fmt: skip
+    identity = json.loads((folder / ".result.npy.partial/journal.jsonl").read_text().splitlines()[0])["identity"]
     held = Journal.open(folder / ".result.npy.partial", identity, resume=True)
     with pytest.raises(BadInput, match="another process is writing"):
         stream(model, "image.npy", "result.npy", memory=MEMORY)

@@ -17,9 +17,15 @@ NORMS = (nn.InstanceNorm2d, nn.GroupNorm)
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    layers = (nn.Conv2d(3, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True), nn.ReLU(),
-              nn.Conv2d(8, 16, 3, 2, 1), nn.GroupNorm(4, 16), nn.Upsample(scale_factor=2.0),
-              nn.Conv2d(16, 3, 3, padding=1))  # fmt: skip
+    layers = (
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.InstanceNorm2d(8, affine=True),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, 2, 1),
+        nn.GroupNorm(4, 16),
+        nn.Upsample(scale_factor=2.0),
+        nn.Conv2d(16, 3, 3, padding=1),
+    )
     model = nn.Sequential(*layers).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -48,14 +54,12 @@ def test_windows_have_statistics_of_their_own(net):
 
     def norm(layer, x):
         down, across = (-(-n // k) for n, k in zip(x.shape[2:], windows, strict=True))
-        rows = [torch.cat([layer(part) for part in row.split(across, 3)], 3)
-                for row in x.split(down, 2)]  # fmt: skip
+        rows = [torch.cat([layer(part) for part in row.split(across, 3)], 3) for row in x.split(down, 2)]
         return torch.cat(rows, 2)
 
     expected = by_layer(net, x, norm)
     assert (expected - net(x)).abs().max() > 0.1
-    torch.testing.assert_close(result(net, x, statistics=f"tile:{tile}"), expected,
-                               rtol=1e-4, atol=1e-4)  # fmt: skip
+    torch.testing.assert_close(result(net, x, statistics=f"tile:{tile}"), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_frozen_statistics_are_constants_of_the_tiles(net):
@@ -65,18 +69,18 @@ def test_frozen_statistics_are_constants_of_the_tiles(net):
 
     def norm(layer, x):
         moments, channels = next(own), x.shape[1]
-        mean, variance = (torch.tensor(v).repeat_interleave(channels // len(v)).view(1, -1, 1, 1)
-                          for v in (moments.mean, moments.variance))  # fmt: skip
+        mean, variance = (
+            torch.tensor(v).repeat_interleave(channels // len(v)).view(1, -1, 1, 1)
+            for v in (moments.mean, moments.variance)
+        )
         x = (x - mean) * (variance + layer.eps).rsqrt()
         return x * layer.weight.view(1, -1, 1, 1) + layer.bias.view(1, -1, 1, 1)
 
-    torch.testing.assert_close(result(net, x, statistics=frozen), by_layer(net, x, norm),
-                               rtol=1e-4, atol=1e-5)  # fmt: skip
+    torch.testing.assert_close(result(net, x, statistics=frozen), by_layer(net, x, norm), rtol=1e-4, atol=1e-5)
     again = FrozenStatistics.from_dict(json.loads(json.dumps(frozen.to_dict())))
     assert again == frozen == calibrate(net, [tiles[:1], tiles[1:]])
     one = calibrate(net, tiles[:1])
-    torch.testing.assert_close(result(net, tiles[:1], statistics=one), net(tiles[:1]),
-                               rtol=1e-4, atol=1e-5)  # fmt: skip
+    torch.testing.assert_close(result(net, tiles[:1], statistics=one), net(tiles[:1]), rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_no_statistics_is_refused(net):

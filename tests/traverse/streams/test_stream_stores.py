@@ -21,8 +21,13 @@ MEMORY = "64MiB"
 
 def net(out=3, scale=2.0):
     torch.manual_seed(0)
-    layers = (nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(),
-              nn.Upsample(scale_factor=scale), nn.Conv2d(8, out, 3, padding=1))  # fmt: skip
+    layers = (
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Upsample(scale_factor=scale),
+        nn.Conv2d(8, out, 3, padding=1),
+    )
     return nn.Sequential(*layers).eval()
 
 
@@ -151,9 +156,13 @@ def test_the_cache_of_gdal_is_small_meanwhile_and_as_before_then(image, monkeypa
         return copy(*args, **options)
 
     monkeypatch.setattr(raster.rasterio.shutil, "copy", note)
-    monkeypatch.setattr(raster, "_bands", lambda box: (
-        sizes.append(env.get_gdal_config(raster.CACHE_OPTION)),
-        list(range(box[0][0] + 1, box[0][1] + 1)))[1])  # fmt: skip
+    monkeypatch.setattr(
+        raster,
+        "_bands",
+        lambda box: (sizes.append(env.get_gdal_config(raster.CACHE_OPTION)), list(range(box[0][0] + 1, box[0][1] + 1)))[
+            1
+        ],
+    )
     stream(net(), "image.npy", "y.cog.tif", memory=MEMORY, output="uint8")
     assert len(sizes) > 1 and set(sizes) == {raster.CACHE}
     assert env.get_gdal_config(raster.CACHE_OPTION) == before > raster.CACHE
@@ -221,8 +230,7 @@ def test_classes_a_region_a_mask_and_normalization(image):
     whole = stream(model, "image.npy", "whole.npy", memory="14MiB")
     assert done.macs < whole.macs
     stream(net(), "image.npy", "normal.npy", memory=MEMORY, normalize="image")
-    torch.testing.assert_close(torch.from_numpy(np.load("normal.npy")), by_image,
-                               rtol=1e-4, atol=1e-5)  # fmt: skip
+    torch.testing.assert_close(torch.from_numpy(np.load("normal.npy")), by_image, rtol=1e-4, atol=1e-5)
 
 
 BAD = {
@@ -245,8 +253,7 @@ def test_what_is_no_image_is_refused(tmp_path, kind):
 def test_damaged_chunks_and_formats_are_errors_by_name(image):
     zarr = pytest.importorskip("zarr")
     stream(net(), "image.npy", "a.ome.zarr", memory=MEMORY, chunk=128)
-    chunk = next(p for p in sorted(Path("a.ome.zarr/0/c").rglob("*"))
-                 if p.is_file())  # fmt: skip
+    chunk = next(p for p in sorted(Path("a.ome.zarr/0/c").rglob("*")) if p.is_file())
     chunk.write_bytes(chunk.read_bytes()[:20])
     with pytest.raises(BadInput, match=r"a.ome.zarr: positions .* cannot be read"):
         stream(nn.AvgPool2d(2), "a.ome.zarr", "y.npy", memory=MEMORY)

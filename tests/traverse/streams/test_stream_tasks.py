@@ -47,8 +47,7 @@ def test_no_map_overwrites_another_in_stripes():
     whole = lay_out(flow, in_bands(flow, 4))
     assert any(place.segment.over for place in whole.places)  # else this tests nothing
     striped = [replace(s, stripe=16 if s.mode == "bands" else 0) for s in in_bands(flow, 4)]
-    assert not any(place.segment.over for place in lay_out(flow, striped).places
-                   if place.segment.stripe)  # fmt: skip
+    assert not any(place.segment.over for place in lay_out(flow, striped).places if place.segment.stripe)
 
 
 @pytest.mark.sampled(8)
@@ -73,10 +72,15 @@ def test_stripes_compute_what_the_network_computes(name, budget, tmp_path):
 def test_one_process_and_several_have_the_same_plan(budget, tmp_path):
     np.save(tmp_path / "x.npy", np.zeros((1, 4, 48, 20), np.float32))
     jobs = [
-        prepare_stream(decoder(), tmp_path / "x.npy", tmp_path / "y.npy",
-                       StreamOptions(memory=budget, stripe=16, shared=shared), table=TABLE)
+        prepare_stream(
+            decoder(),
+            tmp_path / "x.npy",
+            tmp_path / "y.npy",
+            StreamOptions(memory=budget, stripe=16, shared=shared),
+            table=TABLE,
+        )
         for shared in (False, True)
-    ]  # fmt: skip
+    ]
     assert jobs[0].plan == jobs[1].plan
     assert jobs[0].identity == jobs[1].identity
     assert jobs[0].plan.peak <= jobs[0].plan.budget

@@ -154,9 +154,7 @@ def test_bytes_in_and_bytes_out(files):
     expected = net()(held / 255).detach().clamp(0, 1).mul(255).round().to(torch.uint8)
     found = torch.from_numpy(np.load("result.npy"))
     assert done.dtype == "uint8" and found.dtype == torch.uint8
-    assert (
-        (found.int() - expected.int()).abs() > 0
-    ).float().mean() < 1e-3  # halves may round apart
+    assert ((found.int() - expected.int()).abs() > 0).float().mean() < 1e-3  # halves may round apart
 
 
 def test_a_network_that_takes_bytes_is_given_bytes(files):
@@ -262,7 +260,7 @@ def test_a_plan_writes_nothing(files, tmp_path):
         ({"model": "missing.pt2"}, "missing.pt2"),
         ({"model": 3}, "expected a network"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused_in_words(files, tmp_path, change, words):
     (tmp_path / "text.npy").write_text("text")
     given = {"model": "model.pt2", "source": "image.npy", "destination": "result.npy"}
@@ -290,11 +288,15 @@ class Forked(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [(Two(), "one output"), (Total(), "no axis for 2 images"),
-     (nn.Bilinear(3, 3, 3), "does not take"), (Forked(), "(?i)data-dependent"),
-     (nn.Conv2d(5, 3, 3), "does not take float32")],
+    [
+        (Two(), "one output"),
+        (Total(), "no axis for 2 images"),
+        (nn.Bilinear(3, 3, 3), "does not take"),
+        (Forked(), "(?i)data-dependent"),
+        (nn.Conv2d(5, 3, 3), "does not take float32"),
+    ],
     ids=["two outputs", "no batch", "two inputs", "forked", "channels"],
-)  # fmt: skip
+)
 def test_networks_that_cannot_be_streamed(files, model, words):
     with pytest.raises((BadInput, demask.NotExportable), match=words):
         stream(model, "image.npy", "result.npy", memory=BUDGET)

@@ -130,9 +130,8 @@ class Bench(PageSource):
 
 
 def bench(
-    network: NetworkFile, name: str, settings: BenchSettings, step: ProgressStep,
-    *, modules: bool = False,
-) -> Bench:  # fmt: skip
+    network: NetworkFile, name: str, settings: BenchSettings, step: ProgressStep, *, modules: bool = False
+) -> Bench:
     """Time a network, in eval mode, in every setting. modules: each module, too, in the first.
 
     name: the title of the table. step: moves a progress bar of `settings.steps` steps. The
@@ -142,9 +141,7 @@ def bench(
     counts = tuple(map(checked_threads, settings.threads or (None,)))
     before, allocator = load_average(), fix_allocator()
     step("demasking")
-    slim, seconds = contenders.timed(
-        lambda: demask.demask(network.model, network.args, result="graph")
-    )
+    slim, seconds = contenders.timed(lambda: demask.demask(network.model, network.args, result="graph"))
     batches = contenders.batches_of(slim, settings.batches)
     plain = (
         Contender.of(ORIGINAL, network.module, slim.demasked.before.parameters),
@@ -175,9 +172,7 @@ def _setting(threads: int, batch: int) -> str:
     return f"{format_threads(threads)}, batch {batch}"
 
 
-def _compiled(
-    plain: Sequence[Contender], inputs: Inputs, where: str, step: ProgressStep
-) -> Iterator[Contender]:
+def _compiled(plain: Sequence[Contender], inputs: Inputs, where: str, step: ProgressStep) -> Iterator[Contender]:
     torch.compiler.reset()  # what was compiled for other threads and sizes
     for contender in plain:
         step(f"compiling {contender.name} for {where}")
@@ -192,8 +187,7 @@ def _measured(
     calls = {c.name: partial(c.module, *inputs[0], **inputs[1]) for c in ready if not c.failure}
     outputs = {name: _first(call, name, batch) for name, call in calls.items()}
     timings = time_alternately(calls, settings.pairs, seconds=settings.seconds)
-    rows = {c.name: BenchRow(threads, batch, c.name, c.parameters, c.preparation, failure=c.failure)
-            for c in ready}  # fmt: skip
+    rows = {c.name: BenchRow(threads, batch, c.name, c.parameters, c.preparation, failure=c.failure) for c in ready}
     for name, timing in timings.items():
         rows[name] = replace(
             rows[name],
@@ -210,8 +204,7 @@ def _first(call: Callable[[], Any], name: str, batch: int) -> Any:
         return pytree.tree_map_only(Tensor, torch.clone, call())
     except (RuntimeError, ValueError) as error:
         raise BadInput(
-            f"{name} does not run on inputs of batch {batch} ({contenders.reason(error)}); try "
-            "another --batch"
+            f"{name} does not run on inputs of batch {batch} ({contenders.reason(error)}); try another --batch"
         ) from error
 
 
@@ -223,8 +216,7 @@ def _table(measured: Bench) -> TextTable:
         lines.append((setting,))
         for row in rows:
             lines.append((f"  {row.contender}", f"{row.parameters:,}", *_cells(row)))
-    return TextTable(heads, lines, "Times", title=measured.model, unbroken=(0, 1, 3, 4, 5),
-                     rules=rules)  # fmt: skip
+    return TextTable(heads, lines, "Times", title=measured.model, unbroken=(0, 1, 3, 4, 5), rules=rules)
 
 
 def _cells(row: BenchRow) -> tuple[str, ...]:
@@ -233,9 +225,7 @@ def _cells(row: BenchRow) -> tuple[str, ...]:
     if row.timing is None or row.ratio is None:
         return f"fails: {row.failure}", "–", "–", preparation
     speed = f"{'slower, ' if row.is_loss else ''}{row.ratio:.2f} ×"
-    differs = (
-        "–" if row.contender == ORIGINAL else f"{row.difference:.1e}" if row.difference else "0"
-    )
+    differs = "–" if row.contender == ORIGINAL else f"{row.difference:.1e}" if row.difference else "0"
     return format_spread(row.timing), speed, differs, preparation
 
 

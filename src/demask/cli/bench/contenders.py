@@ -45,9 +45,7 @@ class Contender:
     failure: str = ""
 
     @classmethod
-    def of(
-        cls, name: str, module: nn.Module, parameters: int = 0, preparation: float | None = None
-    ) -> Contender:
+    def of(cls, name: str, module: nn.Module, parameters: int = 0, preparation: float | None = None) -> Contender:
         """The module, which is put in eval mode, as a contender."""
         for part in module.modules():
             part.training = False  # not eval(): the module of an exported program refuses it

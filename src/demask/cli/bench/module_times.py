@@ -20,20 +20,19 @@ from demask.report.values import ModuleRow
 
 ROUNDS = 10  # calls of each network
 OTHERS = "(calls without weights)"
-WORDS = ("Milliseconds: medians, with every op timed alone. Their sum is more than a call takes "
-         "that is not interrupted after each op.")  # fmt: skip
+WORDS = (
+    "Milliseconds: medians, with every op timed alone. Their sum is more than a call takes "
+    "that is not interrupted after each op."
+)
 
 
-def with_times(
-    report: Report, networks: tuple[nn.Module, nn.Module], inputs: Inputs, rounds: int
-) -> Report:
+def with_times(report: Report, networks: tuple[nn.Module, nn.Module], inputs: Inputs, rounds: int) -> Report:
     """The report with seconds of each module in the two networks; what belongs to none of them is a
     row of its own."""
     pairs = [_seconds(network, inputs, min(rounds, ROUNDS)) for network in networks]
     names = {row.name for row in report.modules}
     others = [sum(s for name, s in of.items() if name not in names) for of in pairs]
-    rows = [replace(row, seconds=(pairs[0].get(row.name), pairs[1].get(row.name)))
-            for row in report.modules]  # fmt: skip
+    rows = [replace(row, seconds=(pairs[0].get(row.name), pairs[1].get(row.name))) for row in report.modules]
     last = ModuleRow(OTHERS, (0, 0), (0, 0), seconds=(others[0], others[1]))
     return replace(report, modules=(*rows, last))
 

@@ -72,11 +72,13 @@ def _bar(axes: Axes, place: int, row: BenchRow, reach: float) -> None:
         return
     low, median, high = (1e3 * t for t in (row.timing.low, row.timing.median, row.timing.high))
     color = SLOWER if row.is_loss else ORIGINAL_COLOR if row.contender == ORIGINAL else FASTER
-    axes.barh(place, median, height=0.62, color=color, hatch="///" if row.is_loss else None,
-              edgecolor="white", linewidth=0)  # fmt: skip
+    axes.barh(
+        place, median, height=0.62, color=color, hatch="///" if row.is_loss else None, edgecolor="white", linewidth=0
+    )
     end = min(high, reach)
-    axes.errorbar(median, place, xerr=[[median - low], [end - median]], fmt="none", ecolor="black",
-                  elinewidth=1, capsize=3)  # fmt: skip
+    axes.errorbar(
+        median, place, xerr=[[median - low], [end - median]], fmt="none", ecolor="black", elinewidth=1, capsize=3
+    )
     words = f"{format_milliseconds(row.timing.median)} ms"
     if row.contender == ORIGINAL:
         axes.axvline(median, color=ORIGINAL_COLOR, linestyle=":", linewidth=1, zorder=0)

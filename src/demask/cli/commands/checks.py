@@ -8,19 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from demask.cli.failures import CHECK_FAILED
-from demask.cli.options import (
-    Fix,
-    Imports,
-    Inputs,
-    Json,
-    Model,
-    Report,
-    Sizes,
-    Static,
-    import_modules,
-    plain,
-    show,
-)
+from demask.cli.options import Fix, Imports, Inputs, Json, Model, Report, Sizes, Static, import_modules, plain, show
 from demask.pages import Page
 from demask.progress import progress
 

@@ -33,11 +33,7 @@ class Gap:
 
 
 def gaps(
-    network: NetworkFile,
-    slim: nn.Module,
-    calls: Mapping[str, int],
-    step: ProgressStep,
-    table: Table,
+    network: NetworkFile, slim: nn.Module, calls: Mapping[str, int], step: ProgressStep, table: Table
 ) -> tuple[Gap, ...]:
     """The gaps in the table that left slices in `slim`, the demasked network; largest first.
 

@@ -10,24 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from demask.cli.options import (
-    Fix,
-    Imports,
-    Inputs,
-    Json,
-    Model,
-    Report,
-    Sizes,
-    Static,
-    import_modules,
-    show,
-)
+from demask.cli.options import Fix, Imports, Inputs, Json, Model, Report, Sizes, Static, import_modules, show
 from demask.pages import Lines
 from demask.progress import progress
 
-Roi = Annotated[
-    int, typer.Option("--tile", min=1, metavar="N", help="Rows of a tile with its halo, for MONAI.")
-]
+Roi = Annotated[int, typer.Option("--tile", min=1, metavar="N", help="Rows of a tile with its halo, for MONAI.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +39,10 @@ class ZooEntry:
     def __str__(self) -> str:
         halo = "of no fixed size" if self.halo is None else self.halo
         overlap = "none: larger tiles are required" if self.overlap is None else self.overlap
-        return (f"{self.input}, {self.axis}: Real-ESRGAN tile_pad {self.tile_pad}; "
-                f"bioimage.io halo {halo}; MONAI overlap {overlap}")  # fmt: skip
+        return (
+            f"{self.input}, {self.axis}: Real-ESRGAN tile_pad {self.tile_pad}; "
+            f"bioimage.io halo {halo}; MONAI overlap {overlap}"
+        )
 
 
 def halo(
@@ -98,9 +87,7 @@ def halo(
     show(result.page().followed_by(others), data, as_json, page)
 
 
-def _entries(
-    result: Any, shapes: Sequence[tuple[int, ...]], output: tuple[int, ...], tile: int
-) -> Iterator[ZooEntry]:
+def _entries(result: Any, shapes: Sequence[tuple[int, ...]], output: tuple[int, ...], tile: int) -> Iterator[ZooEntry]:
     for one in result.inputs:
         for axis, name, side in ((2, "rows", one.rows), (3, "columns", one.columns)):
             if side is None:
@@ -110,6 +97,12 @@ def _entries(
             has_axis = len(output) == len(shapes[one.leaf])
             ratio = Fraction(output[axis], shapes[one.leaf][axis]) if has_axis else None
             overlap = math.ceil(2000 * padding / tile) / 1000 if 2 * padding < tile else None
-            yield ZooEntry(one.name, name, padding, side.align,
-                           None if ratio is None else math.ceil(reach * ratio), overlap,
-                           side.exact)  # fmt: skip
+            yield ZooEntry(
+                one.name,
+                name,
+                padding,
+                side.align,
+                None if ratio is None else math.ceil(reach * ratio),
+                overlap,
+                side.exact,
+            )

@@ -124,19 +124,25 @@ def inspect_edit(path: Path, args: Sequence[Tensor], table: Table = TABLE) -> Ed
     changes = tuple(changes_of(installed().load(str(path)), edited.model))
     after = edited.model.ByteSize() if is_smaller else size
     note = "" if is_smaller else "an edit of the file removes nothing"
-    return EditInspection((size, after), edited.nodes, edited.unchanged, changes, edited.barriers,
-                          note)  # fmt: skip
+    return EditInspection((size, after), edited.nodes, edited.unchanged, changes, edited.barriers, note)
 
 
 def _edit_sections(edit: EditInspection) -> Iterator[Section]:
     before, after = edit.bytes
-    yield Lines([edit.note or (
-        f"edit of the file: {before:,} -> {after:,} bytes; {edit.unchanged:,} of {edit.nodes:,} "
-        "nodes are the file's own, byte for byte"
-    )], "An edit of the file")  # fmt: skip
+    yield Lines(
+        [
+            edit.note
+            or (
+                f"edit of the file: {before:,} -> {after:,} bytes; {edit.unchanged:,} of {edit.nodes:,} "
+                "nodes are the file's own, byte for byte"
+            )
+        ],
+        "An edit of the file",
+    )
     rows = [(row.node, row.op, row.change) for row in edit.changes]
-    yield TextTable(("node", "op", "change"), rows, "Nodes that change", left=(0, 1, 2),
-                    terminal_rows=_first_rows(rows, "nodes"))  # fmt: skip
+    yield TextTable(
+        ("node", "op", "change"), rows, "Nodes that change", left=(0, 1, 2), terminal_rows=_first_rows(rows, "nodes")
+    )
     reasons: dict[str, list[str]] = {}
     for node, reason in edit.barriers:
         reasons.setdefault(reason, []).append(node)
@@ -146,8 +152,7 @@ def _edit_sections(edit: EditInspection) -> Iterator[Section]:
         lines.append(f"not cut: {', '.join(nodes[:PLACES])}{more}: {reason}")
     yield InTerminal([Lines(lines, is_wrapped=True, is_close=True)])
     every = [(reason, f"{len(nodes):,}", ", ".join(nodes)) for reason, nodes in reasons.items()]
-    yield OnPage([TextTable(("nodes that are not cut, and why", "nodes", "which"), every,
-                            left=(0, 2))])  # fmt: skip
+    yield OnPage([TextTable(("nodes that are not cut, and why", "nodes", "which"), every, left=(0, 2))])
 
 
 def _first_rows(rows: Sequence[tuple[str, ...]], what: str) -> list[tuple[str, ...]]:
@@ -175,10 +180,7 @@ def _modules(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, 
     left: Counter[str] = Counter()
     for name, tensor in _read_names(slim).items():
         left[name.rpartition(".")[0]] += tensor.numel()
-    rows = [
-        ModuleShare(module, left[module] + removed.get(module, 0), removed.get(module, 0))
-        for module in original
-    ]
+    rows = [ModuleShare(module, left[module] + removed.get(module, 0), removed.get(module, 0)) for module in original]
     return tuple(sorted(rows, key=lambda row: (-row.masked, row.module)))
 
 
@@ -193,18 +195,37 @@ def _read_names(slim: nn.Module) -> dict[str, Tensor]:
 
 
 def _sections(inspection: Inspection) -> Iterator[Section]:
-    rows = [(row.module or "(the model itself)", f"{row.parameters:,}", f"{row.masked:,}",
-             share(row.masked, row.parameters)) for row in inspection.modules]  # fmt: skip
-    yield TextTable(("module", "parameters", "masked", "share"), rows, "Masked by module",
-                    terminal_rows=_first_rows(rows, "modules"))  # fmt: skip
-    yield Lines([f"ops with an entry: {_counts(inspection.known)}",
-                 f"ops without an entry: {_counts(inspection.unknown)}"], "Ops", True)  # fmt: skip
-    rows = [(_short(gap.op), f"{gap.calls:,}", f"{gap.slices:,}",
-             "not known" if gap.frees is None else f"at most {gap.frees:,} parameters")
-            for gap in inspection.gaps]  # fmt: skip
+    rows = [
+        (
+            row.module or "(the model itself)",
+            f"{row.parameters:,}",
+            f"{row.masked:,}",
+            share(row.masked, row.parameters),
+        )
+        for row in inspection.modules
+    ]
+    yield TextTable(
+        ("module", "parameters", "masked", "share"),
+        rows,
+        "Masked by module",
+        terminal_rows=_first_rows(rows, "modules"),
+    )
+    yield Lines(
+        [f"ops with an entry: {_counts(inspection.known)}", f"ops without an entry: {_counts(inspection.unknown)}"],
+        "Ops",
+        True,
+    )
+    rows = [
+        (
+            _short(gap.op),
+            f"{gap.calls:,}",
+            f"{gap.slices:,}",
+            "not known" if gap.frees is None else f"at most {gap.frees:,} parameters",
+        )
+        for gap in inspection.gaps
+    ]
     head = ("no rule for", "calls", "slices not removed", "an entry would free")
-    yield TextTable(head, rows, "What entries for ops would free",
-                    terminal_rows=_first_rows(rows, "ops"))  # fmt: skip
+    yield TextTable(head, rows, "What entries for ops would free", terminal_rows=_first_rows(rows, "ops"))
 
 
 def _short(op: str) -> str:

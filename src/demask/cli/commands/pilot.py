@@ -37,9 +37,7 @@ Data = Annotated[
         "first axes run over the inputs), or a folder of images of one size.",
     ),
 ]
-Batch = Annotated[
-    int, typer.Option(min=1, help="Inputs at a time, where the network lets one choose.")
-]
+Batch = Annotated[int, typer.Option(min=1, help="Inputs at a time, where the network lets one choose.")]
 
 
 @app.callback()
@@ -111,12 +109,8 @@ def compare(
 def collect(
     model: Model,
     data: Data,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where to write them: .safetensors.")
-    ],
-    per: Annotated[
-        str, typer.Option(metavar="PART", help="channel, unit, head, token or tile:T.")
-    ] = "channel",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write them: .safetensors.")],
+    per: Annotated[str, typer.Option(metavar="PART", help="channel, unit, head, token or tile:T.")] = "channel",
     memory: Annotated[
         str | None,
         typer.Option(
@@ -157,17 +151,16 @@ def collect(
         import_modules(imports)
         sliced = memory is not None
         if sliced and model.suffix != ".demask":
-            raise BadInput(f"--memory reads weights from a .demask file, got {model}; write one "
-                           f"with: demask slim {model} -o model.demask")  # fmt: skip
-        network = (
-            NetworkFile(outline(model).slim, ())
-            if sliced
-            else read_network(model, sizes, inputs, static, fix)
-        )
+            raise BadInput(
+                f"--memory reads weights from a .demask file, got {model}; write one "
+                f"with: demask slim {model} -o model.demask"
+            )
+        network = NetworkFile(outline(model).slim, ()) if sliced else read_network(model, sizes, inputs, static, fix)
         calls = read_inputs(data, network, batch)
         source: Any = model if sliced else network.model
-        collection = collected(source, calls, per=per, memory=memory, measure=measure,
-                          source=str(data.name), progress=step)  # fmt: skip
+        collection = collected(
+            source, calls, per=per, memory=memory, measure=measure, source=str(data.name), progress=step
+        )
         step("writing")
         collection.save(output)
         if plot is not None:
@@ -183,12 +176,8 @@ def collect(
 def explain(
     model: Model,
     data: Data,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Torch's threads; default: as many as it takes.")
-    ] = None,
-    loss: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="The share of answers that may differ.")
-    ] = 0.01,
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch's threads; default: as many as it takes.")] = None,
+    loss: Annotated[float, typer.Option(min=0.0, max=1.0, help="The share of answers that may differ.")] = 0.01,
     batch: Batch = 1,
     as_json: Json = False,
     page: Report = None,
@@ -232,16 +221,13 @@ def condition(
         ),
     ] = "columns",
     pilot: Annotated[
-        str | None,
-        typer.Option(metavar="SIMPLIFIER", help="The cheap run: bits:4, …; default: none."),
+        str | None, typer.Option(metavar="SIMPLIFIER", help="The cheap run: bits:4, …; default: none.")
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(help="Inputs to decide and time with, as for compare; default: random ones."),
+        Path | None, typer.Option(help="Inputs to decide and time with, as for compare; default: random ones.")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Also write the result: .demask, where it can be."),
+        Path | None, typer.Option("--output", "-o", help="Also write the result: .demask, where it can be.")
     ] = None,
     unchecked: Annotated[
         bool, typer.Option("--unchecked", help="Return it even if it may be slower than MODEL.")
@@ -278,8 +264,7 @@ def condition(
         network = read_network(model, sizes, inputs, static, fix)
         step("conditioning")
         example = network.example if data is None else read_inputs(data, network, 1)[0]
-        conditioned: Any = apply(network.module, example, pilot=pilot, condition=condition,
-                                check=not unchecked)  # fmt: skip
+        conditioned: Any = apply(network.module, example, pilot=pilot, condition=condition, check=not unchecked)
         if output is not None:
             if not isinstance(conditioned, Demasked):
                 raise BadInput(

@@ -36,35 +36,25 @@ def slim(
     model: Model,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Where to write the result: .pt2, .demask, .onnx, .gguf, or a folder.",
-        ),
+        typer.Option("--output", "-o", help="Where to write the result: .pt2, .demask, .onnx, .gguf, or a folder."),
     ] = None,
     loader: Annotated[
         str | None,
         typer.Option(
             "--for",
             metavar="LOADER",
-            help="For folders: what is to load the result: transformers (default), vllm, mlx or "
-            "llama.cpp.",
+            help="For folders: what is to load the result: transformers (default), vllm, mlx or llama.cpp.",
         ),
     ] = None,
     per_layer: Annotated[
         bool,
         typer.Option(
-            "--per-layer",
-            help="For folders, --for vllm or mlx: every layer has sizes of its own (nemotron-nas).",
+            "--per-layer", help="For folders, --for vllm or mlx: every layer has sizes of its own (nemotron-nas)."
         ),
     ] = False,
     multiple: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="For folders: round units up to this. Default: 64, for llama.cpp 32.",
-        ),
+        typer.Option(min=1, metavar="N", help="For folders: round units up to this. Default: 64, for llama.cpp 32."),
     ] = None,
     vocabulary: Annotated[
         str | None,
@@ -85,25 +75,18 @@ def slim(
     adapter: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER",
-            help="For folders: a LoRA adapter of MODEL, which is cut with it, into OUTPUT/adapter.",
+            metavar="FOLDER", help="For folders: a LoRA adapter of MODEL, which is cut with it, into OUTPUT/adapter."
         ),
     ] = None,
-    in_place: Annotated[
-        bool, typer.Option("--in-place", help="Replace MODEL, a .onnx file, by the result.")
-    ] = False,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Replace MODEL, a .onnx file, by the result.")] = False,
     minimal: Annotated[
         bool, typer.Option("--minimal", help="For .onnx: do not round widths up, do not measure.")
     ] = False,
     opset: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="For .onnx: the op set to write. Default: that of MODEL."
-        ),
+        int | None, typer.Option(min=1, metavar="N", help="For .onnx: the op set to write. Default: that of MODEL.")
     ] = None,
     threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="For .onnx: the runtime's threads. Default: as many as torch's."),
+        int | None, typer.Option(min=1, help="For .onnx: the runtime's threads. Default: as many as torch's.")
     ] = None,
     tolerance: Tolerance = None,
     check: Annotated[
@@ -146,9 +129,17 @@ def slim(
     if (output is None) != in_place:
         raise BadInput("expected either --output FILE or --in-place")
     if model.is_dir():
-        others = {"--in-place": in_place, "--minimal": minimal, "--opset": opset,
-                  "--threads": threads, "--tolerance": tolerance is not None, "--size": sizes,
-                  "--input": inputs, "--static": static, "--fix": fix}  # fmt: skip
+        others = {
+            "--in-place": in_place,
+            "--minimal": minimal,
+            "--opset": opset,
+            "--threads": threads,
+            "--tolerance": tolerance is not None,
+            "--size": sizes,
+            "--input": inputs,
+            "--static": static,
+            "--fix": fix,
+        }
         if wrong := [name for name, value in others.items() if value]:
             raise BadInput(f"{' and '.join(wrong)}: for files; {model} is a folder")
         assert output is not None
@@ -159,26 +150,42 @@ def slim(
             if vocabulary is not None and vocabulary != checkpoint.DROP_ZERO:
                 rows = checkpoint.read_numbers(Path(vocabulary))
             report = checkpoint.slim(
-                model, output, target=loader or "transformers", per_layer=per_layer,
-                multiple=multiple, vocabulary=rows, experts=experts or "keep", adapter=adapter,
-                check=check is Switch.on, progress=step,
-            )  # fmt: skip
+                model,
+                output,
+                target=loader or "transformers",
+                per_layer=per_layer,
+                multiple=multiple,
+                vocabulary=rows,
+                experts=experts or "keep",
+                adapter=adapter,
+                check=check is Switch.on,
+                progress=step,
+            )
         show(report, report.to_dict(), as_json, page)
         return
-    others = {"--for": loader, "--multiple": multiple, "--vocabulary": vocabulary,
-              "--experts": experts, "--adapter": adapter,
-              "--per-layer": per_layer or None}  # fmt: skip
+    others = {
+        "--for": loader,
+        "--multiple": multiple,
+        "--vocabulary": vocabulary,
+        "--experts": experts,
+        "--adapter": adapter,
+        "--per-layer": per_layer or None,
+    }
     if wrong := [name for name, value in others.items() if value is not None]:
         raise BadInput(f"{' and '.join(wrong)}: for folders; {model} is none")
     if in_place and model.suffix != ".onnx":
         raise BadInput(f"--in-place is for .onnx files, got {model}: give --output FILE")
     output = model if output is None else output
     check_output(output, suffixes=(".pt2", ".demask", ".onnx"))
-    options = {"--minimal": minimal, "--threads": threads, "--tolerance": tolerance is not None,
-               "--opset": opset, "--check": check is Switch.off}  # fmt: skip
+    options = {
+        "--minimal": minimal,
+        "--threads": threads,
+        "--tolerance": tolerance is not None,
+        "--opset": opset,
+        "--check": check is Switch.off,
+    }
     if output.suffix != ".onnx" and any(options.values()):
-        raise BadInput(f"{' and '.join(k for k, v in options.items() if v)}: for .onnx results, "
-                       "leave them out")  # fmt: skip
+        raise BadInput(f"{' and '.join(k for k, v in options.items() if v)}: for .onnx results, leave them out")
     with progress("loading") as step:
         import demask
         from demask.cli.read_network import ExampleOptions, read_network, read_to_edit
@@ -197,10 +204,17 @@ def slim(
             del network
             gc.collect()  # graphs have cycles
             deployed = deploy(
-                lambda: (stays or read_to_edit(model, example)).model, args, output, file=file,
-                minimal=minimal, opset=opset, threads=threads, check=check is Switch.on,
-                tolerance=tolerance, progress=step,
-            )  # fmt: skip
+                lambda: (stays or read_to_edit(model, example)).model,
+                args,
+                output,
+                file=file,
+                minimal=minimal,
+                opset=opset,
+                threads=threads,
+                check=check is Switch.on,
+                tolerance=tolerance,
+                progress=step,
+            )
             shown = partial(_print_deployed, deployed, output)
         else:
             network = read_network(model, sizes, inputs, static, fix)
@@ -220,12 +234,14 @@ def _print_deployed(deployed: Any, output: Path, as_json: bool, page: Any) -> No
     else:  # demask cannot capture the file
         record: dict[str, Any] = {"notes": list(deployed.notes)}
         if edited is not None:
-            record |= {"nodes": edited.nodes, "unchanged": edited.unchanged,
-                       "barriers": dict(edited.barriers),
-                       "foreign": sorted(edited.foreign)}  # fmt: skip
+            record |= {
+                "nodes": edited.nodes,
+                "unchanged": edited.unchanged,
+                "barriers": dict(edited.barriers),
+                "foreign": sorted(edited.foreign),
+            }
         if deployed.speed is not None:
             record["speed"] = asdict(deployed.speed)
-    data = {"output": str(output), "report": record, "error": deployed.error,
-            "checked": deployed.checked}  # fmt: skip
+    data = {"output": str(output), "report": record, "error": deployed.error, "checked": deployed.checked}
     written = written_sections(output, deployed.checked)
     show(deployed.page().followed_by(*written), data, as_json, page)

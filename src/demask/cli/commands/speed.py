@@ -34,32 +34,24 @@ def _several(words: str) -> Any:
 
 Threads = Annotated[list[int] | None, _several("Torch's threads; default: as many as it takes.")]
 Batches = Annotated[
-    list[int] | None,
-    _several("Batch size; default: that of the example. Another needs a dynamic dimension 0."),
+    list[int] | None, _several("Batch size; default: that of the example. Another needs a dynamic dimension 0.")
 ]
 
 
 def optimize(
     model: Model,
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="Where to write the result: .demask, or .pt2."),
-    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the result: .demask, or .pt2.")],
     threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="Threads to optimize for. Default: as many as torch takes."),
+        int | None, typer.Option(min=1, help="Threads to optimize for. Default: as many as torch takes.")
     ] = None,
     cache: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Where measurements are stored. Default: the user's cache folder."
-        ),
+        typer.Option(metavar="FILE", help="Where measurements are stored. Default: the user's cache folder."),
     ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
-            metavar="bf16|int8",
-            help="Store the weights of sparse layers with fewer bits; the error is reported.",
+            metavar="bf16|int8", help="Store the weights of sparse layers with fewer bits; the error is reported."
         ),
     ] = None,
     as_json: Json = False,
@@ -93,9 +85,8 @@ def optimize(
         network = read_network(model, sizes, inputs, static, fix)
         fix_allocator()
         result = demask.optimize(
-            network.model, network.args, threads=threads, precision=precision, cache=cache,
-            progress=step,
-        )  # fmt: skip
+            network.model, network.args, threads=threads, precision=precision, cache=cache, progress=step
+        )
         verification = verify_and_write(network, result, output, step, exact=precision is None)
     show_written(result, output, verification, as_json, page)
 
@@ -106,9 +97,7 @@ def bench(
     batch: Batches = None,
     pairs: Annotated[int, typer.Option(min=1, help="Calls of each contender, in turns.")] = 30,
     seconds: Annotated[float, typer.Option(min=0, help="At most, per setting.")] = 60.0,
-    with_compile: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Whether to time torch.compile.")
-    ] = True,
+    with_compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Whether to time torch.compile.")] = True,
     plot: Picture = None,
     as_json: Json = False,
     page: Report = None,

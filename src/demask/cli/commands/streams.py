@@ -25,12 +25,8 @@ CONNECT = 30.0  # seconds to wait for a scheduler
 
 def stream(
     model: Model,
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help=f"Images: {READ} and others of OpenSlide.")
-    ],
-    destination: Annotated[
-        Path, typer.Argument(metavar="OUT", help=f"{WRITTEN}. Appears, whole, when all is done.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="IN", help=f"Images: {READ} and others of OpenSlide.")],
+    destination: Annotated[Path, typer.Argument(metavar="OUT", help=f"{WRITTEN}. Appears, whole, when all is done.")],
     memory: Annotated[
         str, typer.Option(metavar="SIZE", help="A budget: 512MiB, 1.5GB, or a number of bytes.")
     ] = BUDGET,
@@ -51,8 +47,7 @@ def stream(
         ),
     ] = None,
     region: Annotated[
-        str | None,
-        typer.Option(metavar="Y,X,H,W", help="Only this part: first row, column, rows, columns."),
+        str | None, typer.Option(metavar="Y,X,H,W", help="Only this part: first row, column, rows, columns.")
     ] = None,
     mask: Annotated[
         Path | None,
@@ -82,12 +77,9 @@ def stream(
         int | None, typer.Option(min=1, help="Rows and columns of a chunk of .zarr. Default: 512.")
     ] = None,
     stripe: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows per task, the unit that is resumed. Default: chosen."),
+        int | None, typer.Option(min=1, help="Rows per task, the unit that is resumed. Default: chosen.")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on with an unfinished OUT, or not.")
-    ] = True,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with an unfinished OUT, or not.")] = True,
     scheduler: Annotated[
         str | None,
         typer.Option(
@@ -97,8 +89,7 @@ def stream(
         ),
     ] = None,
     spill: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where intermediate maps go. Default: the folder of OUT."),
+        Path | None, typer.Option(metavar="DIR", help="Where intermediate maps go. Default: the folder of OUT.")
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan, and run nothing.")] = False,
     as_json: Json = False,
@@ -120,10 +111,17 @@ def stream(
       demask stream model.pt2 image.npy result.npy --memory 256MiB --output uint8
     """
     options = {
-        "memory": memory, "output": output, "layout": layout, "region": _region(region),
-        "mask": _mask(mask), "normalize": _normalization(normalize),
-        "statistics": _statistics(statistics), "chunk": chunk, "stripe": stripe, "spill": spill,
-    }  # fmt: skip
+        "memory": memory,
+        "output": output,
+        "layout": layout,
+        "region": _region(region),
+        "mask": _mask(mask),
+        "normalize": _normalization(normalize),
+        "statistics": _statistics(statistics),
+        "chunk": chunk,
+        "stripe": stripe,
+        "spill": spill,
+    }
     with ExitStack() as stack:
         with progress("loading") as step:
             from demask.cli.read_network import fixed_network
@@ -165,8 +163,9 @@ def _client(address: str | None) -> Iterator[Any]:
     try:
         from distributed import Client
     except ModuleNotFoundError as error:
-        raise BadInput("--scheduler needs dask.distributed, which is not installed: "
-                       f"{install_command('stream')}") from error  # fmt: skip
+        raise BadInput(
+            f"--scheduler needs dask.distributed, which is not installed: {install_command('stream')}"
+        ) from error
     try:
         client = Client(address, timeout=CONNECT)
     except (OSError, ValueError) as error:
@@ -192,8 +191,9 @@ def _normalization(text: str | None) -> Any:
     try:
         means, deviations = ([float(n) for n in row.split(",")] for row in text.split("/"))
     except ValueError:
-        raise BadInput("expected --normalize image or MEANS/DEVIATIONS, such as "
-                       f"0.5,0.4,0.4/0.2,0.2,0.2, got {text!r}") from None  # fmt: skip
+        raise BadInput(
+            f"expected --normalize image or MEANS/DEVIATIONS, such as 0.5,0.4,0.4/0.2,0.2,0.2, got {text!r}"
+        ) from None
     return means, deviations
 
 

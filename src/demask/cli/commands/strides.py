@@ -27,9 +27,7 @@ from demask.pages import Lines, OnPage, Page
 from demask.progress import progress
 
 SUFFIXES = (".pt2", ".demask", ".onnx")
-Output = Annotated[
-    Path, typer.Option("--output", "-o", help="Where to write the result: .pt2, .demask or .onnx.")
-]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Where to write the result: .pt2, .demask or .onnx.")]
 
 
 def lower(
@@ -116,11 +114,14 @@ def _finish(network: Any, result: Any, output: Path, step: Any, as_json: bool, p
     notes, own = list(result.demasked.notes), report(result)
     words = f"largest difference {verification.max_abs:.2g} in {verification.dtype}"
     timeline = [own.timeline] if own.timeline else []
-    shown = Page("demask lower", (
-        Lines(notes, "Strided convolutions"),
-        OnPage([sizes_table(own), *module_sections(own), *timeline]),
-        *written_sections(output, words, verification.page().sections),
-    ))  # fmt: skip
+    shown = Page(
+        "demask lower",
+        (
+            Lines(notes, "Strided convolutions"),
+            OnPage([sizes_table(own), *module_sections(own), *timeline]),
+            *written_sections(output, words, verification.page().sections),
+        ),
+    )
     data = {"output": str(output), "notes": notes, "verification": plain(verification)}
     show(shown, data, as_json, page)
 

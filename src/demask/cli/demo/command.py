@@ -15,8 +15,7 @@ def demo(
     as_json: Json = False,
     page: Report = None,
     keep: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.pt2", help="Also write the masked network, to try things on."),
+        Path | None, typer.Option(metavar="FILE.pt2", help="Also write the masked network, to try things on.")
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Timed forward passes per network.")] = 30,
 ) -> None:

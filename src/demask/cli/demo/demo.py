@@ -17,13 +17,7 @@ from demask.cli.demo.digits import BATCH, DigitNet, Digits, accuracy, prune_chan
 from demask.files import atomic_write as atomic
 from demask.graph.provenance import Sizes
 from demask.machine.allocator import fix_allocator
-from demask.machine.describe import (
-    BUSY,
-    format_counts,
-    format_spread,
-    format_threads,
-    has_wide_spread,
-)
+from demask.machine.describe import BUSY, format_counts, format_spread, format_threads, has_wide_spread
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, time_alternately
 from demask.pages import Lines, OnPage, Page, PageSource, TextTable
@@ -193,8 +187,9 @@ def _timed(
 def _table(demo: Demo) -> TextTable:
     rows = [(label, *map(text, demo.contenders.values())) for label, text in _rows(demo).items()]
     rows.append(("scatters left", "–", "–", _scatters(demo.report)))
-    return TextTable(("", *demo.contenders), rows, "Before and after",
-                     title="A residual CNN that reads handwritten digits")  # fmt: skip
+    return TextTable(
+        ("", *demo.contenders), rows, "Before and after", title="A residual CNN that reads handwritten digits"
+    )
 
 
 def _rows(demo: Demo) -> dict[str, Callable[[DemoNetwork], str]]:

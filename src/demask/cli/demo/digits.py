@@ -79,9 +79,7 @@ class DigitNet(nn.Module):
         self.stem = nn.Conv2d(1, width, 3, stride=2, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(width)
         self.blocks = nn.Sequential(
-            ResidualBlock(width, width),
-            ResidualBlock(width, 2 * width, stride=2),
-            ResidualBlock(2 * width, 2 * width),
+            ResidualBlock(width, width), ResidualBlock(width, 2 * width, stride=2), ResidualBlock(2 * width, 2 * width)
         )
         self.classify = nn.Linear(2 * width, 10)
 
@@ -98,13 +96,7 @@ def batches(count: int, epochs: int, seed: int) -> list[Tensor]:
 
 
 def train(
-    model: nn.Module,
-    digits: Digits,
-    epochs: int,
-    tick: Callable[[], None],
-    *,
-    rate: float = 3e-3,
-    seed: int = 0,
+    model: nn.Module, digits: Digits, epochs: int, tick: Callable[[], None], *, rate: float = 3e-3, seed: int = 0
 ) -> None:
     """Train `model` in place with AdamW on a one-cycle rate; masks of pruning stay active.
 

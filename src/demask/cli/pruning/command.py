@@ -24,9 +24,7 @@ def prune(
             "images as class/name.jpg, or a folder of them; a folder may have `train` and `test`.",
         ),
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where to write the result: .pt2 or .demask.")
-    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the result: .pt2 or .demask.")],
     network: Annotated[
         str | None,
         typer.Option(
@@ -36,55 +34,37 @@ def prune(
         ),
     ] = None,
     weights: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A state dict: .safetensors, or .pt of tensors alone."),
+        Path | None, typer.Option(metavar="FILE", help="A state dict: .safetensors, or .pt of tensors alone.")
     ] = None,
-    test: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="A zip or folder of test images.")
-    ] = None,
-    side: Annotated[
-        int | None, typer.Option(min=4, metavar="N", help="Resize images to N x N pixels.")
-    ] = None,
+    test: Annotated[Path | None, typer.Option(metavar="PATH", help="A zip or folder of test images.")] = None,
+    side: Annotated[int | None, typer.Option(min=4, metavar="N", help="Resize images to N x N pixels.")] = None,
     normalize: Annotated[
         str, typer.Option(metavar="data|imagenet|none", help="Whose mean and deviation to use.")
     ] = "data",
-    augment: Annotated[
-        bool, typer.Option("--augment", help="Mirror and shift training images.")
-    ] = False,
+    augment: Annotated[bool, typer.Option("--augment", help="Mirror and shift training images.")] = False,
     structure: Annotated[
         str, typer.Option(metavar="NAME", help="What to remove: channel, unit, head or expert.")
     ] = "channel",
     score: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="l1, l2, taylor, activation, fluctuation or random: what is least."
-        ),
+        str, typer.Option(metavar="NAME", help="l1, l2, taylor, activation, fluctuation or random: what is least.")
     ] = "l1",
-    amount: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Share to remove. Default: 0.5.")
-    ] = None,
+    amount: Annotated[float | None, typer.Option(metavar="SHARE", help="Share to remove. Default: 0.5.")] = None,
     macs: Annotated[
-        float | None,
-        typer.Option(metavar="N", help="MACs to keep: a share of all up to 1, or a number."),
+        float | None, typer.Option(metavar="N", help="MACs to keep: a share of all up to 1, or a number.")
     ] = None,
     ms: Annotated[
-        float | None,
-        typer.Option(metavar="N", help="Milliseconds that one image may take on this machine."),
+        float | None, typer.Option(metavar="N", help="Milliseconds that one image may take on this machine.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Pruning steps, during the tuning.")] = 4,
     epochs: Annotated[
-        float | None,
-        typer.Option(min=0, help="Passes over the images before. Default: 0 with --weights."),
+        float | None, typer.Option(min=0, help="Passes over the images before. Default: 0 with --weights.")
     ] = None,
-    tune: Annotated[
-        float | None, typer.Option(min=0, help="Passes over the images from the first step on.")
-    ] = None,
+    tune: Annotated[float | None, typer.Option(min=0, help="Passes over the images from the first step on.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images per training step.")] = 64,
     rate: Annotated[float, typer.Option(min=0, help="The highest learning rate, of AdamW.")] = RATE,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, order and draws.")] = 0,
     threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="Torch's threads. Default: one for digits, else torch's number."),
+        int | None, typer.Option(min=1, help="Torch's threads. Default: one for digits, else torch's number.")
     ] = None,
     as_json: Json = False,
     page: Report = None,
@@ -108,11 +88,7 @@ def prune(
 
         import demask
         from demask.cli.pruning import images, networks
-        from demask.cli.pruning.prune import (
-            SCORES,
-            PruneOptions,
-            prune_classifier,
-        )
+        from demask.cli.pruning.prune import SCORES, PruneOptions, prune_classifier
         from demask.cli.pruning.training import Training, TrainingOptions
         from demask.machine.threads import set_threads
 
@@ -125,8 +101,16 @@ def prune(
         if weights is not None:
             networks.load_weights(model, weights)
         first = epochs if epochs is not None else 0.0 if weights else DIGITS_EPOCHS
-        options = PruneOptions(first, DIGITS_TUNE if tune is None else tune, rounds, structure,
-                               score, 0.5 if amount is None else amount, macs, ms)  # fmt: skip
+        options = PruneOptions(
+            first,
+            DIGITS_TUNE if tune is None else tune,
+            rounds,
+            structure,
+            score,
+            0.5 if amount is None else amount,
+            macs,
+            ms,
+        )
         training_options = TrainingOptions(batch, rate, normalize, augment, seed)
     total = len(loaded.train) // batch * (options.epochs + options.tune)
     count = threads or (1 if data == images.DIGITS else torch.get_num_threads())

@@ -36,7 +36,8 @@ class Curves:
         percent = [(step, 100 * value) for step, value in self.accuracies]
         return StepCharts(
             (Curve("training loss", self.losses), Curve("test accuracy, %", percent, True)),
-            self.step, self.events, "Training",
-            "Dashed lines: steps of pruning, and where the masked network was replaced by the "
-            "small one.",
-        )  # fmt: skip
+            self.step,
+            self.events,
+            "Training",
+            "Dashed lines: steps of pruning, and where the masked network was replaced by the small one.",
+        )

@@ -70,8 +70,7 @@ def read_images(source: str, test: Path | None, side: int | None, seed: int) -> 
     train = _read(path, side)
     names = tuple(sorted(train))
     if len(names) < 2:
-        raise BadInput(f"{path} has the classes {list(names)}: expected two or more, a folder for "
-                       "each, class/name.jpg")  # fmt: skip
+        raise BadInput(f"{path} has the classes {list(names)}: expected two or more, a folder for each, class/name.jpg")
     if test is None:
         whole = _stacked(train, names, path)
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
@@ -89,9 +88,8 @@ def _read_digits(seed: int) -> ImageData:
     digits = load_digits(seed=seed)
     train, test = (
         LabelledImages((255 * images).round().to(torch.uint8), labels)
-        for images, labels in ((digits.train_images, digits.train_labels),
-                               (digits.test_images, digits.test_labels))
-    )  # fmt: skip
+        for images, labels in ((digits.train_images, digits.train_labels), (digits.test_images, digits.test_labels))
+    )
     return ImageData(train, test, tuple(map(str, range(10))))
 
 
@@ -117,16 +115,16 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         archive = zipfile.ZipFile(path)
     except FileNotFoundError as error:
-        raise BadInput(f'no such folder or file: {path}; expected a folder or zip of class/name.jpg'
-                       f', or the word "{DIGITS}"') from error  # fmt: skip
+        raise BadInput(
+            f'no such folder or file: {path}; expected a folder or zip of class/name.jpg, or the word "{DIGITS}"'
+        ) from error
     except (OSError, zipfile.BadZipFile) as error:
         raise BadInput(f"{path}: expected a zip of class/name.jpg ({error})") from error
     with archive:
         for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
             if PurePosixPath(entry.filename).suffix.lower() in SUFFIXES:
                 if entry.file_size > MAX_BYTES:
-                    raise BadInput(f"{path}: {entry.filename} has {entry.file_size:,} bytes, more "
-                                   f"than {MAX_BYTES:,}")  # fmt: skip
+                    raise BadInput(f"{path}: {entry.filename} has {entry.file_size:,} bytes, more than {MAX_BYTES:,}")
                 yield entry.filename, _read_entry(archive, entry, path)
 
 
@@ -134,8 +132,7 @@ def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) ->
     try:
         return archive.read(entry)
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        raise BadInput(f"{path}: {entry.filename} is damaged or encrypted ({error}): copy the zip "
-                       "again") from error  # fmt: skip
+        raise BadInput(f"{path}: {entry.filename} is damaged or encrypted ({error}): copy the zip again") from error
 
 
 def _decoded(data: bytes, name: str, side: int | None) -> np.ndarray:
@@ -162,15 +159,11 @@ def _pillow() -> Any:
     return Image
 
 
-def _stacked(
-    images: dict[str, list[np.ndarray]], names: tuple[str, ...], path: Path
-) -> LabelledImages:
+def _stacked(images: dict[str, list[np.ndarray]], names: tuple[str, ...], path: Path) -> LabelledImages:
     sizes = {array.shape for arrays in images.values() for array in arrays}
     if len(sizes) > 1:
         few = ", ".join(f"{h} x {w}" for h, w, _ in sorted(sizes)[:3])
-        raise BadInput(f"{path} has images of several sizes ({few}): expected one; resize them "
-                       "with --side 32")  # fmt: skip
+        raise BadInput(f"{path} has images of several sizes ({few}): expected one; resize them with --side 32")
     stacked = np.stack([array for name in names for array in images.get(name, [])])
     labels = [k for k, name in enumerate(names) for _ in images.get(name, [])]
-    return LabelledImages(torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous(),
-                          torch.tensor(labels))  # fmt: skip
+    return LabelledImages(torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels))

@@ -28,8 +28,7 @@ def build_network(function: str | None, classes: int, channels: int) -> nn.Modul
     """
     if function is None:
         if channels != 1:
-            raise BadInput("expected --network MODULE:FUNCTION for images in color; the built-in "
-                           "network reads digits")  # fmt: skip
+            raise BadInput("expected --network MODULE:FUNCTION for images in color; the built-in network reads digits")
         from demask.cli.demo.digits import DigitNet
 
         return DigitNet(DIGITS_WIDTH)
@@ -39,16 +38,14 @@ def build_network(function: str | None, classes: int, channels: int) -> nn.Modul
     except Exception as error:  # the user's code
         raise BadInput(f"--network {function} failed: {type(error).__name__}: {error}") from error
     if not isinstance(network, nn.Module):
-        raise BadInput(f"expected --network {function} to return an nn.Module, got "
-                       f"{type(network).__name__}")  # fmt: skip
+        raise BadInput(f"expected --network {function} to return an nn.Module, got {type(network).__name__}")
     return network
 
 
 def _function(text: str) -> Any:
     module, _, name = text.partition(":")
     if not module or not name:
-        raise BadInput(f"expected --network MODULE:FUNCTION, such as torchvision.models:resnet18, "
-                       f"got {text!r}")  # fmt: skip
+        raise BadInput(f"expected --network MODULE:FUNCTION, such as torchvision.models:resnet18, got {text!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:

@@ -23,8 +23,14 @@ from demask.report.values import share
 
 EXAMPLE, TIMED, PAIRS, PATIENCE = 2, 64, 15, 4.0  # images; images, rounds and seconds of timing
 BEGIN, END = 0.1, 0.5  # of the tuning: the first pruning step, and the last
-SCORES = {"l1": prune.L1, "l2": prune.L2, "taylor": prune.Taylor, "random": prune.Random,
-          "activation": prune.Activation, "fluctuation": prune.Fluctuation}  # fmt: skip
+SCORES = {
+    "l1": prune.L1,
+    "l2": prune.L2,
+    "taylor": prune.Taylor,
+    "random": prune.Random,
+    "activation": prune.Activation,
+    "fluctuation": prune.Fluctuation,
+}
 GRADIENT = 0.3  # of the rate of training: that of tuning
 
 
@@ -79,35 +85,45 @@ class PruneResult(PageSource):
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Rows of the table: name, before, after, share."""
         before, after = self.report.before, self.report.after
-        pairs = [("parameters", before.parameters, after.parameters),
-                 ("MACs per image", before.macs // EXAMPLE, after.macs // EXAMPLE),
-                 ("bytes", before.bytes, after.bytes)]  # fmt: skip
+        pairs = [
+            ("parameters", before.parameters, after.parameters),
+            ("MACs per image", before.macs // EXAMPLE, after.macs // EXAMPLE),
+            ("bytes", before.bytes, after.bytes),
+        ]
         rows = [(name, f"{old:,}", f"{new:,}", share(new, old)) for name, old, new in pairs]
         first, last = self.timings["before"], self.timings["after"]
-        rows.append((f"ms for {TIMED} images", format_spread(first), format_spread(last),
-                     share(last.median, first.median)))  # fmt: skip
+        rows.append(
+            (f"ms for {TIMED} images", format_spread(first), format_spread(last), share(last.median, first.median))
+        )
         dense, tuned = self.accuracies["dense"], self.accuracies["tuned"]
-        rows.append(("test accuracy", f"{100 * dense:.2f} %", f"{100 * tuned:.2f} %",
-                     f"{100 * (tuned - dense):+.2f} points"))  # fmt: skip
+        rows.append(
+            ("test accuracy", f"{100 * dense:.2f} %", f"{100 * tuned:.2f} %", f"{100 * (tuned - dense):+.2f} points")
+        )
         return rows
 
     def page(self) -> Page:
         """What the command prints and writes, as sections."""
         note = f"{describe_machine()}, demask {demask.__version__}."
-        return Page("demask prune", (
-            TextTable(("", "before", "after", ""), self.rows()),
-            OnPage([self.curves.charts(), *module_sections(self.report)]),
-            Lines([*self.remarks()], "Steps", is_wrapped=True, is_close=True),
-            OnPage(self.verification.page().sections),
-        ), note=note)  # fmt: skip
+        return Page(
+            "demask prune",
+            (
+                TextTable(("", "before", "after", ""), self.rows()),
+                OnPage([self.curves.charts(), *module_sections(self.report)]),
+                Lines([*self.remarks()], "Steps", is_wrapped=True, is_close=True),
+                OnPage(self.verification.page().sections),
+            ),
+            note=note,
+        )
 
     def remarks(self) -> Iterator[str]:
         """What happened, in lines."""
         masked, tuned = self.accuracies["masked"], self.accuracies["tuned"]
         yield from self.pruned
-        yield (f"With all masks: {100 * masked:.2f} %. Demasked: the same outputs (largest "
-               f"difference {self.verification.max_abs:.2g}); the small network then trained on, "
-               f"with its optimizer carried over, to {100 * tuned:.2f} %.")  # fmt: skip
+        yield (
+            f"With all masks: {100 * masked:.2f} %. Demasked: the same outputs (largest "
+            f"difference {self.verification.max_abs:.2g}); the small network then trained on, "
+            f"with its optimizer carried over, to {100 * tuned:.2f} %."
+        )
 
 
 def prune_classifier(training: Training, options: PruneOptions) -> PruneResult:
@@ -133,8 +149,7 @@ def prune_classifier(training: Training, options: PruneOptions) -> PruneResult:
     accuracies["tuned"] = training.evaluate()
     images = training.example(TIMED)
     timings = _timed({"before": original.eval(), "after": slim.eval()}, images)
-    return PruneResult(slim, demask.report(slim), accuracies, timings, verification,
-                       training.curves, tuple(lines))  # fmt: skip
+    return PruneResult(slim, demask.report(slim), accuracies, timings, verification, training.curves, tuple(lines))
 
 
 def _prune_in_steps(
@@ -167,17 +182,20 @@ def _pruner(network: nn.Module, example: tuple[Any, ...], options: PruneOptions)
     if options.ms is not None:
         allocation = prune.Latency(budget_ms=options.ms * EXAMPLE)
     return prune.Pruner(
-        network, example, score=SCORES[options.score](), structure=options.structure,
-        allocation=allocation, schedule=prune.Cubic(0.0, options.amount, options.rounds),
-    )  # fmt: skip
+        network,
+        example,
+        score=SCORES[options.score](),
+        structure=options.structure,
+        allocation=allocation,
+        schedule=prune.Cubic(0.0, options.amount, options.rounds),
+    )
 
 
 def _line(step: int, pruned: prune.Pruned) -> str:
     """A pruning step in words."""
     gone, all_units = sum(map(len, pruned.removed.values())), sum(pruned.units.values())
     before, after = pruned.before.macs // EXAMPLE, pruned.after.macs // EXAMPLE
-    return (f"Step {step}: {gone} of {all_units} masked, {before:,} -> {after:,} MACs per image "
-            "once demasked.")  # fmt: skip
+    return f"Step {step}: {gone} of {all_units} masked, {before:,} -> {after:,} MACs per image once demasked."
 
 
 def _timed(networks: dict[str, nn.Module], images: torch.Tensor) -> dict[str, Timing]:

@@ -37,9 +37,7 @@ class Training:
     """A network in training. `network` may be replaced by a smaller one between steps, when the
     optimizer was carried over."""
 
-    def __init__(
-        self, network: nn.Module, data: ImageData, options: TrainingOptions, progress: ProgressStep
-    ):
+    def __init__(self, network: nn.Module, data: ImageData, options: TrainingOptions, progress: ProgressStep):
         self.network, self.data, self.options = network, data, options
         self.curves = Curves()
         self.optimizer: Any = None
@@ -91,9 +89,7 @@ class Training:
         with torch.no_grad():
             right = sum(
                 (network(self._images(images, False)).argmax(1) == labels).sum().item()
-                for images, labels in zip(
-                    test.images.split(TEST_BATCH), test.labels.split(TEST_BATCH), strict=True
-                )
+                for images, labels in zip(test.images.split(TEST_BATCH), test.labels.split(TEST_BATCH), strict=True)
             )
         return right / len(test)
 

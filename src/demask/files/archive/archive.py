@@ -27,19 +27,8 @@ from demask.errors import BadInput, RefusedFile
 from demask.failures import described, public, warn_caller
 from demask.files.allowed_names import check_fqn, check_name
 from demask.files.archive.class_record import build_class
-from demask.files.archive.encode_network import (
-    VERSION,
-    encode_network,
-    from_parts,
-    named_tensors,
-)
-from demask.files.archive.node_codec import (
-    DTYPES,
-    WRITE,
-    decode,
-    decode_target,
-    decode_value,
-)  # fmt: skip
+from demask.files.archive.encode_network import VERSION, encode_network, from_parts, named_tensors
+from demask.files.archive.node_codec import DTYPES, WRITE, decode, decode_target, decode_value
 from demask.files.atomic_write import write
 from demask.files.bounded_read import check_zip, open_zip, read_json
 from demask.files.file_kinds import other_kind
@@ -147,8 +136,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     if into is None and own is None:
         return slim
     rows = [row for row in document["tensors"] if row["persistent"]]
-    state = {row["name"]: _make_tensor(stored[row["stored"]], False, False, row["order"])
-             for row in rows}  # fmt: skip
+    state = {row["name"]: _make_tensor(stored[row["stored"]], False, False, row["order"]) for row in rows}
     graphs = _graphs(own, slim)
     if into is None:
         result = None if graphs else build_class(own, state)
@@ -165,13 +153,16 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
         if graphs and (wrong := _difference(result, slim)):
             raise BadInput(f"{describe_graphs(graphs)} ({wrong})")
     if result is None and graphs:
-        warn_caller("demask.load() returns a graph: the network of its own class has graphs in "
-                    f"it, {', '.join(graphs):.200}")  # fmt: skip
+        warn_caller(
+            f"demask.load() returns a graph: the network of its own class has graphs in it, {', '.join(graphs):.200}"
+        )
         return slim
     if result is None:
         name = str(own.get("class") if isinstance(own, dict) else own).rpartition(".")[2]
-        warn_caller(f"demask.load() returns a graph: for the network's own class, pass "
-                    f"into={name}(...), an instance of the sizes before")  # fmt: skip
+        warn_caller(
+            f"demask.load() returns a graph: for the network's own class, pass "
+            f"into={name}(...), an instance of the sizes before"
+        )
         return slim
     if into is None:
         grads = {row["name"]: row["requires_grad"] for row in rows if row["parameter"]}
@@ -229,14 +220,12 @@ def _read_tensors(archive: zipfile.ZipFile, document: Any) -> dict[str, Tensor]:
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise BadInput(f"{TENSORS} is damaged ({error}); copy the file again") from error
     dtypes = _stored_otherwise(document)
-    return {name: from_parts(values, dtypes[name]) if name in dtypes else values
-            for name, values in tensors.items()}  # fmt: skip
+    return {name: from_parts(values, dtypes[name]) if name in dtypes else values for name, values in tensors.items()}
 
 
 def _stored_otherwise(document: Any) -> dict[Any, torch.dtype]:
     """The dtypes of the tensors that are stored as numbers of another one, by key."""
-    rows = [row for row in (*_typed(document, "tensors", list, of=dict), *_sources(document))
-            if "dtype" in row]  # fmt: skip
+    rows = [row for row in (*_typed(document, "tensors", list, of=dict), *_sources(document)) if "dtype" in row]
     if unknown := [row["dtype"] for row in rows if str(row["dtype"]) not in DTYPES]:
         raise RefusedFile(f"{GRAPH}: a tensor of the dtype {unknown[0]!r:.40}")
     return {str(row.get("stored")): DTYPES[row["dtype"]] for row in rows}
@@ -267,8 +256,7 @@ def outline(path: str | os.PathLike[str]) -> Outline:
             names = ", ".join(sorted({str(dtype) for dtype in dtypes.values()}))
             raise BadInput(f"{path}: tensors of {names} cannot be read part by part; load the file")
         slim = _build(document, {name: stored.hollow() for name, stored in file.tensors.items()})
-    places = {row["name"]: (file.tensors[row["stored"]], tuple(row["order"]))
-              for row in document["tensors"]}  # fmt: skip
+    places = {row["name"]: (file.tensors[row["stored"]], tuple(row["order"])) for row in document["tensors"]}
     return Outline(slim, file, places)
 
 
@@ -322,8 +310,9 @@ def _kind(document: Mapping[str, Any]) -> type[Demasked]:
     if name is None:
         return Optimized if document.get("optimized") is True else Demasked
     if not isinstance(name, str) or name not in RESULT_KINDS:
-        raise BadInput(f"a network of kind {name!r:.40}, expected one of {RESULT_KINDS.names()}; "
-                       "install a newer demask")  # fmt: skip
+        raise BadInput(
+            f"a network of kind {name!r:.40}, expected one of {RESULT_KINDS.names()}; install a newer demask"
+        )
     return RESULT_KINDS.get(name)
 
 
@@ -368,9 +357,7 @@ def _make_module(name: str, spec: Any) -> nn.Module:
     match spec:
         case {"type": str(kind), **fields} if kind in MODULES:
             try:
-                return create_without_memory(
-                    MODULES[kind], {n: decode(v, {}) for n, v in fields.items()}
-                )
+                return create_without_memory(MODULES[kind], {n: decode(v, {}) for n, v in fields.items()})
             except (ArithmeticError, RuntimeError, TypeError, ValueError, BadInput) as error:
                 raise RefusedFile(f"module {name!r} is no {kind}: {error}") from error
     raise RefusedFile(f"module {name!r}: expected one of {', '.join(sorted(MODULES))}")
@@ -413,9 +400,7 @@ def _make_tensor(values: Tensor, parameter: bool, requires_grad: bool, order: li
     if requires_grad and not (values.is_floating_point() or values.is_complex()):
         raise RefusedFile(f"a tensor of {values.dtype} that requires a gradient")
     tensor = values.permute([order.index(axis) for axis in range(len(order))])
-    return (
-        nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
-    )
+    return nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 
 def _attach(slim: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:

@@ -74,9 +74,7 @@ def _fits(network: nn.Module, state: Mapping[str, Tensor]) -> bool:
     among them."""
     own = dict(network.state_dict())
     others = state.keys() - own.keys() - {name for name, _ in network.named_buffers()}
-    return not others and all(
-        name in state and tensor.shape == state[name].shape for name, tensor in own.items()
-    )
+    return not others and all(name in state and tensor.shape == state[name].shape for name, tensor in own.items())
 
 
 def _describe_layers(module: nn.Module) -> dict[str, Any]:
@@ -104,17 +102,12 @@ def _build_layers(record: Any, depth: int) -> nn.Module:
     raise ValueError(f"{record!r:.40}")
 
 
-def _build_model(
-    path: str, config: Mapping[str, Any], state: Mapping[str, Tensor]
-) -> nn.Module | None:
+def _build_model(path: str, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module | None:
     """A model of transformers, if that is installed and has it: of the names that a file may have,
     only those of its own models are looked up."""
     module, _, name = path.rpartition(".")
     layers = [value for key, value in config.items() if "layer" in key and type(value) is int]
-    if (
-        not (_MODEL.fullmatch(module) and _NAME.fullmatch(name))
-        or max(layers, default=0) > MOST_LAYERS
-    ):
+    if not (_MODEL.fullmatch(module) and _NAME.fullmatch(name)) or max(layers, default=0) > MOST_LAYERS:
         return None
     try:
         kind: Any = getattr(sys.modules.get(module) or importlib.import_module(module), name, None)

@@ -87,8 +87,10 @@ def _module_specs(slim: fx.GraphModule) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         kind = kind_of(module)
         if kind is None:
-            raise BadInput(f"module {name} is a {type(module).__name__}, which the format cannot "
-                           f"store; it stores {', '.join(sorted(MODULES))}")  # fmt: skip
+            raise BadInput(
+                f"module {name} is a {type(module).__name__}, which the format cannot "
+                f"store; it stores {', '.join(sorted(MODULES))}"
+            )
         fields = dict(constructor_arguments(module, kind))
         if _shapes(create_without_memory(kind, fields)) != _shapes(module):
             raise BadInput(

@@ -114,8 +114,7 @@ def decode_target(name: Any) -> Any:
         return BUILTINS[name]
     op = find_op(name, ("aten", "demask", onednn.NAMESPACE))
     if is_mutable(op) and op is not WRITE:
-        raise RefusedFile(f"got the op {name}, which changes its arguments; expected its "
-                          "functional form")  # fmt: skip
+        raise RefusedFile(f"got the op {name}, which changes its arguments; expected its functional form")
     return op
 
 

@@ -41,8 +41,15 @@ VISIBLE = 1e-2  # of the example's outputs: a difference that a warning names, t
 # explains it; two steps of 8 bits are less
 REFERENCE_SECONDS = 60.0  # of comparison in onnx's reference implementation, which is slow
 NOT_IN_NUMPY = ("bfloat16", "float8", "float4", "int4", "int2")  # element types
-QUANTIZED = ("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger",
-             "QLinearConv", "QLinearMatMul", "QuantizeLinear")  # fmt: skip
+QUANTIZED = (
+    "ConvInteger",
+    "DequantizeLinear",
+    "DynamicQuantizeLinear",
+    "MatMulInteger",
+    "QLinearConv",
+    "QLinearMatMul",
+    "QuantizeLinear",
+)
 Outputs = list[Any]  # arrays; lists and dicts for sequences and maps
 Inputs = Sequence[Tensor]
 Filled = Callable[[Sequence[Tensor]], tuple[Any, Any]]
@@ -63,8 +70,7 @@ class Runner:
     def __call__(self, inputs: Inputs) -> Outputs:
         arrays = map(numpy_of, inputs)
         outputs = self.session.run(None, dict(zip(self.names, arrays, strict=True)))
-        return [np.asarray(y) if isinstance(y, np.generic | bool | int | float) else y
-                for y in outputs]  # fmt: skip
+        return [np.asarray(y) if isinstance(y, np.generic | bool | int | float) else y for y in outputs]
 
 
 def runner(model: str | bytes, *, optimized: bool = True, by: str | None = None) -> Runner:
@@ -135,8 +141,10 @@ def _around_foreign(model: str | bytes, optimized: bool) -> Runner:
 
 
 _RUNNERS: Mapping[str, Callable[[str | bytes, bool], Runner]] = {
-    RUNTIME: _in_runtime, REFERENCE: _in_reference, AROUND: _around_foreign,
-}  # fmt: skip
+    RUNTIME: _in_runtime,
+    REFERENCE: _in_reference,
+    AROUND: _around_foreign,
+}
 
 
 def _loaded(model: str | bytes) -> Any:
@@ -221,10 +229,13 @@ def draws(example: Sequence[Tensor], domains: Sequence[Domain] | None = None) ->
         if not is_last and not any(x.is_floating_point() for x in example):
             continue
         inputs = [
-            (domain.draw(x, draw) if is_last else x) if not x.is_floating_point()
-            else fill(x.detach(), draw) if domain == Domain() else domain.draw(x, draw)
+            (domain.draw(x, draw) if is_last else x)
+            if not x.is_floating_point()
+            else fill(x.detach(), draw)
+            if domain == Domain()
+            else domain.draw(x, draw)
             for x, domain in zip(example, domains, strict=True)
-        ]  # fmt: skip
+        ]
         results.append(Draw(kind, tuple(inputs)))
     return results
 
@@ -265,9 +276,8 @@ def open_sizes(values: Sequence[Any], feeds: Mapping[str, Any]) -> dict[str, lis
 
 
 def resized(
-    feeds: Mapping[str, Any], places: Mapping[str, Sequence[tuple[str, int]]],
-    added: Mapping[str, int],
-) -> dict[str, Any]:  # fmt: skip
+    feeds: Mapping[str, Any], places: Mapping[str, Sequence[tuple[str, int]]], added: Mapping[str, int]
+) -> dict[str, Any]:
     """Arrays or tensors with other open sizes: their positions repeat. added: to each size."""
     feeds = dict(feeds)
     for name, more in added.items():
@@ -281,9 +291,8 @@ def resized(
 
 
 def longer_inputs(
-    values: Sequence[Any], feeds: Mapping[str, Any], *, double: bool = False,
-    names: Collection[str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    values: Sequence[Any], feeds: Mapping[str, Any], *, double: bool = False, names: Collection[str] | None = None
+) -> dict[str, Any]:
     """Arrays or tensors with more of each size that the file leaves open, each by another number.
 
     values: ValueInfoProtos of the inputs. feeds: by name.
@@ -453,8 +462,10 @@ class Verdict:
         """What a user has to know of a difference that rounding explains; "" if it is small."""
         if self.visible <= VISIBLE:
             return ""
-        return (f"outputs differ by {self.visible:.2g} of the largest on {self.on}: there, "
-                "rounding alone moves the outputs of the original as much")  # fmt: skip
+        return (
+            f"outputs differ by {self.visible:.2g} of the largest on {self.on}: there, "
+            "rounding alone moves the outputs of the original as much"
+        )
 
     def __str__(self) -> str:
         if self.error is None:
@@ -491,16 +502,13 @@ class Judge:
         self._expected: dict[tuple[int, bool], Outputs | None] = {}
 
     @classmethod
-    def of_file(
-        cls, source: str | bytes, example: Sequence[Tensor], tolerance: float | None = None
-    ) -> Self:
+    def of_file(cls, source: str | bytes, example: Sequence[Tensor], tolerance: float | None = None) -> Self:
         """The judge of files that replace a file (its path or bytes).
 
         Raises:
             BadInput: nothing here runs it.
         """
-        proto = (installed().load(source, load_external_data=False) if isinstance(source, str)
-                 else _loaded(source))  # fmt: skip
+        proto = installed().load(source, load_external_data=False) if isinstance(source, str) else _loaded(source)
         ops = {node.op_type for part in (proto.graph, *proto.functions) for node in part.node}
         inputs = inputs_of(proto)
         del proto  # which has all weights
@@ -562,8 +570,7 @@ class Judge:
                         visible, on = seen, self.cases[k].kind
         count = len(self._expected[0, True] or ())
         if missing := set(range(count)) - steady:
-            raise Mismatch(f"output {min(missing)} cannot be compared: rounding alone moves its "
-                           "sizes on all inputs")  # fmt: skip
+            raise Mismatch(f"output {min(missing)} cannot be compared: rounding alone moves its sizes on all inputs")
         words = "" if compared == len(self.cases) else f" on {compared} of {len(self.cases)} inputs"
         return Verdict(worst, file.by + words, visible, on)
 
@@ -668,8 +675,7 @@ class _Pair:
         place = f"{b[at]} at {tuple(map(int, at))}, expected {a[at]}"
         if self.error == math.inf:
             return f"differs: {place}"
-        return (f"differs by {self.error:.2g} relative to its largest value: {place}; allowed are "
-                f"{self.allowed:.2g}")  # fmt: skip
+        return f"differs by {self.error:.2g} relative to its largest value: {place}; allowed are {self.allowed:.2g}"
 
 
 def _error(a: Any, b: Any, slack: float = 0.0) -> float:

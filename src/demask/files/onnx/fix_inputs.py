@@ -107,6 +107,4 @@ def _named_sizes(ports: Mapping[str, OnnxPort], tensors: Mapping[str, Tensor]) -
 def _sized(port: OnnxPort, sizes: Mapping[str, int]) -> OnnxPort:
     if port.sizes is None:
         return port
-    return replace(
-        port, sizes=tuple(n if isinstance(n, int) else sizes.get(n, n) for n in port.sizes)
-    )
+    return replace(port, sizes=tuple(n if isinstance(n, int) else sizes.get(n, n) for n in port.sizes))

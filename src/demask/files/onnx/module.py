@@ -26,9 +26,7 @@ from demask.graph.result.demasked_module import attach
 
 
 @public
-def from_onnx(
-    path: str | os.PathLike[str], *, inputs: Mapping[str, Any] | None = None
-) -> OnnxModule:
+def from_onnx(path: str | os.PathLike[str], *, inputs: Mapping[str, Any] | None = None) -> OnnxModule:
     """The network in an ONNX file, an `nn.Module` in eval mode on the CPU.
 
     Call the module with one tensor per input of the file, by position; it returns a tensor per
@@ -79,9 +77,8 @@ class OnnxModule(nn.Module):
         except RecursionError as error:
             raise BadInput("expected functions that do not call themselves") from error
         self.interface = Interface(
-            file.graph.inputs, file.graph.outputs, file.graph.name, file.doc, dict(file.metadata),
-            planner.grids,
-        )  # fmt: skip
+            file.graph.inputs, file.graph.outputs, file.graph.name, file.doc, dict(file.metadata), planner.grids
+        )
         for name, tensor in planner.tensors.items():
             if name not in planner.stored:
                 tensor = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
@@ -127,11 +124,7 @@ class OnnxModule(nn.Module):
         return outputs
 
     def _run(
-        self,
-        plan: OnnxPlan,
-        inputs: Sequence[Value],
-        outer: Mapping[str, Value],
-        recorder: OnnxRecorder | None = None,
+        self, plan: OnnxPlan, inputs: Sequence[Value], outer: Mapping[str, Value], recorder: OnnxRecorder | None = None
     ) -> list[Value]:
         values = self._values(plan, inputs, outer, recorder)
         for name in plan.outputs:
@@ -140,11 +133,7 @@ class OnnxModule(nn.Module):
         return [values[name] for name in plan.outputs]
 
     def _values(
-        self,
-        plan: OnnxPlan,
-        inputs: Sequence[Value],
-        outer: Mapping[str, Value],
-        recorder: OnnxRecorder | None = None,
+        self, plan: OnnxPlan, inputs: Sequence[Value], outer: Mapping[str, Value], recorder: OnnxRecorder | None = None
     ) -> dict[str, Value]:
         """The values that are left after the last step, by name."""
         values: dict[str, Value] = {**outer, "": None}
@@ -155,13 +144,7 @@ class OnnxModule(nn.Module):
             self._do(step, plan, values, recorder)
         return values
 
-    def _do(
-        self,
-        step: OnnxStep,
-        plan: OnnxPlan,
-        values: dict[str, Value],
-        recorder: OnnxRecorder | None,
-    ) -> None:
+    def _do(self, step: OnnxStep, plan: OnnxPlan, values: dict[str, Value], recorder: OnnxRecorder | None) -> None:
         node = step.node
         context: dict[str, Any] = {
             "version": step.version,
@@ -175,9 +158,7 @@ class OnnxModule(nn.Module):
             context["device"] = device = self._device(inputs)
             context["as_tensor"] = lambda value: tensor_of(value, self._tensor_named, device)
             record = recorder and recorder.called
-            outputs = step.entry(
-                node, inputs, OnnxCall(self._tensor_named, device, context, record)
-            )
+            outputs = step.entry(node, inputs, OnnxCall(self._tensor_named, device, context, record))
             if recorder:
                 recorder.node(step, plan, inputs, outputs)
         except DemaskError as error:

@@ -78,9 +78,7 @@ class OnnxEntry:
     host: Callable[..., Any] | None = None
     stored: tuple[int, ...] = ()
 
-    def __call__(
-        self, node: OnnxNode, inputs: Sequence[Value], call: OnnxCall
-    ) -> tuple[Value, ...]:
+    def __call__(self, node: OnnxNode, inputs: Sequence[Value], call: OnnxCall) -> tuple[Value, ...]:
         """The outputs of a node."""
         if self.host is not None and _small(inputs) and all(v is None or _folds(v) for v in inputs):
             result = self._on_host(node, inputs, call)
@@ -100,8 +98,7 @@ class OnnxEntry:
             return result
         dtype = next((v.dtype for v in inputs if isinstance(v, Host)), None)
         outputs = result if isinstance(result, tuple) else (result,)
-        return tuple(v if v is None or isinstance(v, Host | Tensor | list) else Host.of(v, dtype)
-                     for v in outputs)  # fmt: skip
+        return tuple(v if v is None or isinstance(v, Host | Tensor | list) else Host.of(v, dtype) for v in outputs)
 
 
 def _scalar(value: Value) -> bool:
@@ -138,14 +135,10 @@ def _signature(function: Any) -> Signature:
     rest = next((p for p in positional if p.kind is p.VAR_POSITIONAL), None)
     kinds = {name: _kind(p) for name, p in parameters.items()}
     context = tuple(name for name in CONTEXT if name in parameters)
-    return Signature(
-        parameters, tuple(p for p in positional if p is not rest), rest, kinds, context
-    )
+    return Signature(parameters, tuple(p for p in positional if p is not rest), rest, kinds, context)
 
 
-def _bound(
-    function: Any, node: OnnxNode, inputs: Sequence[Any], call: OnnxCall
-) -> tuple[list, dict]:
+def _bound(function: Any, node: OnnxNode, inputs: Sequence[Any], call: OnnxCall) -> tuple[list, dict]:
     """Args and kwargs of a function, from a node's inputs and attributes."""
     signature = _signature(function)
     plain, rest = signature.plain, signature.rest
@@ -188,14 +181,18 @@ class Ops:
     domain: str = ""
     entries: dict[tuple[str, str], OnnxEntry] = field(default_factory=dict)
 
-    def __call__(self, *names: str, host: Callable[..., Any] | None = None,
-                 stored: tuple[int, ...] = (), domain: str | None = None) -> Any:  # fmt: skip
+    def __call__(
+        self,
+        *names: str,
+        host: Callable[..., Any] | None = None,
+        stored: tuple[int, ...] = (),
+        domain: str | None = None,
+    ) -> Any:
         """Register the decorated function for the ops with these names."""
 
         def enter(function: Callable[..., Any]) -> Callable[..., Any]:
             for name in names:
-                self.put(OnnxEntry(name, self.domain if domain is None else domain, function, host,
-                               stored))  # fmt: skip
+                self.put(OnnxEntry(name, self.domain if domain is None else domain, function, host, stored))
             return function
 
         return enter

@@ -25,8 +25,13 @@ MAX_NODES = 1_000_000  # after functions of the file are inlined
 MAX_MODULES = 50_000
 MAX_PATH = 16  # nested modules that a dotted name creates
 # Ops by their operands that are weights or biases in whole numbers.
-QUANTIZED = {"DequantizeLinear": (0,), "QLinearConv": (3, 8), "QLinearMatMul": (0, 3),
-             "MatMulInteger": (0, 1), "ConvInteger": (0, 1)}  # fmt: skip
+QUANTIZED = {
+    "DequantizeLinear": (0,),
+    "QLinearConv": (3, 8),
+    "QLinearMatMul": (0, 3),
+    "MatMulInteger": (0, 1),
+    "ConvInteger": (0, 1),
+}
 EntryOf = Callable[[OnnxNode], OnnxEntry]
 _TAKEN = frozenset(dir(nn.Module())) | {"plan", "interface", "recordings"}  # OnnxModule's
 
@@ -46,9 +51,7 @@ class OnnxStep:
         return _read_step, (self.node, self.entry.domain, self.entry.name, self.version, self.drops)
 
 
-def _read_step(
-    node: OnnxNode, domain: str, name: str, version: int, drops: tuple[str, ...]
-) -> OnnxStep:
+def _read_step(node: OnnxNode, domain: str, name: str, version: int, drops: tuple[str, ...]) -> OnnxStep:
     return OnnxStep(node, ENTRIES[domain, name], version, drops)
 
 
@@ -92,13 +95,10 @@ class OnnxPlanner:
             _check_known([n for n, _ in nodes])
         constants = dict(graph.constants)
         constants |= {n.outputs[0]: _constant(n) for n, _ in inlined if n.op == "Constant"}
-        stored = {n.inputs[k] for n, _ in nodes
-                  for k in self.entry_of(n).stored if k < len(n.inputs)}  # fmt: skip
+        stored = {n.inputs[k] for n, _ in nodes for k in self.entry_of(n).stored if k < len(n.inputs)}
         stored |= set(constants) - set(graph.constants)
-        quantized = {n.inputs[k] for n, _ in nodes
-                     for k in QUANTIZED.get(n.op, ()) if k < len(n.inputs)}  # fmt: skip
-        known = {name: self._place(name, t, name in stored, name in quantized)
-                 for name, t in constants.items()}  # fmt: skip
+        quantized = {n.inputs[k] for n, _ in nodes for k in QUANTIZED.get(n.op, ()) if k < len(n.inputs)}
+        known = {name: self._place(name, t, name in stored, name in quantized) for name, t in constants.items()}
         for name, grid in grids_of((n for n, _ in nodes), constants).items():
             constant = known[name]
             self.grids[str(constant.tensor_name if isinstance(constant, Host) else constant)] = grid
@@ -129,14 +129,13 @@ class OnnxPlanner:
         return Host(tensor.numpy().copy(), tensor.dtype, path, folds=not is_weight)
 
     def _step(self, node: OnnxNode, opsets: Mapping[str, int]) -> OnnxStep:
-        attributes = {k: self.plan(v, opsets) if isinstance(v, Graph) else _attribute(v)
-                      for k, v in node.attributes.items()}  # fmt: skip
+        attributes = {
+            k: self.plan(v, opsets) if isinstance(v, Graph) else _attribute(v) for k, v in node.attributes.items()
+        }
         version = opsets.get(node.domain, self.file.opsets.get(node.domain, 1))
         return OnnxStep(replace(node, attributes=attributes), self.entry_of(node), version, ())
 
-    def _inline(
-        self, node: OnnxNode, opsets: Mapping[str, int]
-    ) -> Iterator[tuple[OnnxNode, Mapping[str, int]]]:
+    def _inline(self, node: OnnxNode, opsets: Mapping[str, int]) -> Iterator[tuple[OnnxNode, Mapping[str, int]]]:
         """The node, or the nodes of the function that the file defines for its op."""
         self.nodes += 1
         if self.nodes > MAX_NODES:
@@ -149,9 +148,7 @@ class OnnxPlanner:
         names = ChainMap(dict(zip(function.inputs, node.inputs, strict=False)))
         names |= dict.fromkeys(function.inputs[len(node.inputs) :], "")
         names |= {o: n for o, n in zip(function.outputs, node.outputs, strict=False) if n}
-        attributes = {
-            k: v for k, v in {**function.attributes, **node.attributes}.items() if v is not ...
-        }
+        attributes = {k: v for k, v in {**function.attributes, **node.attributes}.items() if v is not ...}
         inner_opsets = {**opsets, **function.opsets}
         for inner in function.nodes:
             yield from self._inline(_renamed(inner, names, prefix, attributes), inner_opsets)
@@ -164,9 +161,7 @@ def _attribute(value: Any) -> Any:
     return Host.of(value.numpy().copy())
 
 
-def _renamed(
-    node: OnnxNode, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]
-) -> OnnxNode:
+def _renamed(node: OnnxNode, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]) -> OnnxNode:
     """A node of a function's body at a call: with the names and attributes of that call.
 
     names: values by their names in the body. arguments: attributes of the call.
@@ -184,13 +179,17 @@ def _renamed(
             attributes[key] = _renamed_graph(value, names.new_child(), prefix, arguments)
         else:
             attributes[key] = value
-    return OnnxNode(node.op, node.domain, prefix + node.name, tuple(map(name, node.inputs)),
-                tuple(map(name, node.outputs)), attributes)  # fmt: skip
+    return OnnxNode(
+        node.op,
+        node.domain,
+        prefix + node.name,
+        tuple(map(name, node.inputs)),
+        tuple(map(name, node.outputs)),
+        attributes,
+    )
 
 
-def _renamed_graph(
-    graph: Graph, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]
-) -> Graph:
+def _renamed_graph(graph: Graph, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]) -> Graph:
     for port in graph.inputs:
         names[port.name] = prefix + port.name
     constants = {names.setdefault(k, prefix + k): v for k, v in graph.constants.items()}
@@ -206,8 +205,7 @@ def _entry(node: OnnxNode) -> OnnxEntry:
 
 def _check_known(nodes: list[OnnxNode]) -> None:
     """Raise BadInput for ops that demask has no function for."""
-    missing = Counter(n.op if not n.domain else f"{n.domain}.{n.op}" for n in nodes
-                      if (n.domain, n.op) not in ENTRIES)  # fmt: skip
+    missing = Counter(n.op if not n.domain else f"{n.domain}.{n.op}" for n in nodes if (n.domain, n.op) not in ENTRIES)
     if missing:
         words = ", ".join(f"{op} ({count})" for op, count in missing.most_common(20))
         first = next(n for n in nodes if (n.domain, n.op) not in ENTRIES)
@@ -261,8 +259,9 @@ def _reads(step: OnnxStep) -> Iterator[str]:
 
 def _path(name: str) -> str:
     """A name that torch's modules accept: dotted parts, no part an attribute of `nn.Module`."""
-    parts = ["".join(c if c.isalnum() or c in "_ -+:/@#" else "_" for c in part)[:200]
-             for part in name.split(".", MAX_PATH)]  # fmt: skip
+    parts = [
+        "".join(c if c.isalnum() or c in "_ -+:/@#" else "_" for c in part)[:200] for part in name.split(".", MAX_PATH)
+    ]
     parts = [f"p{part}" if part.startswith("__") else part for part in parts]
     return ".".join(f"{p}_" if not p or p in _TAKEN else p for p in parts)
 

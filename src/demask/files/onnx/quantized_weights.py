@@ -38,9 +38,7 @@ _LAYERS = (*CONVOLUTIONS, aten.linear.default)
 _COPIES = re.compile(r"(_folded\d*|_\d+)+$")  # suffixes that passes add to names of constants
 
 
-def grids_of(
-    nodes: Iterable[OnnxNode], constants: Mapping[str, Any]
-) -> dict[str, QuantizationGrid]:
+def grids_of(nodes: Iterable[OnnxNode], constants: Mapping[str, Any]) -> dict[str, QuantizationGrid]:
     """Grids of constants that are dequantized, directly or after QuantizeLinear, by name."""
     nodes = list(nodes)
     quantizers = {n.outputs[0]: n for n in nodes if (n.domain, n.op) == ("", "QuantizeLinear")}
@@ -71,9 +69,7 @@ def _grid(node: OnnxNode, dtype: Any, constants: Mapping[str, Any]) -> Quantizat
     is_positive = scale.is_floating_point() and bool((scale.isfinite() & (scale > 0)).all())
     if not is_positive or points.numel() != scale.numel() or not isinstance(axis, int):
         return None
-    return QuantizationGrid(
-        kind, axis, tuple(scale.reshape(-1).tolist()), tuple(points.reshape(-1).tolist())
-    )
+    return QuantizationGrid(kind, axis, tuple(scale.reshape(-1).tolist()), tuple(points.reshape(-1).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +135,10 @@ def _insert_dequantize(
 
 def _unused_name(module: nn.Module, name: str) -> str:
     names = {n for n, _ in (*module.named_parameters(), *module.named_buffers())}
-    return next(
-        n for k in range(len(names) + 1) if (n := f"{name}_{k}" if k else name) not in names
-    )
+    return next(n for k in range(len(names) + 1) if (n := f"{name}_{k}" if k else name) not in names)
 
 
-def quantize_exactly(
-    tensor: Tensor, grid: QuantizationGrid, cut: Cut | None = None
-) -> QuantizedConstant | None:
+def quantize_exactly(tensor: Tensor, grid: QuantizationGrid, cut: Cut | None = None) -> QuantizedConstant | None:
     """A float constant in integers; None where dequantizing does not give equal floats.
 
     cut: how the tensor was cut from the constant that the grid describes.
@@ -180,20 +172,14 @@ def _source_positions(cut: Cut | None, axis: int) -> Sequence[int]:
     return range(cut.shape[axis]) if positions is None else positions
 
 
-def _if_exact(
-    tensor: Tensor, dtype: torch.dtype, scale: Tensor, point: Tensor, axis: int
-) -> QuantizedConstant | None:
+def _if_exact(tensor: Tensor, dtype: torch.dtype, scale: Tensor, point: Tensor, axis: int) -> QuantizedConstant | None:
     """The tensor in integers, if dequantizing them gives the tensor."""
-    constant = QuantizedConstant(
-        _to_integers(tensor, dtype, scale, point, axis), scale, point.to(dtype), axis
-    )
+    constant = QuantizedConstant(_to_integers(tensor, dtype, scale, point, axis), scale, point.to(dtype), axis)
     restored = dequantize_values(constant.integers, constant.scale, constant.zero_point, axis)
     return constant if torch.equal(restored, tensor) else None
 
 
-def _to_integers(
-    tensor: Tensor, dtype: torch.dtype, scale: Tensor, point: Tensor, axis: int
-) -> Tensor:
+def _to_integers(tensor: Tensor, dtype: torch.dtype, scale: Tensor, point: Tensor, axis: int) -> Tensor:
     """A tensor quantized: divided by scales, rounded, plus zero points, clamped to the dtype."""
     ratio = tensor.double() / broadcast_scale(scale.double(), tensor, axis)
     limits = torch.iinfo(dtype)
@@ -235,20 +221,14 @@ def _fits(rows: Tensor, scales: Tensor, points: Tensor, dtype: torch.dtype) -> T
     return (dequantize_values(whole, scales, points.to(dtype), 0) == rows).all(1)
 
 
-def _bias(
-    module: nn.Module, node: fx.Node, stored: Mapping[str, QuantizedConstant]
-) -> dict[str, QuantizedConstant]:
+def _bias(module: nn.Module, node: fx.Node, stored: Mapping[str, QuantizedConstant]) -> dict[str, QuantizedConstant]:
     """The bias of a quantized layer in integers, by name; {} where it is not close to integers.
 
     Its scale is the scale of the input times that of the weight.
     """
     arguments = schema.arguments(node)
     x, weight, bias = (arguments[name] for name in ("input", "weight", "bias"))
-    operands = [
-        x.args[1] if x.target is torch.ops.demask.dequantize.default else None,
-        bias,
-        weight,
-    ]
+    operands = [x.args[1] if x.target is torch.ops.demask.dequantize.default else None, bias, weight]
     if any(not isinstance(n, fx.Node) or n.op != "get_attr" for n in operands):
         return {}
     scale, tensor = (_tensor_at(module, str(n.target)) for n in operands[:2])
@@ -262,9 +242,7 @@ def _bias(
     if bool((is_off | (whole.abs() >= 2**31)).any()):
         return {}
     whole = whole.to(torch.int32)
-    return {
-        bias.target: QuantizedConstant(whole, steps, torch.zeros_like(steps, dtype=torch.int32), 0)
-    }
+    return {bias.target: QuantizedConstant(whole, steps, torch.zeros_like(steps, dtype=torch.int32), 0)}
 
 
 def opset_for(slim: fx.GraphModule, opset: int | None) -> int | None:

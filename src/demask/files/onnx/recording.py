@@ -17,12 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from demask.compat.dispatch import (
-    count_dispatch_modes,
-    count_function_modes,
-    peek_interpreter_stack,
-    tracing_state,
-)
+from demask.compat.dispatch import count_dispatch_modes, count_function_modes, peek_interpreter_stack, tracing_state
 from demask.files.onnx.model import OnnxNode
 from demask.files.onnx.plan import OnnxPlan, OnnxStep
 from demask.files.onnx.values import Host, Value
@@ -64,9 +59,7 @@ class OnnxRecording:
     outputs: tuple[Host | str, ...]
     literals: frozenset[int]
 
-    def run(
-        self, inputs: Mapping[str, Tensor], tensor: Callable[[str], Tensor]
-    ) -> list[Value] | None:
+    def run(self, inputs: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> list[Value] | None:
         """The outputs; None where a size differs. tensor: returns a module's tensor by path."""
         values = {**inputs, **{name: tensor(path) for name, path in self.paths.items()}}
         for step in self.steps:
@@ -106,9 +99,7 @@ class OnnxRecorder:
         self.chosen: dict[tuple[str, ...], OnnxPlan] = {}  # by the outputs of their If nodes
         self.call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None = None
 
-    def branch(
-        self, plan: OnnxPlan, node: OnnxNode, values: Mapping[str, Value]
-    ) -> OnnxRecorder | None:
+    def branch(self, plan: OnnxPlan, node: OnnxNode, values: Mapping[str, Value]) -> OnnxRecorder | None:
         """The recorder of a subgraph: self for a branch that sizes select, None otherwise."""
         if node.op != "If" or isinstance(values[node.inputs[0]], Tensor):
             self.works = False
@@ -121,9 +112,7 @@ class OnnxRecorder:
         """Record the call on tensors of the current node."""
         self.call = function, args, named
 
-    def node(
-        self, step: OnnxStep, plan: OnnxPlan, inputs: Sequence[Value], outputs: Sequence[Value]
-    ) -> None:
+    def node(self, step: OnnxStep, plan: OnnxPlan, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
         """Record the inputs and outputs of a node."""
         call, self.call = self.call, None
         drops = step.drops if plan is self.plan else ()  # a subgraph's values may be read outside
@@ -141,9 +130,7 @@ class OnnxRecorder:
                 self.works = False
 
     def _note(self, node: OnnxNode, inputs: Any, outputs: Any, drops: Any, call: Any) -> bool:
-        tensors = [
-            (n, v) for n, v in zip(node.inputs, inputs, strict=True) if isinstance(v, Tensor)
-        ]
+        tensors = [(n, v) for n, v in zip(node.inputs, inputs, strict=True) if isinstance(v, Tensor)]
         if all(v is None or isinstance(v, Host) for v in outputs):
             if tensors and (node.domain or node.op not in _OF_SHAPE):
                 return False
@@ -170,9 +157,8 @@ class OnnxRecorder:
         if not all(name in filled for name, _ in tensors):
             return False  # numbers were taken from a tensor
         self.steps.append(
-            TensorCall(function, tuple(args), dict(named), tuple(fills), tuple(node.outputs),
-                       tuple(drops))
-        )  # fmt: skip
+            TensorCall(function, tuple(args), dict(named), tuple(fills), tuple(node.outputs), tuple(drops))
+        )
         return True
 
     def _source(self, value: Tensor, read: Any, inputs: Any) -> str | None:
@@ -181,9 +167,7 @@ class OnnxRecorder:
         for name, tensor in read:
             if tensor is value:
                 return name
-        for path in (
-            v.tensor_name for v in inputs if isinstance(v, Host) and v.tensor_name is not None
-        ):
+        for path in (v.tensor_name for v in inputs if isinstance(v, Host) and v.tensor_name is not None):
             tensor = self.tensor(path)
             if tensor is value:
                 self.paths[f" {path}"] = path  # a name that no value of a graph has
@@ -197,9 +181,7 @@ class OnnxRecorder:
         outputs = self.plan.outputs
         if not self.works or not all(isinstance(v, Tensor | Host) for v in values):
             return None
-        sources = tuple(
-            v if isinstance(v, Host) else n for n, v in zip(outputs, values, strict=True)
-        )
+        sources = tuple(v if isinstance(v, Host) else n for n, v in zip(outputs, values, strict=True))
         return OnnxRecording(tuple(self.steps), self.paths, sources, frozenset(self.literals))
 
 

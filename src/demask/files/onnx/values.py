@@ -79,12 +79,8 @@ def tensor_of(value: Any, lookup: Callable[[str], Tensor], device: torch.device)
     if value.dtype is None:
         raise BadInput("text where a tensor was expected")
     if value.array.dtype != object:
-        return torch.tensor(value.array.tolist(), dtype=value.dtype, device=device).reshape(
-            value.array.shape
-        )
-    numbers = [
-        torch.scalar_tensor(plain(x), dtype=value.dtype, device=device) for x in value.array.flat
-    ]
+        return torch.tensor(value.array.tolist(), dtype=value.dtype, device=device).reshape(value.array.shape)
+    numbers = [torch.scalar_tensor(plain(x), dtype=value.dtype, device=device) for x in value.array.flat]
     return torch.stack(numbers).reshape(value.array.shape)
 
 

@@ -19,9 +19,7 @@ MAX_EXTREMES = 8  # sympy compares every pair of the arguments of Max
 _SYMBOL = re.compile(r"(?!__)[A-Za-z_]\w{0,99}", re.ASCII)
 _BARE_SYMBOL = re.compile(r"(s|u|zf|zuf)\d{1,6}|oo|int_oo|true|false", re.ASCII)
 _FLOAT = re.compile(r"-?\d{1,40}(\.\d{0,40})?(e[+-]?\d{1,3})?", re.ASCII)
-_ASSUMPTIONS = frozenset(
-    "integer positive negative nonnegative nonpositive nonzero real finite even odd".split()
-)
+_ASSUMPTIONS = frozenset("integer positive negative nonnegative nonpositive nonzero real finite even odd".split())
 _POWERS = frozenset(("Pow", "PowByNatural"))
 _FUNCTIONS = _POWERS | frozenset(
     "Add Mul Mod PythonMod FloorDiv CleanDiv CeilDiv ModularIndexing Max Min Abs Where Piecewise "
@@ -70,9 +68,7 @@ def _check(node: ast.expr, depth: int) -> None:
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _BINARY):
             _check(left, depth + 1)
             _check(right, depth + 1)
-        case ast.Compare(left=left, ops=ops, comparators=others) if all(
-            isinstance(op, _COMPARE) for op in ops
-        ):
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(isinstance(op, _COMPARE) for op in ops):
             for operand in (left, *others):
                 _check(operand, depth + 1)
         case ast.Call(func=ast.Name(id=name)):

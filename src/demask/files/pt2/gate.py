@@ -62,9 +62,7 @@ def check(path: str | os.PathLike[str], *, namespaces: Collection[str] = ()) -> 
         _check_archive(archive, namespaces)
 
 
-def open_pt2(
-    path: str | os.PathLike[str], *, namespaces: Collection[str] = ()
-) -> torch.export.ExportedProgram:
+def open_pt2(path: str | os.PathLike[str], *, namespaces: Collection[str] = ()) -> torch.export.ExportedProgram:
     """The program in the .pt2 at `path`, without sample inputs; errors as `check`.
 
     Example: `open_pt2("model.pt2").module()(torch.randn(1, 3, 224, 224))`

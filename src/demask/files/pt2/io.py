@@ -114,9 +114,7 @@ def lower_own_ops(slim: Demasked) -> Demasked:
     return copy
 
 
-def read_model(
-    path: str | os.PathLike[str], *, namespaces: Collection[str] = ()
-) -> ExportedProgram | fx.GraphModule:
+def read_model(path: str | os.PathLike[str], *, namespaces: Collection[str] = ()) -> ExportedProgram | fx.GraphModule:
     """The model in the file at `path`: a demasked GraphModule, or the ExportedProgram of a .pt2.
 
     The content decides, not the suffix. Errors as `archive.load` and `gate.open_pt2`; those for

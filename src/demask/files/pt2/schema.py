@@ -92,8 +92,7 @@ class ProgramSchema:
         unknown = sorted(set(value) - set(fields))
         if unknown:
             raise BadInput(
-                f"{name}: got the field {unknown[0]!r}; this file was written by a newer torch, "
-                "update torch to read it"
+                f"{name}: got the field {unknown[0]!r}; this file was written by a newer torch, update torch to read it"
             )
         cleaned = {}
         for key, inner in value.items():

@@ -29,11 +29,7 @@ from demask.compat.tracing import without_stack_traces
 from demask.errors import BadInput, DemaskError, NotExportable
 from demask.graph.capture.errors import DATA_DEPENDENT, check_call, export_error
 from demask.graph.capture.experts import export_with_grouped_experts
-from demask.graph.capture.export_guards import (
-    collect_conditions,
-    describe_ranges,
-    find_violated_guard,
-)
+from demask.graph.capture.export_guards import collect_conditions, describe_ranges, find_violated_guard
 from demask.graph.capture.inline_regions import inline_regions
 from demask.graph.capture.module_state import check_state, watch_attributes
 from demask.graph.capture.symbolic_sizes import symbolic_sizes
@@ -147,9 +143,7 @@ def _exports(work, args, kwargs, dynamic_shapes) -> Iterator[_Export]:
         try:
             yield _attempt(work, args, kwargs, dynamic_shapes), ()
         except NotExportable as error:
-            advice = (
-                f'with dynamic_shapes="all", only sizes that may be are dynamic; {error.advice}'
-            )
+            advice = f'with dynamic_shapes="all", only sizes that may be are dynamic; {error.advice}'
             raise NotExportable(error.op, error.where, advice) from error
         return
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -168,9 +162,7 @@ def _exports(work, args, kwargs, dynamic_shapes) -> Iterator[_Export]:
     yield _attempt(work, args, kwargs, None), notes
 
 
-def _as_declared(
-    work: nn.Module, args: Any, kwargs: Any, interface: Interface
-) -> Iterator[_Export]:
+def _as_declared(work: nn.Module, args: Any, kwargs: Any, interface: Interface) -> Iterator[_Export]:
     """The exports whose dynamic sizes are those that an ONNX file names; if torch.export fails,
     only the batch, or all but the batch, or none."""
     check_tensors([*args, *kwargs.values()], interface.inputs)
@@ -197,9 +189,12 @@ def check_tensors(values: Sequence[Any], ports: Sequence[Any]) -> None:
     if kinds or len(values) != len(ports):
         raise BadInput(
             f"expected tensors for {[p.name for p in ports]}, got {len(values)} inputs"
-            + (f", among them {', '.join(kinds)}: a network that takes sequences or text cannot be "
-               "captured" if kinds else "")
-        )  # fmt: skip
+            + (
+                f", among them {', '.join(kinds)}: a network that takes sequences or text cannot be captured"
+                if kinds
+                else ""
+            )
+        )
     for x, port in zip(values, ports, strict=True):
         if x is not None and port.sizes is not None and x.ndim != len(port.sizes):
             raise BadInput(
@@ -234,8 +229,10 @@ def _fixed_notes(exported: ExportedProgram, interface: Interface) -> Iterator[st
         sizes = value.shape if isinstance(value, Tensor) else ()
         for axis, (size, named) in enumerate(zip(sizes, port.sizes or (), strict=False)):
             if isinstance(named, str) and isinstance(_settled(size), int):
-                yield (f"size {named!r} (axis {axis} of input {port.name!r}) is static, "
-                       f"{_settled(size)}: the network depends on its value")  # fmt: skip
+                yield (
+                    f"size {named!r} (axis {axis} of input {port.name!r}) is static, "
+                    f"{_settled(size)}: the network depends on its value"
+                )
 
 
 def _dynamically(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> ExportedProgram:
@@ -262,11 +259,7 @@ def _fits(exported: ExportedProgram, args: Any, kwargs: Any) -> bool:
         value = node.meta.get("val")
         sizes = value.shape if isinstance(value, Tensor) else ()
         for size, actual in zip(map(_settled, sizes), getattr(leaf, "shape", ()), strict=False):
-            expected = (
-                size
-                if isinstance(size, int)
-                else sizes_by_symbol.setdefault(size.node.expr, actual)
-            )
+            expected = size if isinstance(size, int) else sizes_by_symbol.setdefault(size.node.expr, actual)
             if expected != actual:
                 return False
     return True
@@ -381,8 +374,7 @@ def _check_runs(work: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
         shapes = [tuple(t.shape) for t in leaves if isinstance(t, Tensor)]
         raise BadInput(
-            f"the model itself fails on the example inputs (shapes {shapes}): "
-            f"{type(error).__name__}: {error}"
+            f"the model itself fails on the example inputs (shapes {shapes}): {type(error).__name__}: {error}"
         ) from error
 
 
@@ -403,8 +395,9 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
                 mapping[node].meta["val"] = spec.arg.value
             continue
         if spec.kind is InputKind.CUSTOM_OBJ or spec.kind is InputKind.TOKEN:
-            raise NotExportable(f"the model contains {spec.arg.name}, no tensor", "unknown",
-                                "replace the custom object by tensors")  # fmt: skip
+            raise NotExportable(
+                f"the model contains {spec.arg.name}, no tensor", "unknown", "replace the custom object by tensors"
+            )
         constants[spec.target] = replace(_constant(exported, spec), aliases=tied[spec.target])
         with graph.inserting_before(mapping[node]):
             read = graph.create_node("get_attr", spec.target, name=f"{node.name}_")
@@ -421,9 +414,15 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
     spec = exported.call_spec
     names = _names(exported)
     return Program(
-        graph, constants, spec.in_spec, spec.out_spec, names, (*notes, _LICENCE), training,
+        graph,
+        constants,
+        spec.in_spec,
+        spec.out_spec,
+        names,
+        (*notes, _LICENCE),
+        training,
         collect_conditions(exported, mode_of(graph).shape_env),
-    )  # fmt: skip
+    )
 
 
 def _settled(value: Any) -> Any:
@@ -445,8 +444,10 @@ def _is_fixed(size: Any) -> bool:
 def _reread(values, mapping, graph) -> list[Any]:
     """The outputs, where placeholders of constants are replaced by their get_attr nodes."""
     alive = {node.name: node for node in graph.nodes}
-    return [alive.get(f"{v.name}_", v) if isinstance(v, fx.Node) and v.op == "placeholder"
-            and v.name not in alive else v for v in values]  # fmt: skip
+    return [
+        alive.get(f"{v.name}_", v) if isinstance(v, fx.Node) and v.op == "placeholder" and v.name not in alive else v
+        for v in values
+    ]
 
 
 def _tied(exported: ExportedProgram) -> dict[str, tuple[str, ...]]:

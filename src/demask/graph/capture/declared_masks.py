@@ -106,8 +106,9 @@ def _check(name: Any, mask: Any, parameters: Mapping[str, Tensor], model: Any) -
         description = "a buffer, no parameter" if is_buffer else "no parameter of the model"
         raise BadInput(f"masks: {name!r} is {description}; {hint}")
     if not isinstance(mask, Tensor):
-        raise BadInput(f"masks[{name!r}]: expected a tensor of 0 and 1, got {_described(mask)}: "
-                       "pass torch.as_tensor(mask)")  # fmt: skip
+        raise BadInput(
+            f"masks[{name!r}]: expected a tensor of 0 and 1, got {_described(mask)}: pass torch.as_tensor(mask)"
+        )
     shape, parameter = tuple(mask.shape), parameters[name]
     try:
         fits = torch.broadcast_shapes(shape, parameter.shape) == parameter.shape
@@ -119,11 +120,12 @@ def _check(name: Any, mask: Any, parameters: Mapping[str, Tensor], model: Any) -
             f"that broadcasts to it, got {shape}: to remove rows, pass mask.view(-1, 1, ...)"
         )
     if mask.device != parameter.device:
-        raise BadInput(f"masks[{name!r}]: expected a mask on {parameter.device}, the parameter's "
-                       f"device, got one on {mask.device}: move it there")  # fmt: skip
+        raise BadInput(
+            f"masks[{name!r}]: expected a mask on {parameter.device}, the parameter's "
+            f"device, got one on {mask.device}: move it there"
+        )
     if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
-        raise BadInput(f"masks[{name!r}]: expected only 0 (remove) and 1, got other numbers: "
-                       "pass mask != 0")  # fmt: skip
+        raise BadInput(f"masks[{name!r}]: expected only 0 (remove) and 1, got other numbers: pass mask != 0")
 
 
 def _described(value: Any) -> str:

@@ -18,8 +18,9 @@ DATA_DEPENDENT = "this line branches on the values of a tensor"
 def check_args(args: Any) -> None:
     """Raise BadInput for positional inputs that are no tuple."""
     if not isinstance(args, tuple):
-        raise BadInput(f"args must be a tuple of the model's inputs, got {type(args).__name__}: "
-                       "write (x,) for one input")  # fmt: skip
+        raise BadInput(
+            f"args must be a tuple of the model's inputs, got {type(args).__name__}: write (x,) for one input"
+        )
 
 
 def check_call(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> None:
@@ -34,11 +35,14 @@ def check_call(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> None:
             "export the model to ONNX and read that with demask.from_onnx"
         )
     if not isinstance(kwargs or {}, Mapping) or any(not isinstance(k, str) for k in kwargs or {}):
-        raise BadInput("kwargs must be a mapping from names to the model's keyword inputs, or "
-                       f"None, got {type(kwargs).__name__}")  # fmt: skip
+        raise BadInput(
+            f"kwargs must be a mapping from names to the model's keyword inputs, or None, got {type(kwargs).__name__}"
+        )
     if isinstance(dynamic_shapes, str | int | float) and dynamic_shapes != "all":
-        raise BadInput('dynamic_shapes must be None, "all", or what torch.export takes, such as '
-                       f'({{0: "n", 2: "h"}},) for one tensor, got {dynamic_shapes!r}')  # fmt: skip
+        raise BadInput(
+            'dynamic_shapes must be None, "all", or what torch.export takes, such as '
+            f'({{0: "n", 2: "h"}},) for one tensor, got {dynamic_shapes!r}'
+        )
 
 
 def part_of(model: Any) -> str:
@@ -54,9 +58,11 @@ def part_of(model: Any) -> str:
 
 def export_error(error: Exception, model: nn.Module) -> NotExportable:
     """The error for a failed export of a model: the first line, where, and what to change."""
-    packed = [name for name, module in model.named_modules()
-              if type(module).__module__.startswith("torch.ao.nn.quantized")
-              and not name.endswith("_packed_params")]  # fmt: skip
+    packed = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("torch.ao.nn.quantized") and not name.endswith("_packed_params")
+    ]
     if packed:
         return NotExportable(
             "layers of torch.ao.quantization have their weights in objects that torch.export "
@@ -65,8 +71,11 @@ def export_error(error: Exception, model: nn.Module) -> NotExportable:
             "quantize later: pass the float network, write it by demask.to_onnx, and quantize the "
             "file by onnxruntime.quantization.quantize_dynamic",
         )
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename
-              and "/demask/" not in f.filename and "<" not in f.filename]  # fmt: skip
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in f.filename and "/demask/" not in f.filename and "<" not in f.filename
+    ]
     last = frames[-1] if frames else None
     where = f"{last.filename}:{last.lineno} ({last.line})" if last else "unknown"
     first = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -79,6 +88,8 @@ def export_error(error: Exception, model: nn.Module) -> NotExportable:
     elif "Cache" in text:
         advice = "a cache of keys and values is an object with a state: pass use_cache=False"
     else:
-        advice = ("torch.export(model, args) must succeed; rewrite the line named here, or "
-                  f"demask only the parts that export, such as {part_of(model)}")  # fmt: skip
+        advice = (
+            "torch.export(model, args) must succeed; rewrite the line named here, or "
+            f"demask only the parts that export, such as {part_of(model)}"
+        )
     return NotExportable(text, where, advice)

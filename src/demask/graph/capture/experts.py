@@ -14,10 +14,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 Export = tuple[ExportedProgram, tuple[str, ...]]  # and notes
-NOTE = (
-    "experts are computed by grouped products: a loop over the experts that tokens select cannot "
-    "be captured"
-)
+NOTE = "experts are computed by grouped products: a loop over the experts that tokens select cannot be captured"
 
 
 def export_with_grouped_experts(model: nn.Module, exports: Iterator[Export]) -> Iterator[Export]:

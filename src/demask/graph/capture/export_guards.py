@@ -57,18 +57,14 @@ def check_condition(text: str) -> str:
         _translate(tree, lambda source, axis: f"size{axis}")
         return ast.unparse(tree)
     except (_Unknown, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RefusedFile(
-            f"expected a comparison of sizes, got the condition {text[:80]!r} ({error})"
-        ) from error
+        raise RefusedFile(f"expected a comparison of sizes, got the condition {text[:80]!r} ({error})") from error
 
 
 def collect_conditions(exported: ExportedProgram, shape_env: Any) -> tuple[str, ...]:
     """The conditions that an export relied on; a program from a file contains them."""
     from_export = collect_guards(shape_env, exported.range_constraints)
     known = shape_env is not None and shape_env.guards
-    return (
-        from_export if known else tuple(dict.fromkeys((*from_export, *read_conditions(exported))))
-    )
+    return from_export if known else tuple(dict.fromkeys((*from_export, *read_conditions(exported))))
 
 
 def read_conditions(exported: ExportedProgram) -> Iterator[str]:
@@ -103,9 +99,12 @@ def find_violated_guard(program: Program, args: Any, kwargs: Any) -> str | None:
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if len(values) != len(tensors):
         return None
-    sizes = {str(size.node.expr): n for value, x in zip(values, tensors, strict=True)
-             for size, n in zip(value.shape, x.shape, strict=False)
-             if not isinstance(size, int)}  # fmt: skip
+    sizes = {
+        str(size.node.expr): n
+        for value, x in zip(values, tensors, strict=True)
+        for size, n in zip(value.shape, x.shape, strict=False)
+        if not isinstance(size, int)
+    }
     return next((guard for guard in program.guards if not are_true([guard], sizes)), None)
 
 

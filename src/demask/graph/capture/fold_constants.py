@@ -19,9 +19,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
 from demask.ops.entries.contraction import GROUPED
 
-_RAW = re.compile(
-    r"parametrizations\.(?P<p>[^.]+)\.original\d*$|(?P<o>[^.]+)_orig$|(?P<w>[^.]+)_[gv]$"
-)
+_RAW = re.compile(r"parametrizations\.(?P<p>[^.]+)\.original\d*$|(?P<o>[^.]+)_orig$|(?P<w>[^.]+)_[gv]$")
 MAX_ADDED = 2**28  # elements that folding may compute, beyond those of the constants
 _CREATED = re.compile(r"new_|\w+_like\b")  # their outputs do not depend on the operand's values
 
@@ -45,8 +43,11 @@ def fold_constants(program: Program, *, parameters: bool = True) -> Program:
                 room -= _evaluate(node, values, program, room)
     frontier = _frontier(graph, values)
     declared = find_declared_zeros(graph, frontier, values, program)
-    constants = {str(n.target): program.constants[str(n.target)] for n in graph.nodes
-                 if n.op == "get_attr" and _outlives(n, values)}  # fmt: skip
+    constants = {
+        str(n.target): program.constants[str(n.target)]
+        for n in graph.nodes
+        if n.op == "get_attr" and _outlives(n, values)
+    }
     editor.constants, constants_by_node = constants, {}
     for node in frontier:
         constant = _constant(node, values[node], program, constants)
@@ -68,9 +69,9 @@ def find_declared_zeros(
     """By node, where computed weights are declared zeros: those that are 0 for all values of the
     remaining parameters (two random draws of opposite signs are tried), or whose parametrization
     computes 0."""
-    candidates = {node for node in frontier
-                  if any(program.constants[str(n.target)].declared is not None
-                         for n in _leaves(node))}  # fmt: skip
+    candidates = {
+        node for node in frontier if any(program.constants[str(n.target)].declared is not None for n in _leaves(node))
+    }
     zeros = {node: values[node] == 0 for node in candidates}
     for sign in (1, -1) if candidates else ():
         other, drawn = program.with_graph(graph, draw_weights(program, sign)), {}
@@ -106,9 +107,7 @@ def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
 def _is_weight(leaf: fx.Node, value: Tensor) -> bool:
     """Whether a constant contains weights, also quantized ones; indices are no weights."""
     dequantized = torch.ops.demask.dequantize.default
-    return value.is_floating_point() or any(
-        user.target is dequantized and user.args[0] is leaf for user in leaf.users
-    )
+    return value.is_floating_point() or any(user.target is dequantized and user.args[0] is leaf for user in leaf.users)
 
 
 def _share(editor: GraphEditor) -> None:
@@ -177,9 +176,7 @@ def _is_grouped_weight(node: fx.Node) -> bool:
     return all(str(user.target) in GROUPED and user.args[1] is node for user in node.users)
 
 
-def _constant(
-    node: fx.Node, value: Tensor, program: Program, taken: dict[str, Constant]
-) -> Constant:
+def _constant(node: fx.Node, value: Tensor, program: Program, taken: dict[str, Constant]) -> Constant:
     sources = [program.constants[str(n.target)] for n in _leaves(node)]
     parameters = [c for c in sources if c.parameter]
     main = parameters[0] if parameters else sources[0] if sources else None
@@ -215,5 +212,4 @@ def plain_name(name: str) -> str:
 
 
 def _free(name: str, taken: dict[str, Constant]) -> str:
-    return next(f"{name}_folded{k or ''}" for k in range(len(taken) + 1)
-                if f"{name}_folded{k or ''}" not in taken)  # fmt: skip
+    return next(f"{name}_folded{k or ''}" for k in range(len(taken) + 1) if f"{name}_folded{k or ''}" not in taken)

@@ -50,8 +50,7 @@ def functionalize(program: Program, *, writes: bool = False) -> Program:
         functionalizer.visit(node)
     written = [node for node in functionalizer.version if node.op == "placeholder"]
     if written and not writes:
-        first = next(node for node in graph.nodes if _writes(node)
-                     and functionalizer.root(node) is written[0])  # fmt: skip
+        first = next(node for node in graph.nodes if _writes(node) and functionalizer.root(node) is written[0])
         raise NotExportable(
             f"input {written[0].target} is changed by forward ({first.target})",
             _where(first),
@@ -62,9 +61,7 @@ def functionalize(program: Program, *, writes: bool = False) -> Program:
     result.args = ((*outputs, *map(functionalizer.read, written)),)
     guards = tuple(dict.fromkeys((*program.guards, *guards)))
     names = (*program.written, *(str(node.target) for node in written))
-    return _laid_out(
-        replace(program, graph=functionalizer.editor.graph, guards=guards, written=names)
-    )
+    return _laid_out(replace(program, graph=functionalizer.editor.graph, guards=guards, written=names))
 
 
 def _laid_out(program: Program) -> Program:
@@ -307,8 +304,9 @@ class _Functionalizer:
             packet = getattr(aten, name.removesuffix("_"), None)
             overload = getattr(packet, overload_name(node.target), None)
             if not name.endswith("_") or overload is None:
-                raise NotExportable(f"in-place op {node.target}", _where(node),
-                                    "use the form that returns a new tensor")  # fmt: skip
+                raise NotExportable(
+                    f"in-place op {node.target}", _where(node), "use the form that returns a new tensor"
+                )
             args, kwargs = map_arg((node.args, node.kwargs), self.read)
             if node.all_input_nodes == [target] and old.meta["val"].is_floating_point():
                 # An op of one float tensor, such as an activation: the value has its metadata.

@@ -56,18 +56,12 @@ def modules_without_state(model: nn.Module, stateful: Sequence[str]) -> list[str
     names: list[str] = []
     for path, module in model.named_modules():
         free = path and not any(related(path, other) for other in stateful)
-        if (
-            free
-            and not any(related(path, name) for name in names)
-            and next(module.parameters(), None) is not None
-        ):
+        if free and not any(related(path, name) for name in names) and next(module.parameters(), None) is not None:
             names.append(path)
     return names
 
 
-def keeps_equal_state(
-    model: nn.Module, own: nn.Module, inputs: Inputs, attributes: Sequence[Attribute]
-) -> bool:
+def keeps_equal_state(model: nn.Module, own: nn.Module, inputs: Inputs, attributes: Sequence[Attribute]) -> bool:
     """Whether a smaller network of the same class has the outputs and the state of a network over a
     sequence of calls.
 
@@ -85,9 +79,12 @@ def keeps_equal_state(
             if isinstance(a, Tensor) and not _is_close(a, b):
                 return False
         first, second = networks
-        states.append([(vars(first.get_submodule(path)).get(name),
-                        vars(second.get_submodule(path)).get(name))
-                       for path, name in attributes])  # fmt: skip
+        states.append(
+            [
+                (vars(first.get_submodule(path)).get(name), vars(second.get_submodule(path)).get(name))
+                for path, name in attributes
+            ]
+        )
     return all(_is_cut_of_state(values) for values in zip(*states, strict=True))
 
 
@@ -97,8 +94,10 @@ def _is_cut_of_state(values: Sequence[tuple[Any, Any]]) -> bool:
     first, second = values[0]
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return all(type(a) is type(b) and repr(a) == repr(b) for a, b in values)
-    if not all(isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == first.shape
-               and b.shape == second.shape for a, b in values):  # fmt: skip
+    if not all(
+        isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == first.shape and b.shape == second.shape
+        for a, b in values
+    ):
         return False
     axes = [k for k, (n, m) in enumerate(zip(first.shape, second.shape, strict=False)) if n != m]
     if first.ndim != second.ndim or len(axes) > 1:
@@ -179,18 +178,14 @@ def _is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) in (bool, int, str, bytes, type) and a == b)
 
 
-def _changed(
-    before: Mapping[Attribute, Any], after: Mapping[Attribute, Any]
-) -> Iterator[Attribute]:
+def _changed(before: Mapping[Attribute, Any], after: Mapping[Attribute, Any]) -> Iterator[Attribute]:
     """The attributes that are new or have changed."""
     for attribute, value in after.items():
         if attribute not in before or not _is_same(before[attribute], value):
             yield attribute
 
 
-def check_state(
-    model: nn.Module, inputs: Inputs, changed: tuple[Attribute, ...]
-) -> tuple[str, ...]:
+def check_state(model: nn.Module, inputs: Inputs, changed: tuple[Attribute, ...]) -> tuple[str, ...]:
     """Notes on attributes that a call changes. Raises KeepsState where a later call depends on
     them: one of a sequence of calls returns something else than the same call of a new copy."""
     set_by_calls: dict[Attribute, None] = {}
@@ -203,9 +198,7 @@ def check_state(
     return (f"a call of the model sets {', '.join(names[:5])}; a graph sets no attributes",)
 
 
-def _depends_on_earlier_calls(
-    model: nn.Module, inputs: Inputs, set_by_calls: dict[Attribute, None]
-) -> bool:
+def _depends_on_earlier_calls(model: nn.Module, inputs: Inputs, set_by_calls: dict[Attribute, None]) -> bool:
     """Whether one of a sequence of calls returns something else than the same call of a new copy.
     set_by_calls: filled with the attributes that calls set to other values."""
     called, changing = copy_with_state(model), set[Attribute]()
@@ -226,9 +219,9 @@ def _depends_on_earlier_calls(
         if k:  # what the first call alone sets is a cache
             changing |= set(changes)
         if k < CALLS - 1:  # the last one sets enlarged numbers back
-            set_by_calls.update(dict.fromkeys(
-                name for name in changes if not _is_recomputed(before.get(name), after[name])
-            ))  # fmt: skip
+            set_by_calls.update(
+                dict.fromkeys(name for name in changes if not _is_recomputed(before.get(name), after[name]))
+            )
         pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(outputs), strict=False)
         for a, b in pairs:
             if isinstance(a, Tensor) and not (isinstance(b, Tensor) and equal_outputs(a, b)):
@@ -246,11 +239,7 @@ def _sequence(inputs: Inputs) -> Iterator[Inputs]:
     """The example, twice, then normally distributed numbers."""
     draw = torch.Generator().manual_seed(0)
     for k in range(CALLS):
-        yield (
-            inputs
-            if k < 2
-            else pytree.tree_map_only(Tensor, lambda leaf: draw_like(leaf, draw), inputs)
-        )
+        yield (inputs if k < 2 else pytree.tree_map_only(Tensor, lambda leaf: draw_like(leaf, draw), inputs))
 
 
 def _enlarge(network: nn.Module, attributes: Iterable[Attribute]) -> None:

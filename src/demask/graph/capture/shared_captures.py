@@ -70,9 +70,7 @@ def shared_captures(
             more = capture_programs(model, args, kwargs, dynamic_shapes)
             yield from itertools.islice(more, len(programs), None)
             return
-    entry = _SharedCapture(
-        anatomy, frozenset().union(*(e.watched | e.differing(anatomy) for e in equal))
-    )
+    entry = _SharedCapture(anatomy, frozenset().union(*(e.watched | e.differing(anatomy) for e in equal)))
     entries.append(entry)
     tensors = dict(tensors_of(model))
     shared = True
@@ -88,8 +86,7 @@ def _with_tensors(program: Program, model: nn.Module) -> Program:
     """The program of an equal module, with the tensors of this one."""
     tensors = dict(tensors_of(model))
     constants = {
-        name: replace(constant, tensor=tensors[constant.name].detach())
-        for name, constant in program.constants.items()
+        name: replace(constant, tensor=tensors[constant.name].detach()) for name, constant in program.constants.items()
     }
     return program.with_graph(copy_graph(program)[0], constants)
 
@@ -106,9 +103,7 @@ class _SharedCapture:
 
     def differing(self, other: Anatomy) -> set[Place]:
         """The integers that differ in an equal module."""
-        return {
-            place for place, value in self.anatomy.numbers.items() if other.numbers[place] != value
-        }
+        return {place for place, value in self.anatomy.numbers.items() if other.numbers[place] != value}
 
     def watch(self, model: nn.Module) -> nn.Module:
         """A copy of the model that records reads of the watched integers; the model if there are
@@ -143,9 +138,7 @@ class _SharedCapture:
         return type(kind.__name__, (kind,), names | {p[1]: recorded(p) for p in places})
 
 
-_ENTRIES: ContextVar[list[_SharedCapture] | None] = ContextVar(
-    "demask_shared_captures", default=None
-)
+_ENTRIES: ContextVar[list[_SharedCapture] | None] = ContextVar("demask_shared_captures", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +254,7 @@ class Anatomy:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return _Same(tensor)
         memory = self._memory.setdefault(tensor.data_ptr() or id(tensor), len(self._memory))
-        return (type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(),
-                tensor.requires_grad, memory)  # fmt: skip
+        return (type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad, memory)
 
 
 class _Plain:
@@ -273,6 +265,4 @@ def _is_plain(kind: type) -> bool:
     """Whether objects of a class are determined by their attributes."""
     copying = ("__reduce__", "__reduce_ex__", "__getstate__")
     sizes = (kind.__basicsize__, kind.__itemsize__)
-    return sizes == (_Plain.__basicsize__, 0) and all(
-        getattr(kind, name) is getattr(object, name) for name in copying
-    )
+    return sizes == (_Plain.__basicsize__, 0) and all(getattr(kind, name) is getattr(object, name) for name in copying)

@@ -29,29 +29,24 @@ def symbolic_sizes(network: nn.Module) -> Iterator[Callable[[], bool]]:
             return value.shape[0]
         return length(value)
 
-    def take_along_dim(
-        input: Tensor, indices: Tensor, dim: int | None = None, **out: Any
-    ) -> Tensor:
+    def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None, **out: Any) -> Tensor:
         shapes = [input.shape, indices.shape]
         is_symbolic = any(isinstance(size, torch.SymInt) for shape in shapes for size in shape)
         if not is_symbolic or dim is None or out:
             return take(input, indices, dim, **out)
         seen.append(input)
         before, after = slice(dim % input.ndim), slice(dim % input.ndim + 1, None)
-        wide = [
-            torch.broadcast_shapes(*(shape[part] for shape in shapes)) for part in (before, after)
-        ]
-        x, index = (
-            value.expand(*wide[0], value.shape[dim], *wide[1]) for value in (input, indices)
-        )
+        wide = [torch.broadcast_shapes(*(shape[part] for shape in shapes)) for part in (before, after)]
+        x, index = (value.expand(*wide[0], value.shape[dim], *wide[1]) for value in (input, indices))
         return x.gather(dim, index)
 
     own = {kind.__module__ for module in network.modules() for kind in type(module).__mro__}
     files = [sys.modules[name] for name in own if name in sys.modules and not _is_library(name)]
     patches = [
-        (torch, "take_along_dim", take_along_dim), (Tensor, "take_along_dim", take_along_dim),
+        (torch, "take_along_dim", take_along_dim),
+        (Tensor, "take_along_dim", take_along_dim),
         *((file, "len", symbolic_length) for file in files),
-    ]  # fmt: skip
+    ]
     with one_at_a_time():
         before = [vars(owner).get(name, _ABSENT) for owner, name, _ in patches]
         try:

@@ -13,9 +13,7 @@ from torch.utils import _pytree as pytree
 from demask.graph.module_copy import structural_copy
 
 
-def apply_weight_hooks(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> nn.Module | None:
+def apply_weight_hooks(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module | None:
     """A copy of a model with the weights that its hooks write, and without these hooks.
 
     Hooks that run before a module, return None and leave its inputs alone can only write. None if
@@ -48,9 +46,7 @@ def apply_weight_hooks(
     return work if any(calls.values()) else None
 
 
-def _observe(
-    hook: Callable[..., Any], calls: dict[Any, bool], place: Any, module: nn.Module, *inputs: Any
-) -> Any:
+def _observe(hook: Callable[..., Any], calls: dict[Any, bool], place: Any, module: nn.Module, *inputs: Any) -> Any:
     """The result of a hook; notes whether it returned None and left the inputs alone."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     before = [tensor.clone() for tensor in tensors]

@@ -76,9 +76,7 @@ def _type_as(editor: GraphEditor, node: fx.Node) -> fx.Node:
 def _stack(editor: GraphEditor, node: fx.Node) -> fx.Node:
     parts: Any = node.args[0]
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return editor.call(
-        aten.cat.default, [editor.call(aten.unsqueeze.default, p, dim) for p in parts], dim
-    )
+    return editor.call(aten.cat.default, [editor.call(aten.unsqueeze.default, p, dim) for p in parts], dim)
 
 
 def _repeated(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
@@ -109,11 +107,7 @@ def _repeat_axis(editor: GraphEditor, x: fx.Node, dim: int, count: int, *, inner
     unsqueezed = editor.call(aten.unsqueeze.default, x, dim + inner)
     shape = [*sizes[: dim + inner], count, *sizes[dim + inner :]]
     expanded = editor.call(aten.expand.default, unsqueezed, shape)
-    size = (
-        sizes[dim] * count
-        if isinstance(sizes[dim], int)
-        else editor.call(operator.mul, sizes[dim], count)
-    )
+    size = sizes[dim] * count if isinstance(sizes[dim], int) else editor.call(operator.mul, sizes[dim], count)
     return editor.call(aten.reshape.default, expanded, [*sizes[:dim], size, *sizes[dim + 1 :]])
 
 
@@ -121,11 +115,7 @@ def _indexed(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """x[index] with one constant index: positions are selected, then reshaped."""
     x, indices = node.args
     present = [(k, i) for k, i in enumerate(indices) if i is not None]  # type: ignore[arg-type]
-    if (
-        len(present) != 1
-        or not isinstance(present[0][1], fx.Node)
-        or present[0][1].op != "get_attr"
-    ):
+    if len(present) != 1 or not isinstance(present[0][1], fx.Node) or present[0][1].op != "get_attr":
         return None
     (axis, read), shape = present[0], x.meta["val"].shape  # type: ignore[union-attr]
     constant = editor.constants[str(read.target)]
@@ -137,9 +127,7 @@ def _indexed(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if constant.tensor.ndim == 1:
         return rows
     sizes = editor.sizes(x)
-    return editor.call(
-        aten.reshape.default, rows, [*sizes[:axis], *constant.tensor.shape, *sizes[axis + 1 :]]
-    )
+    return editor.call(aten.reshape.default, rows, [*sizes[:axis], *constant.tensor.shape, *sizes[axis + 1 :]])
 
 
 def _selected(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
@@ -249,9 +237,7 @@ def _shuffled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     return _permuted(editor, node, x, parts, order)
 
 
-def _permuted(
-    editor: GraphEditor, reader: fx.Node, x: fx.Node, parts: Any, order: list[int]
-) -> fx.Node | None:
+def _permuted(editor: GraphEditor, reader: fx.Node, x: fx.Node, parts: Any, order: list[int]) -> fx.Node | None:
     """x with one axis, which was split into several axes of `parts`, in another order."""
     shape = x.meta["val"].shape
     changed = [k for k, d in enumerate(order) if k != d]
@@ -327,10 +313,12 @@ def _rotated(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """Pairs of numbers that are multiplied as complex ones: their real and imaginary parts."""
     product: Any = node.args[0]
     factors: Any = product.args if product.target is aten.mul.Tensor else ()
-    pairs = [f.args[0] for f in factors
-             if isinstance(f, fx.Node) and f.target is aten.view_as_complex.default]  # fmt: skip
-    others = [f for f in factors if isinstance(f, fx.Node) and f.meta["val"].is_complex()
-              and f.target is not aten.view_as_complex.default]  # fmt: skip
+    pairs = [f.args[0] for f in factors if isinstance(f, fx.Node) and f.target is aten.view_as_complex.default]
+    others = [
+        f
+        for f in factors
+        if isinstance(f, fx.Node) and f.meta["val"].is_complex() and f.target is not aten.view_as_complex.default
+    ]
     if len(pairs) != 1 or len(others) != 1:
         return None
     call, both = editor.call, (pairs[0], editor.call(aten.view_as_real.default, others[0]))
@@ -353,10 +341,8 @@ def _einsum(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     parts = left.split(",")
     spare = "".join(sorted(set(string.ascii_letters) - set(equation), reverse=True))
     ranks = [value.meta["val"].ndim for value in values]
-    dots = [spare[: rank - len(part) + 3] if "." in part else ""
-            for part, rank in zip(parts, ranks, strict=True)]  # fmt: skip
-    if len(set(dots) - {""}) > 1 or any(len(set(p.replace(".", ""))) < len(p.replace(".", ""))
-                                        for p in parts):  # fmt: skip
+    dots = [spare[: rank - len(part) + 3] if "." in part else "" for part, rank in zip(parts, ranks, strict=True)]
+    if len(set(dots) - {""}) > 1 or any(len(set(p.replace(".", ""))) < len(p.replace(".", "")) for p in parts):
         return None
     all_dots = max(dots, key=len)
     if not arrow:
@@ -382,9 +368,7 @@ def _einsum(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     return editor.call(aten.permute.default, value, [letters.index(letter) for letter in right])
 
 
-def _sum_axes(
-    editor: GraphEditor, term: tuple[str, fx.Node], needed: set[str]
-) -> tuple[str, fx.Node]:
+def _sum_axes(editor: GraphEditor, term: tuple[str, fx.Node], needed: set[str]) -> tuple[str, fx.Node]:
     """A tensor and the letters of its axes, without those that are not needed, which are summed."""
     letters, value = term
     axes = [k for k, letter in enumerate(letters) if letter not in needed]

@@ -98,8 +98,7 @@ class ValueNumbers:
             elif _is_whole(moved, node, walk):
                 return walk.numbers[moved.root]
             else:
-                key = ("moved", walk.numbers[moved.root], _shape(node, walk),
-                       *map(_digest, moved.positions))  # fmt: skip
+                key = ("moved", walk.numbers[moved.root], _shape(node, walk), *map(_digest, moved.positions))
         else:
             key = (node.op, str(node.target), self._plain(_arguments(node), walk))
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -214,14 +213,11 @@ def _moved(node: fx.Node, walk: _ProgramWalk) -> Any:
         return several[part] if isinstance(several, (list, tuple)) else None  # type: ignore[index]
     if op_name(node.target) not in MOVES:
         return None
-    source, *others = [n for n in node.all_input_nodes
-                       if isinstance(n.meta.get("val"), Tensor)]  # fmt: skip
+    source, *others = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     if any(n.op != "get_attr" for n in others) or node.args[0] is not source:
         return None
     before = walk.moved.get(source)
-    root, positions = (
-        (before.root, before.positions) if isinstance(before, _MovedElements) else (source, None)
-    )
+    root, positions = (before.root, before.positions) if isinstance(before, _MovedElements) else (source, None)
     results = []
     try:
         for k, sizes in enumerate(walk.sizes):

@@ -54,8 +54,7 @@ def _split_of(node: fx.Node) -> tuple[fx.Node, list[int], int, list[int], int] |
     before, after, sizes = refinement
     axis = order[dim % len(order)]
     projected_axis = next(
-        (k for k, letters in enumerate(before) if after[axis][:1] and after[axis][0] in letters),
-        None,
+        (k for k, letters in enumerate(before) if after[axis][:1] and after[axis][0] in letters), None
     )
     if (
         projected_axis is None
@@ -116,11 +115,7 @@ def _hoist(
         take = taken[0 if user is node else user.args[1]]  # type: ignore[index,call-overload]
         index = rows.index_select(parts.index(axis), take).reshape(-1)
         part = _rows(editor, node, view.args[0], projected_axis, index)  # type: ignore[arg-type]
-        split = [
-            len(take) if k == axis else n
-            for k, n in enumerate(sizes)
-            if not (drops_axis and k == axis)
-        ]
+        split = [len(take) if k == axis else n for k, n in enumerate(sizes) if not (drops_axis and k == axis)]
         part = editor.call(aten.reshape.default, part, split)
         remaining = [k for k in order if not (drops_axis and k == axis)]
         dims = [k - (drops_axis and k > axis) for k in remaining]
@@ -138,9 +133,7 @@ def _taken(node: fx.Node, axis: int, size: int) -> list[Tensor]:
     return [t.reshape(-1) for t in (output if isinstance(output, (list, tuple)) else [output])]
 
 
-def _rows(
-    editor: GraphEditor, reader: fx.Node, source: fx.Node, axis: int, index: Tensor
-) -> fx.Node:
+def _rows(editor: GraphEditor, reader: fx.Node, source: fx.Node, axis: int, index: Tensor) -> fx.Node:
     """New calls: positions of an axis of `source`."""
     first, last = int(index[0]), int(index[-1]) + 1
     if torch.equal(index, torch.arange(first, last)):
@@ -152,10 +145,7 @@ def _rows(
 def _view_sizes(editor: GraphEditor, view: fx.Node) -> list[Any]:
     """The sizes of a view; dynamic ones are its own arguments if possible."""
     call_arguments = schema.arguments(view)
-    requested, shape = (
-        call_arguments.get("size", call_arguments.get("shape")),
-        view.meta["val"].shape,
-    )
+    requested, shape = (call_arguments.get("size", call_arguments.get("shape")), view.meta["val"].shape)
     if requested is None or len(requested) != len(shape) or any(a == -1 for a in requested):
         return editor.sizes(view)
     return [n if isinstance(n, int) else a for n, a in zip(shape, requested, strict=True)]

@@ -74,12 +74,7 @@ def _move(editor: GraphEditor, node: fx.Node, table: Table) -> list[fx.Node] | N
 
 
 def _again(
-    editor: GraphEditor,
-    source: fx.Node,
-    relation: Relation,
-    axes: list[Any],
-    dim: int,
-    index: int,
+    editor: GraphEditor, source: fx.Node, relation: Relation, axes: list[Any], dim: int, index: int
 ) -> list[fx.Node]:
     """Repeat a call on one position of an axis; the new selections of its operands."""
     ends = (0, 1) if index == 0 else (-1, _END)
@@ -92,9 +87,7 @@ def _again(
             part = editor.call(aten.slice.Tensor, operand.value, axis, *ends)
             values.append(part)
             selections.append(part)
-        call_arguments = schema.replace_operands(
-            schema.arguments(source), relation.operands, values
-        )
+        call_arguments = schema.replace_operands(schema.arguments(source), relation.operands, values)
         if relation.entry.args is not None:
             sizes: list[Any] = editor.sizes(source)
             sizes[dim] = 1

@@ -59,9 +59,7 @@ def _merges(node: fx.Node) -> bool:
     """Whether a view merges a dynamic and a static axis."""
     source: Any = node.args[0]
     refinement = common_refinement(list(source.meta["val"].shape), list(node.meta["val"].shape))
-    return not isinstance(refinement, Declined) and any(
-        _mixed(axis, refinement[2]) for axis in refinement[1]
-    )
+    return not isinstance(refinement, Declined) and any(_mixed(axis, refinement[2]) for axis in refinement[1])
 
 
 def _mixed(axis: list[str], sizes: Any) -> bool:
@@ -93,9 +91,7 @@ class _Unmerger:
     def merge(self, old: fx.Node, separated: _Separated) -> None:
         """Let readers of a merged value read the separated value, merged."""
         with self.editor.graph.inserting_before(separated.node.next):
-            merged = self.editor.call(
-                aten.reshape.default, separated.node, self._merged(separated, old)
-            )
+            merged = self.editor.call(aten.reshape.default, separated.node, self._merged(separated, old))
         old.replace_all_uses_with(merged)
 
     def _merged(self, separated: _Separated, old: fx.Node) -> list[Any]:
@@ -127,11 +123,7 @@ class _Unmerger:
                 counts.append(1)
                 continue
             parts = [
-                letters[a]
-                if letters[a] is not None
-                else base_sizes[axis_of_letter[a]]
-                if a in axis_of_letter
-                else None
+                letters[a] if letters[a] is not None else base_sizes[axis_of_letter[a]] if a in axis_of_letter else None
                 for a in axis
             ]
             if None in parts:
@@ -200,12 +192,7 @@ class _Unmerger:
         """A batched product as a matmul, and the sum of baddbmm."""
         *added, a, b = node.args
         left, right = self.separated.get(a), self.separated.get(b)  # type: ignore[arg-type]
-        if (
-            left is None
-            or right is None
-            or left.counts != right.counts
-            or left.counts[1:] != (1, 1)
-        ):
+        if left is None or right is None or left.counts != right.counts or left.counts[1:] != (1, 1):
             return None
         lead = zip(left.node.meta["val"].shape[:-2], right.node.meta["val"].shape[:-2], strict=True)
         if not all(schema.same_size(m, n) for m, n in lead):

@@ -66,15 +66,8 @@ def _split(editor: GraphEditor, node: fx.Node) -> None:
             out, *states = _part(editor, node, x, k, list(params), time if direction else None)
             layer_outputs.append(out)
             final_states.append(states)
-        x = (
-            layer_outputs[0]
-            if directions == 1
-            else editor.call_for(node, aten.cat.default, layer_outputs, 2)
-        )
-    joined = [
-        editor.call_for(node, aten.cat.default, list(parts), 0)
-        for parts in zip(*final_states, strict=True)
-    ]
+        x = layer_outputs[0] if directions == 1 else editor.call_for(node, aten.cat.default, layer_outputs, 2)
+    joined = [editor.call_for(node, aten.cat.default, list(parts), 0) for parts in zip(*final_states, strict=True)]
     for user in list(node.users):
         user.replace_all_uses_with([x, *joined][user.args[1]])  # type: ignore[index]
         editor.graph.erase_node(user)
@@ -87,11 +80,7 @@ def _part(
     """The outputs of a new call for layer and direction number k. flipped: the axis of time for the
     backward direction, else None."""
     call_arguments = schema.arguments(node)
-    initial_states = (
-        call_arguments["hx"]
-        if isinstance(call_arguments["hx"], (list, tuple))
-        else [call_arguments["hx"]]
-    )
+    initial_states = call_arguments["hx"] if isinstance(call_arguments["hx"], (list, tuple)) else [call_arguments["hx"]]
     states = [editor.call_for(node, aten.slice.Tensor, h, 0, k, k + 1) for h in initial_states]
     if flipped is not None:
         x = editor.call_for(node, aten.flip.default, x, [flipped])
@@ -163,11 +152,11 @@ class _Stack:
     def fits(self) -> bool:
         """Whether one call computes the same as these."""
         operands = {"input", "hx", "params"}
-        first, *others = ({name: value for name, value in self.arguments(k).items()
-                           if name not in operands}
-                          for k in range(len(self.calls)))  # fmt: skip
-        widths = {tuple(self.arguments(k)["params"][1].meta["val"].shape)
-                  for k in range(len(self.calls))}  # fmt: skip
+        first, *others = (
+            {name: value for name, value in self.arguments(k).items() if name not in operands}
+            for k in range(len(self.calls))
+        )
+        widths = {tuple(self.arguments(k)["params"][1].meta["val"].shape) for k in range(len(self.calls))}
         counts = {len(self.arguments(k)["params"]) for k in range(len(self.calls))}
         is_equal = all(other == first for other in others) and len(widths) == len(counts) == 1
         return is_equal and self._is_chain() and self.states() is not None and self._is_read_after()
@@ -212,27 +201,24 @@ class _Stack:
         if all(is_zeros(state) for row in rows for state in row):
             return firsts if all(state.target in SIZED_ZEROS for state in firsts) else None
         wholes = [state.args[0] if state.args else None for state in firsts]
-        fits = all(_is_call(state, aten.slice.Tensor, whole, 0, k, k + 1, 1)
-                   for k, row in enumerate(rows)
-                   for state, whole in zip(row, wholes, strict=True))  # fmt: skip
+        fits = all(
+            _is_call(state, aten.slice.Tensor, whole, 0, k, k + 1, 1)
+            for k, row in enumerate(rows)
+            for state, whole in zip(row, wholes, strict=True)
+        )
         return wholes if fits else None  # type: ignore[return-value]
 
     def _is_read_after(self) -> bool:
         """Whether the final states are read only after the last of the calls."""
         order = {node: k for k, node in enumerate(self.calls[0].graph.nodes)}
         last = max(order[call] for call in self.calls)
-        readers = [user for call in self.calls for read in call.users
-                if read.args[1] != 0 for user in read.users]  # fmt: skip
+        readers = [user for call in self.calls for read in call.users if read.args[1] != 0 for user in read.users]
         return all(order[user] > last for user in readers)
 
     def join(self, editor: GraphEditor) -> None:
         """Replace these calls by one call."""
         order = {node: k for k, node in enumerate(editor.graph.nodes)}
-        last, call_arguments, n = (
-            max(self.calls, key=order.__getitem__),
-            self.arguments(),
-            len(self.calls),
-        )
+        last, call_arguments, n = (max(self.calls, key=order.__getitem__), self.arguments(), len(self.calls))
         states, output = self.states() or [], self.output(self.layers[-1])
         assert output is not None  # `fits` says so
         with editor.graph.inserting_before(last):

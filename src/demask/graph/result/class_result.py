@@ -34,15 +34,11 @@ class CallSpec:
     kwargs: Mapping[str, Any]
 
 
-def record_call(
-    module: nn.Module, provenance: Provenance, args: Any, kwargs: Mapping[str, Any] | None
-) -> None:
+def record_call(module: nn.Module, provenance: Provenance, args: Any, kwargs: Mapping[str, Any] | None) -> None:
     """Record the provenance (`.demasked`) and the call of a module of any class, in place."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     specs = iter(provenance.inputs)
-    call_leaves = [
-        next(specs, _spec(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-    ]
+    call_leaves = [next(specs, _spec(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     vars(module)[_CALL] = CallSpec(*pytree.tree_unflatten(call_leaves, spec))
     vars(module)["demasked"] = provenance
 
@@ -64,8 +60,9 @@ def call_with(module: nn.Module, values: Iterable[Tensor]) -> tuple[Any, dict[st
     tensors = iter(values)
     args, kwargs = pytree.tree_map(
         lambda leaf: next(tensors) if isinstance(leaf, InputSpec) else leaf,
-        (call.args, dict(call.kwargs)), is_leaf=lambda leaf: isinstance(leaf, InputSpec),
-    )  # fmt: skip
+        (call.args, dict(call.kwargs)),
+        is_leaf=lambda leaf: isinstance(leaf, InputSpec),
+    )
     return args, kwargs
 
 
@@ -90,8 +87,7 @@ def as_graph(module: Any, *, every_size: bool = False) -> Any:
         marks[id(example)] = leaf
         return example
 
-    inputs: Any = pytree.tree_map(drawn, (call.args, call.kwargs),
-                             is_leaf=lambda leaf: isinstance(leaf, InputSpec))  # fmt: skip
+    inputs: Any = pytree.tree_map(drawn, (call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, InputSpec))
 
     def every(leaf: Tensor) -> dict[int, Any]:
         return dict.fromkeys(range(leaf.ndim), Dim.AUTO)
@@ -108,8 +104,7 @@ def as_graph(module: Any, *, every_size: bool = False) -> Any:
     program = fold_constants(functionalize(program, writes=True))
     record = _of_graph(vars(module)["demasked"])
     specs = {spec.name: spec for spec in input_specs(program)}
-    sizes = [replace(spec, sizes=specs[spec.name].sizes) if spec.name in specs else spec
-             for spec in record.inputs]  # fmt: skip
+    sizes = [replace(spec, sizes=specs[spec.name].sizes) if spec.name in specs else spec for spec in record.inputs]
     record = replace(record, guards=program.guards, inputs=tuple(sizes))
     graph = build(program, record).train(module.training)
     names = {name for name, _ in tensors_of(graph)}

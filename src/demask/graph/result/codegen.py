@@ -60,17 +60,9 @@ class Codegen(PyTreeCodeGen):
         leaves = all(g.child(k).is_leaf() for g in groups for k in range(g.num_children))
         input_names = [re.split("[:#]", name)[0].strip() for name in free_vars]
         argument_names = [name for name in self.pytree_info.orig_args if name != "self"]
-        if (
-            not leaves
-            or any(group.is_leaf() for group in groups)
-            or len(input_names) != len(argument_names)
-        ):
+        if not leaves or any(group.is_leaf() for group in groups) or len(input_names) != len(argument_names):
             return super().gen_var_bindings(fn_args, free_vars, expanded_def)
-        bound = (
-            ""
-            if input_names == argument_names
-            else f"\n    {', '.join(input_names)} = {', '.join(argument_names)}"
-        )
+        bound = "" if input_names == argument_names else f"\n    {', '.join(input_names)} = {', '.join(argument_names)}"
         return self._format_annotations(free_vars, expanded_def) + bound
 
     def process_inputs(self, *args: Any) -> Any:
@@ -91,10 +83,7 @@ class Codegen(PyTreeCodeGen):
             return [*values, *sizes, *lookups]
 
         variables = list(names.values())
-        self.checks = (
-            compile_checks(variables, values),
-            compile_checks(variables, sizes, **SYMBOLIC),
-        )
+        self.checks = (compile_checks(variables, values), compile_checks(variables, sizes, **SYMBOLIC))
         self._body_transformer = transformed
         code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
         code.globals |= {REFUSE: refuse_sizes, REFUSE_VALUE: refuse_value}
@@ -102,9 +91,7 @@ class Codegen(PyTreeCodeGen):
         return code
 
 
-def _unpickled(
-    kind: type[Codegen], names: list[str], specs: Sequence[Any], provenance: Provenance
-) -> Codegen:
+def _unpickled(kind: type[Codegen], names: list[str], specs: Sequence[Any], provenance: Provenance) -> Codegen:
     return kind(PyTreeInfo(names, *map(_spec, specs)), provenance)
 
 
@@ -165,11 +152,7 @@ def _lookups(lines: Iterable[str], nodes: Sequence[fx.Node], root: str) -> Itera
                 if tuple(parents[:k]) not in dictionaries:
                     short = dictionaries[tuple(parents[:k])] = _short(parents[:k], taken)
                     taken.add(short)
-                    last = (
-                        f"{dictionaries[tuple(parents[: k - 1])]}[{parents[k - 1]!r}]"
-                        if k
-                        else root
-                    )
+                    last = f"{dictionaries[tuple(parents[: k - 1])]}[{parents[k - 1]!r}]" if k else root
                     yield f"{short} = {last}._modules\n"
             read = f"{dictionaries[tuple(parents)]}[{(leaf if name in called else path[-1])!r}]"
             if name not in called:

@@ -119,9 +119,7 @@ def describe_plain(model: Any, slim: nn.Module) -> str:
     return text + ", ".join(names) if names else ""
 
 
-def remove_parametrizations(
-    root: nn.Module, which: Callable[[ComputedTensor], bool] = lambda _: True
-) -> None:
+def remove_parametrizations(root: nn.Module, which: Callable[[ComputedTensor], bool] = lambda _: True) -> None:
     """Replace computed tensors by plain ones of their values, in place. Tensors that are shared
     with another model are not written to."""
     for path, module in root.named_modules():

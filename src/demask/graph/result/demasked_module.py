@@ -52,9 +52,7 @@ class Demasked(fx.GraphModule):
     trains: bool = True  # layers are modules: hooks and training modes work
 
     @classmethod
-    def of(
-        cls, root: nn.Module, graph: fx.Graph, specs: PyTreeInfo, provenance: Provenance
-    ) -> Self:
+    def of(cls, root: nn.Module, graph: fx.Graph, specs: PyTreeInfo, provenance: Provenance) -> Self:
         """The module of a graph. root: has its tensors and modules; specs: pytrees of the call."""
         graph.set_codegen(cls.codegen(specs, provenance))
         module = cls(root, graph, class_name=cls.__name__)
@@ -185,16 +183,11 @@ def _copy_persistence(source: nn.Module, target: nn.Module) -> None:
     for path, module in source.named_modules():
         twin = _get(target, path) if path else target
         if twin is not None:
-            twin._non_persistent_buffers_set |= module._non_persistent_buffers_set & set(
-                twin._buffers
-            )
+            twin._non_persistent_buffers_set |= module._non_persistent_buffers_set & set(twin._buffers)
 
 
 def build(
-    program: Program,
-    provenance: Provenance,
-    kind: type[Demasked] = Demasked,
-    originals: Originals | None = None,
+    program: Program, provenance: Provenance, kind: type[Demasked] = Demasked, originals: Originals | None = None
 ) -> Demasked:
     """The program as a module with the call signature and outputs of the captured model.
 
@@ -214,9 +207,7 @@ def build(
     root = nn.Module()
     shared: dict[int, Tensor] = {}
     for name, constant in program.constants.items():
-        names = [
-            alias for alias in constant.aliases if alias not in program.constants or alias == name
-        ]
+        names = [alias for alias in constant.aliases if alias not in program.constants or alias == name]
         _place(root, names if name in names else (name, *names), constant, shared)
     if kind.trains:
         join_recurrent(graph)
@@ -252,9 +243,7 @@ def build_plain(program: Program) -> fx.GraphModule:
     return build(program.with_graph(program.graph, own), empty).eval()
 
 
-def _place(
-    root: nn.Module, names: Iterable[str], constant: Constant, shared: dict[int, Tensor]
-) -> None:
+def _place(root: nn.Module, names: Iterable[str], constant: Constant, shared: dict[int, Tensor]) -> None:
     """Register a constant under its names. shared: parameters by id of the tensor."""
     tensor = constant.tensor
     if constant.parameter:

@@ -36,11 +36,15 @@ def describe_lost_hooks(model: nn.Module, network: nn.Module) -> Iterator[str]:
         (computed if called else uncalled).append(aliases[0] or "the network itself")
     if uncalled:
         verb = "it is" if len(uncalled) == 1 else "they are"
-        yield (f"the hooks of {', '.join(uncalled)} are not carried over: {verb} not called in "
-               "this graph, which contains what hooks compute with tensors")  # fmt: skip
+        yield (
+            f"the hooks of {', '.join(uncalled)} are not carried over: {verb} not called in "
+            "this graph, which contains what hooks compute with tensors"
+        )
     if computed:
-        yield (f"the hooks of {', '.join(computed)} are not carried over: this graph contains what "
-               "they compute with tensors")  # fmt: skip
+        yield (
+            f"the hooks of {', '.join(computed)} are not carried over: this graph contains what "
+            "they compute with tensors"
+        )
 
 
 def _has_hooks(module: nn.Module, hooks: list[Any]) -> bool:

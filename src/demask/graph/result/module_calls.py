@@ -100,8 +100,7 @@ def _row(op: Any, numbers: str = "", tensors: str = "", **others: Any) -> EvalCa
 
 
 def _padding(mode: str, numbers: str = "") -> EvalCall:
-    return EvalCall(aten.pad.default, numbers=_names(numbers) | {"pad": "padding"},
-               always={"mode": mode})  # fmt: skip
+    return EvalCall(aten.pad.default, numbers=_names(numbers) | {"pad": "padding"}, always={"mode": mode})
 
 
 _AFFINE = "weight bias"
@@ -109,17 +108,28 @@ _PLAIN: Any = {"set": {"inplace": False}}
 _ROWS: list[tuple[type[nn.Module], EvalCall]] = [
     (nn.Linear, _row(aten.linear.default, "", _AFFINE, default=True)),
     (nn.Bilinear, _row(aten.bilinear.default, "", _AFFINE, default=True)),
-    (nn.LayerNorm, _row(aten.layer_norm.default, "normalized_shape eps", _AFFINE,
-                        always={"cudnn_enable": False}, default=True)),
+    (
+        nn.LayerNorm,
+        _row(aten.layer_norm.default, "normalized_shape eps", _AFFINE, always={"cudnn_enable": False}, default=True),
+    ),
     (nn.RMSNorm, _row(aten.rms_norm.default, "normalized_shape eps", "weight", default=True)),
-    (nn.GroupNorm, _row(aten.group_norm.default, "num_groups eps", _AFFINE,
-                        always={"cudnn_enabled": False}, default=True)),
-    (nn.Embedding, _row(aten.embedding.default, "padding_idx scale_grad_by_freq sparse", "weight",
-                        set={"max_norm": None}, default=True)),
+    (
+        nn.GroupNorm,
+        _row(aten.group_norm.default, "num_groups eps", _AFFINE, always={"cudnn_enabled": False}, default=True),
+    ),
+    (
+        nn.Embedding,
+        _row(
+            aten.embedding.default,
+            "padding_idx scale_grad_by_freq sparse",
+            "weight",
+            set={"max_norm": None},
+            default=True,
+        ),
+    ),
     (nn.Dropout, _row(aten.dropout.default, "p", always={"train": False}, **_PLAIN)),
     (nn.AlphaDropout, _row(aten.alpha_dropout.default, "p", always={"train": False}, **_PLAIN)),
-    (nn.FeatureAlphaDropout,
-     _row(aten.feature_alpha_dropout.default, "p", always={"train": False}, **_PLAIN)),
+    (nn.FeatureAlphaDropout, _row(aten.feature_alpha_dropout.default, "p", always={"train": False}, **_PLAIN)),
     (nn.PReLU, _row(aten.prelu.default, "", "weight", default=True)),
     (nn.ReLU, _row(aten.relu.default, **_PLAIN)),
     (nn.ReLU6, _row(aten.hardtanh.default, "min_val max_val", **_PLAIN)),
@@ -147,14 +157,13 @@ _ROWS: list[tuple[type[nn.Module], EvalCall]] = [
     (nn.LogSoftmax, _row(aten.log_softmax.int, "dim")),
     (nn.CosineSimilarity, _row(aten.cosine_similarity.default, "dim eps")),
     (nn.Flatten, _row(aten.flatten.using_ints, "start_dim end_dim")),
-    (nn.Unflatten,
-     EvalCall(aten.unflatten.int, numbers={"dim": "dim", "sizes": "unflattened_size"})),
+    (nn.Unflatten, EvalCall(aten.unflatten.int, numbers={"dim": "dim", "sizes": "unflattened_size"})),
     (nn.PixelShuffle, _row(aten.pixel_shuffle.default, "upscale_factor")),
     (nn.PixelUnshuffle, _row(aten.pixel_unshuffle.default, "downscale_factor")),
     (nn.ChannelShuffle, _row(aten.channel_shuffle.default, "groups")),
     (nn.Unfold, _row(aten.im2col.default, "kernel_size dilation padding stride")),
     (nn.Fold, _row(aten.col2im.default, "output_size kernel_size dilation padding stride")),
-]  # fmt: skip
+]
 _WINDOW, _ZEROS = "stride padding dilation groups", {"padding_mode": "zeros"}
 _PLACES, _STATISTICS = "kernel_size stride padding", "weight bias running_mean running_var"
 _CELL = {"w_ih": "weight_ih", "w_hh": "weight_hh", "b_ih": "bias_ih", "b_hh": "bias_hh"}
@@ -163,42 +172,62 @@ for _d in (1, 2, 3):
     _ROWS += [
         (getattr(nn, f"{name}{_d}d"), row)
         for name, row in {
-            "Conv": _row(getattr(aten, f"conv{_d}d").default, _WINDOW, _AFFINE, set=_ZEROS,
-                         default=True),
+            "Conv": _row(getattr(aten, f"conv{_d}d").default, _WINDOW, _AFFINE, set=_ZEROS, default=True),
             "ConvTranspose": _row(
-                aten.conv_transpose1d.default if _d == 1
-                else getattr(aten, f"conv_transpose{_d}d").input,
-                f"{_WINDOW} output_padding", _AFFINE, set=_ZEROS, default=True),
-            "BatchNorm": _row(aten.batch_norm.default, "momentum eps", _STATISTICS,
-                              always={"cudnn_enabled": False}, default=True),
-            "InstanceNorm": _row(aten.instance_norm.default, "momentum eps", _STATISTICS,
-                                 always={"cudnn_enabled": False}),
+                aten.conv_transpose1d.default if _d == 1 else getattr(aten, f"conv_transpose{_d}d").input,
+                f"{_WINDOW} output_padding",
+                _AFFINE,
+                set=_ZEROS,
+                default=True,
+            ),
+            "BatchNorm": _row(
+                aten.batch_norm.default, "momentum eps", _STATISTICS, always={"cudnn_enabled": False}, default=True
+            ),
+            "InstanceNorm": _row(
+                aten.instance_norm.default, "momentum eps", _STATISTICS, always={"cudnn_enabled": False}
+            ),
             "Dropout": _row(aten.feature_dropout.default, "p", always={"train": False}, **_PLAIN),
-            "MaxPool": _row(getattr(aten, f"max_pool{_d}d").default,
-                            f"{_PLACES} dilation ceil_mode", set={"return_indices": False}),
-            "AvgPool": _row(getattr(aten, f"avg_pool{_d}d").default,
-                            f"{_PLACES} ceil_mode count_include_pad"
-                            + " divisor_override" * (_d > 1)),
-            "AdaptiveAvgPool": _row(getattr(aten, f"adaptive_avg_pool{_d}d").default,
-                                    "output_size"),
-            "AdaptiveMaxPool": _row(getattr(aten, f"adaptive_max_pool{_d}d").default,
-                                    "output_size", set={"return_indices": False}, returns=0),
+            "MaxPool": _row(
+                getattr(aten, f"max_pool{_d}d").default, f"{_PLACES} dilation ceil_mode", set={"return_indices": False}
+            ),
+            "AvgPool": _row(
+                getattr(aten, f"avg_pool{_d}d").default,
+                f"{_PLACES} ceil_mode count_include_pad" + " divisor_override" * (_d > 1),
+            ),
+            "AdaptiveAvgPool": _row(getattr(aten, f"adaptive_avg_pool{_d}d").default, "output_size"),
+            "AdaptiveMaxPool": _row(
+                getattr(aten, f"adaptive_max_pool{_d}d").default,
+                "output_size",
+                set={"return_indices": False},
+                returns=0,
+            ),
             "ConstantPad": _padding("constant", "value"),
             "ZeroPad": _padding("constant", "value"),
             "ReflectionPad": _padding("reflect"),
             "ReplicationPad": _padding("replicate"),
             "CircularPad": _padding("circular"),
         }.items()
-    ]  # fmt: skip
+    ]
 for _kind, _name, _set, _returns in (
     (nn.LSTM, "lstm", {}, (0, (1, 2))),
     (nn.GRU, "gru", {}, (0, 1)),
     (nn.RNN, "rnn_tanh", {"nonlinearity": "tanh", "mode": "RNN_TANH"}, (0, 1)),
     (nn.RNN, "rnn_relu", {"nonlinearity": "relu", "mode": "RNN_RELU"}, (0, 1)),
 ):
-    _ROWS.append((_kind, EvalCall(getattr(aten, _name).input, numbers=_LAYERS, set=_set,
-                             lists={"params": "_flat_weights_names"}, always={"train": False},
-                             returns=_returns, default=True)))  # fmt: skip
+    _ROWS.append(
+        (
+            _kind,
+            EvalCall(
+                getattr(aten, _name).input,
+                numbers=_LAYERS,
+                set=_set,
+                lists={"params": "_flat_weights_names"},
+                always={"train": False},
+                returns=_returns,
+                default=True,
+            ),
+        )
+    )
 for _kind, _name, _set in (
     (nn.LSTMCell, "lstm_cell", {}),
     (nn.GRUCell, "gru_cell", {}),
@@ -212,14 +241,7 @@ ROWS: Mapping[type[nn.Module], tuple[EvalCall, ...]] = {
 }
 KINDS = {kind.__name__: kind for kind in ROWS}
 # Methods that forward calls; a subclass that computes something else overrides one.
-_FORWARD = (
-    "forward",
-    "__call__",
-    "__getattr__",
-    "_conv_forward",
-    "_output_padding",
-    "_slow_forward",
-)
+_FORWARD = ("forward", "__call__", "__getattr__", "_conv_forward", "_output_padding", "_slow_forward")
 STATE = "hx"  # the argument of recurrent ops that is optional for modules
 READS = "reads"  # key of `meta` of a call of a module: the fake values of its tensors
 
@@ -333,9 +355,7 @@ def constructor_parameters(kind: type[nn.Module]) -> Mapping[str, inspect.Parame
     return {name: parameter for name, parameter in parameters.items() if name not in excluded}
 
 
-_WORDS = {
-    "padding_mode": {"zeros"}, "approximate": {"none", "tanh"}, "nonlinearity": {"tanh", "relu"},
-}  # fmt: skip
+_WORDS = {"padding_mode": {"zeros"}, "approximate": {"none", "tanh"}, "nonlinearity": {"tanh", "relu"}}
 _MOST_LAYERS = 1000  # of a recurrent module in a file: the constructor loops over them
 
 

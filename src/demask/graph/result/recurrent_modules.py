@@ -20,11 +20,7 @@ def tensor_suffixes(layers: int, two: bool) -> list[str]:
     >>> tensor_suffixes(1, True)
     ['l0', 'l0_reverse']
     """
-    return [
-        f"l{layer}{direction}"
-        for layer in range(layers)
-        for direction in ("", "_reverse")[: 1 + two]
-    ]
+    return [f"l{layer}{direction}" for layer in range(layers) for direction in ("", "_reverse")[: 1 + two]]
 
 
 def tensor_names(arguments: Mapping[str, Any]) -> list[str]:
@@ -53,9 +49,7 @@ def is_zeros(node: Any) -> bool:
     """Whether a node is a call that returns zeros."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
-    return node.target in ZEROS or (
-        node.target in FULLS and schema.arguments(node)["fill_value"] == 0
-    )
+    return node.target in ZEROS or (node.target in FULLS and schema.arguments(node)["fill_value"] == 0)
 
 
 def create_zero_state(x: fx.Node, module: Any) -> Any:
@@ -66,8 +60,7 @@ def create_zero_state(x: fx.Node, module: Any) -> Any:
     widths = [module.hidden_size]
     if isinstance(module, (nn.LSTM, nn.LSTMCell)):
         widths.insert(0, getattr(module, "proj_size", 0) or module.hidden_size)
-    states = [graph.call_function(aten.new_zeros.default, (x, [*first, batch, width]))
-              for width in widths]  # fmt: skip
+    states = [graph.call_function(aten.new_zeros.default, (x, [*first, batch, width])) for width in widths]
     if (value := x.meta.get("val")) is not None:
         size = batch.meta["val"] = value.shape[batch.args[1]]
         for state, width in zip(states, widths, strict=True):

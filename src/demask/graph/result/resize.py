@@ -33,8 +33,7 @@ def assign_tensor(root: nn.Module, name: str, tensor: Tensor) -> bool:
 
 def tensors_of(root: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers, with all their names."""
-    return [*root.named_parameters(remove_duplicate=False),
-            *root.named_buffers(remove_duplicate=False)]  # fmt: skip
+    return [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
 
 
 def _linear(m: Any) -> dict[str, Any]:
@@ -65,9 +64,11 @@ def _rows(m: Any) -> dict[str, Any]:
 
 
 def _recurrent(m: Any) -> dict[str, Any]:
-    return {"input_size": m.weight_ih_l0.shape[1],
-            "hidden_size": m.weight_ih_l0.shape[0] // _GATES.get(m.mode, 1),
-            "proj_size": m.weight_hr_l0.shape[0] if m.proj_size else 0}  # fmt: skip
+    return {
+        "input_size": m.weight_ih_l0.shape[1],
+        "hidden_size": m.weight_ih_l0.shape[0] // _GATES.get(m.mode, 1),
+        "proj_size": m.weight_hr_l0.shape[0] if m.proj_size else 0,
+    }
 
 
 def _cell(m: Any) -> dict[str, Any]:

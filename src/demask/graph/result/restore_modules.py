@@ -34,10 +34,7 @@ from demask.ops.traits import DROPOUTS
 aten = torch.ops.aten
 _QUALIFIED = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in ROWS}
 _DEFAULTS = {row.op: kind for kind, rows in ROWS.items() for row in rows if row.default}
-_BATCH_NORMS = {
-    4: nn.BatchNorm2d,
-    5: nn.BatchNorm3d,
-}  # by rank of the input; others are one-dimensional
+_BATCH_NORMS = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by rank of the input; others are one-dimensional
 _LEAST = {"unflattened_size": (1,)}  # of a constructor argument, if that is not 1
 
 
@@ -113,9 +110,11 @@ def join_twins(graph: fx.Graph, root: nn.Module) -> None:
 def _key(module: nn.Module) -> frozenset[Any]:
     """A key for a module's tensors by identity; empty for a module with submodules."""
     tensors = {**module._parameters, **module._buffers}
-    return frozenset((leaf, id(tensor)) for leaf, tensor in tensors.items()
-                     if tensor is not None and leaf != "num_batches_tracked"
-                     and not module._modules)  # fmt: skip
+    return frozenset(
+        (leaf, id(tensor))
+        for leaf, tensor in tensors.items()
+        if tensor is not None and leaf != "num_batches_tracked" and not module._modules
+    )
 
 
 def _is_taken(root: nn.Module, path: str, network: type[nn.Module]) -> bool:
@@ -129,9 +128,7 @@ def _is_taken(root: nn.Module, path: str, network: type[nn.Module]) -> bool:
     )
 
 
-def _place_of(
-    node: fx.Node, root: nn.Module, originals: Mapping[str, nn.Module]
-) -> tuple[str, type[nn.Module] | None]:
+def _place_of(node: fx.Node, root: nn.Module, originals: Mapping[str, nn.Module]) -> tuple[str, type[nn.Module] | None]:
     """The path and class of the module that a call is restored to: from the module that contains
     it, or from the names of its tensors. The class is None if there is none."""
     path, text = _scope(node)
@@ -160,9 +157,7 @@ def _above(node: fx.Node, kind: type[nn.Module]) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def _first_name(
-    node: fx.Node, path: str, kind: type[nn.Module], originals: Mapping[str, nn.Module]
-) -> str:
+def _first_name(node: fx.Node, path: str, kind: type[nn.Module], originals: Mapping[str, nn.Module]) -> str:
     """The first name of a module with several names, by which its tensors are read. Modules that
     share running statistics are one."""
     first = _above(node, kind)
@@ -188,9 +183,7 @@ def _dropout(node: fx.Node, root: nn.Module) -> tuple[str, type[nn.Module] | Non
         k += 1
 
 
-def _restore(
-    path: str, kind: type[nn.Module], calls: list[fx.Node], root: nn.Module, own: nn.Module | None
-) -> None:
+def _restore(path: str, kind: type[nn.Module], calls: list[fx.Node], root: nn.Module, own: nn.Module | None) -> None:
     """Replace calls by calls of one module, if the module computes the same."""
     first = calls[0]
     row = row_for(kind, first.target)
@@ -242,9 +235,7 @@ def _call(node: fx.Node, path: str, row: EvalCall) -> None:
     read_from_module(node, row.returns)
 
 
-def _tensors_of_call(
-    node: fx.Node, path: str, row: EvalCall, root: nn.Module
-) -> dict[str, Any] | None:
+def _tensors_of_call(node: fx.Node, path: str, row: EvalCall, root: nn.Module) -> dict[str, Any] | None:
     """The tensors of the module at a path that a call reads, by name; None if it reads others."""
     tensors: dict[str, Any] = {}
     for leaf, read in row.leaves(schema.arguments(node)).items():
@@ -270,9 +261,8 @@ def _holds_only(old: nn.Module, tensors: Mapping[str, Any]) -> bool:
 
 
 def _new_module(
-    kind: type[nn.Module], row: EvalCall, call: fx.Node, tensors: Mapping[str, Any],
-    own: nn.Module | None,
-) -> nn.Module | None:  # fmt: skip
+    kind: type[nn.Module], row: EvalCall, call: fx.Node, tensors: Mapping[str, Any], own: nn.Module | None
+) -> nn.Module | None:
     """A module of a class that computes a call: a copy of the model's own module, or a new one;
     None if it would compute something else."""
     has_own = own is not None and kind_of(own) is kind
@@ -291,11 +281,7 @@ def _new_module(
     _describe_tensors(module, call, tensors)
     update_attributes(module, [call])
     _own_counter(module)
-    return (
-        module
-        if row.module_arguments(module) == arguments and _is_plain(module, kind, row)
-        else None
-    )
+    return module if row.module_arguments(module) == arguments and _is_plain(module, kind, row) else None
 
 
 def _is_plain(module: nn.Module, kind: type[nn.Module], row: EvalCall) -> bool:
@@ -304,8 +290,7 @@ def _is_plain(module: nn.Module, kind: type[nn.Module], row: EvalCall) -> bool:
         plain = create_without_memory(kind, dict(constructor_arguments(module, kind)))
     except (RuntimeError, TypeError, ValueError):
         return False
-    shapes = [{name: tensor.shape for name, tensor in m.state_dict().items()}
-              for m in (module, plain)]  # fmt: skip
+    shapes = [{name: tensor.shape for name, tensor in m.state_dict().items()} for m in (module, plain)]
     return shapes[0] == shapes[1] and row.module_arguments(module) == row.module_arguments(plain)
 
 
@@ -316,8 +301,9 @@ def _copy_of(module: nn.Module) -> nn.Module:
     if parametrize.is_parametrized(module):
         kind = kind.__bases__[0]
     copy = kind.__new__(kind)
-    copy.__dict__ = {name: value.copy() if isinstance(value, (dict, set)) else value
-                     for name, value in vars(module).items()}  # fmt: skip
+    copy.__dict__ = {
+        name: value.copy() if isinstance(value, (dict, set)) else value for name, value in vars(module).items()
+    }
     copy._modules.pop("parametrizations", None)
     for key, hook in list(copy._forward_pre_hooks.items()):
         if computes_tensor(hook):
@@ -329,9 +315,7 @@ def _blank(kind: type[nn.Module]) -> Any:
     """A module of a class with minimal sizes and without memory for tensors."""
     known = constructor_parameters(kind)
     least = [
-        _LEAST.get(p.name, 1)
-        for p in known.values()
-        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+        _LEAST.get(p.name, 1) for p in known.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
     ]
     return kind(*least, **({"device": "meta"} if "device" in known else {}))
 

@@ -30,9 +30,7 @@ def paths(pattern: Any, start: Path = ()) -> dict[int, Path]:
 def is_returned(call: fx.Node, pattern: Any) -> bool:
     """Whether a module returns all outputs of a call that are read."""
     known = () if pattern is None else paths(pattern)
-    return pattern is None or all(
-        user.target is operator.getitem and user.args[1] in known for user in call.users
-    )
+    return pattern is None or all(user.target is operator.getitem and user.args[1] in known for user in call.users)
 
 
 def read_from_module(node: fx.Node, pattern: Any) -> None:

@@ -15,17 +15,7 @@ import numpy as np
 from llvmlite import ir
 
 from demask.kernels.llvm.activations import activated
-from demask.kernels.llvm.emitter import (
-    BIT,
-    FLOAT,
-    I32,
-    I64,
-    POINTER,
-    VOID,
-    Emitter,
-    Value,
-    Variable,
-)
+from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value, Variable
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import Act
 
@@ -167,8 +157,7 @@ class Wide:
             with e.loop(f["together"], f["end"]) as first:
                 self._rows(e, m, first, 1, (x, out, mask))
 
-    def _rows(self, e: Emitter, m: Matrix, first: Value, side: int,
-              at: tuple[Value, Value, Value]) -> None:  # fmt: skip
+    def _rows(self, e: Emitter, m: Matrix, first: Value, side: int, at: tuple[Value, Value, Value]) -> None:
         b, (x, out, mask) = e.b, at
         rows = [m.row(b.add(first, I64(r)) if r else first) for r in range(side)]
         counts = [m.checked(begin, count) for _, begin, count in rows]
@@ -191,8 +180,7 @@ class Wide:
             with b.if_then(good):
                 self._store(e, m, name, sum_, (out, mask))
 
-    def _product(self, e: Emitter, m: Matrix, position: Value, sums: list[Variable],
-                 at: tuple[Value, Value]) -> None:  # fmt: skip
+    def _product(self, e: Emitter, m: Matrix, position: Value, sums: list[Variable], at: tuple[Value, Value]) -> None:
         """sums += value * x[column] of the nonzero at a position."""
         x, mask = at
         value = e.splat(e.load(FLOAT, m.at["values"], position))
@@ -205,8 +193,7 @@ class Wide:
                 vector = e.b.load(pointer, typ=e.vector, align=4)
             sum_.set(e.fma(value, vector, sum_.get()))
 
-    def _store(self, e: Emitter, m: Matrix, row: Value, sums: list[Variable],
-               at: tuple[Value, Value]) -> None:  # fmt: skip
+    def _store(self, e: Emitter, m: Matrix, row: Value, sums: list[Variable], at: tuple[Value, Value]) -> None:
         out, mask = at
         line = e.at(out, e.b.mul(row, m.field["out_pitch"]))
         for t, sum_ in enumerate(sums):
@@ -250,8 +237,7 @@ class Dot:
             m.report(any_set(e, bad.get()))
             self._finish(e, m, row, e.total(sum_.get()))
 
-    def _products(self, e: Emitter, m: Matrix, at: tuple[Value, Value, Value], sum_: Variable,
-                  bad: Variable) -> None:  # fmt: skip
+    def _products(self, e: Emitter, m: Matrix, at: tuple[Value, Value, Value], sum_: Variable, bad: Variable) -> None:
         b, (begin, count, i) = e.b, at
         mask = b.and_(below(e, b.sub(count, i)), b.not_(below(e, b.neg(i))))
         position = b.add(begin, i)
@@ -302,9 +288,7 @@ def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[ColumnPiece]
     whole_tiles = (vectors - (left < isa.lanes)) // tile
     column_pieces = []
     if whole_tiles:
-        column_pieces.append(
-            ColumnPiece(Wide(tile, isa.lanes, False, side(tile), **options), 0, whole_tiles, 0)
-        )
+        column_pieces.append(ColumnPiece(Wide(tile, isa.lanes, False, side(tile), **options), 0, whole_tiles, 0))
     rest_vectors = vectors - whole_tiles * tile
     if rest_vectors:
         kernel = Wide(rest_vectors, isa.lanes, left < isa.lanes, side(rest_vectors), **options)

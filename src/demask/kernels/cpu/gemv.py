@@ -35,9 +35,9 @@ SLACK = 64  # unused elements after a list that may be written and read
 COMPACT = np.dtype([(key, "<i8") for key in ("x", "n", "cols", "values", "count")])
 #: weights, bias: addresses; begin, end, step: tiles; pitch: bytes of a tile; cols, values, count,
 #: out: slots
-COLUMNS = np.dtype([(key, "<i8") for key in (
-    "weights", "bias", "begin", "end", "step", "pitch", "cols", "values", "count",
-    "out")])  # fmt: skip
+COLUMNS = np.dtype(
+    [(key, "<i8") for key in ("weights", "bias", "begin", "end", "step", "pitch", "cols", "values", "count", "out")]
+)
 #: lists, counts: the first of `threads` slots, one for each thread that listed rows; thread: number
 #: of the share of each list to compute; weights, bias: addresses; pitch: bytes of a row; cols to
 #: out: slots
@@ -162,9 +162,7 @@ class RowKernel:
                     position = b.select(b.icmp_signed("<", position, last), position, last)
                     current.append(e.load_long(I32, rows, position))
                 positions = [b.add(first, I64(self.side + k)) for k in range(self.side)]
-                self._rows(
-                    e, f, current, [e.load_long(I32, rows, position) for position in positions]
-                )
+                self._rows(e, f, current, [e.load_long(I32, rows, position) for position in positions])
 
     def _rows(self, e: Emitter, f: Fields, rows: list[Value], later: list[Value]) -> None:
         """later: the next rows, which are prefetched."""

@@ -85,16 +85,8 @@ class Listed:
     before they are read.
     """
 
-    def __init__(
-        self, e: Emitter, f: Fields, instruction: str, bits: int, ahead: int, signed: bool
-    ):
-        self.e, self.dots, self.bits, self.ahead, self.signed = (
-            e,
-            Dots(e, instruction),
-            bits,
-            ahead,
-            signed,
-        )
+    def __init__(self, e: Emitter, f: Fields, instruction: str, bits: int, ahead: int, signed: bool):
+        self.e, self.dots, self.bits, self.ahead, self.signed = (e, Dots(e, instruction), bits, ahead, signed)
         self.planes, self.groups = (f.slot("u0"), f.slot("u1")), f.slot("groups")
 
     def add(self, base: Value, k: Value, sums: Sequence[Sequence[Variable]]) -> None:
@@ -108,8 +100,10 @@ class Listed:
                 e.prefetch(e.at(next_group, offset), writes=False)
         group = e.load_long(I32, self.groups, k)
         weights = e.opaque(e.at(base, b.mul(group, I64(line))))
-        words = [[self.dots.ready(e.load(I32, plane, b.add(b.mul(group, I64(count)), I64(h))))
-                  for plane in self.planes] for h in range(count)]  # fmt: skip
+        words = [
+            [self.dots.ready(e.load(I32, plane, b.add(b.mul(group, I64(count)), I64(h)))) for plane in self.planes]
+            for h in range(count)
+        ]
         for v, vector_sums in enumerate(sums):
             q = b.load(e.line(weights, v), typ=e.ints, align=e.isa.line)
             parts = [q] if count == 1 else halves(e, q, self.signed)

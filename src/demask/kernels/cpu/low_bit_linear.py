@@ -39,9 +39,7 @@ ESTIMATE = np.dtype([(key, "<i8") for key in (
 
 
 @contextmanager
-def _while_below(
-    e: Emitter, numbers: Value, k: Variable, ends: tuple[Value, Value]
-) -> Iterator[None]:
+def _while_below(e: Emitter, numbers: Value, k: Variable, ends: tuple[Value, Value]) -> Iterator[None]:
     """Runs its body while number k of a list is below ends[0] and k is below ends[1], the length of
     the list; k is incremented after each run.
     """
@@ -91,9 +89,7 @@ class EstimateKernel:
                     estimates[v].set(e.fma(e.read(part_scales, v), product, estimates[v].get()))
             for v, sum_ in enumerate(estimates):
                 vector = b.add(b.mul(tile, I64(self.vectors)), I64(v))
-                row_constants = e.at(
-                    f.pointer("constants"), b.mul(vector, I64(len(ROW) * e.isa.line))
-                )
+                row_constants = e.at(f.pointer("constants"), b.mul(vector, I64(len(ROW) * e.isa.line)))
                 total, bias = (e.read(row_constants, k) for k in range(len(ROW)))
                 y = e.fma(sum_.get(), x["step"], e.fma(total, x["lo"], bias))
                 b.store(y, e.line(e.at(f.slot("out"), b.mul(tile, I64(line))), v), align=4)

@@ -123,14 +123,14 @@ class RecurrentKernel:
         place = e.b.add(e.b.mul(fields["gate_row"], I64(row)), units)
         return e.b.load(e.at(x, place), typ=e.vector, align=4)
 
-    def _sums(self, e: Emitter, fields: Fields, places: tuple[Value, Value], first: Value,
-              weights: Variable) -> list[list[Value]]:  # fmt: skip
+    def _sums(
+        self, e: Emitter, fields: Fields, places: tuple[Value, Value], first: Value, weights: Variable
+    ) -> list[list[Value]]:
         """The sums of a block, [rows][gates]. places: gates and states of the first row; first:
         bytes before the block; weights: the address of its weights, then of the next ones."""
         x, before = e.at(places[0], first), places[1]
         states = [e.at(before, e.b.mul(fields["row"], I64(row))) for row in range(self.rows)]
-        starts = [[self._gate(e, fields, x, row, gate) for gate in range(self.gates)]
-                  for row in range(self.rows)]  # fmt: skip
+        starts = [[self._gate(e, fields, x, row, gate) for gate in range(self.gates)] for row in range(self.rows)]
         if self.name == "gru":  # r scales the product and its bias, but not what x contributes
             for row in starts:
                 row[2] = e.read(e.at(fields.pointer("biases"), first))

@@ -55,12 +55,10 @@ class Sampled:
             with e.loop(I64(0), count, together) as i:
                 first = b.add(begin, i)
                 sums = self._sums(e, m, a, (first, last, together))
-                here = b.select(b.icmp_signed("<", b.sub(count, i), I64(together)),
-                                b.sub(count, i), I64(together))  # fmt: skip
+                here = b.select(b.icmp_signed("<", b.sub(count, i), I64(together)), b.sub(count, i), I64(together))
                 self._store(e, e.at(m.at["out"], first, FLOAT), totals(e, sums), here)
 
-    def _sums(self, e: Emitter, m: Matrix, a: Value,
-              at: tuple[Value, Value, int]) -> list[Value]:  # fmt: skip
+    def _sums(self, e: Emitter, m: Matrix, a: Value, at: tuple[Value, Value, int]) -> list[Value]:
         """A vector per nonzero, to be reduced across lanes; repeats the last if fewer are left."""
         b, (first, last, together) = e.b, at
         lines = []
@@ -76,8 +74,9 @@ class Sampled:
             self._products(e, a, lines, sums, (whole, below(e, m.field["left"])))
         return [sum_.get() for sum_ in sums]
 
-    def _products(self, e: Emitter, a: Value, lines: Sequence[Value], sums: Sequence[Variable],
-                  at: tuple[Value, Value | None]) -> None:  # fmt: skip
+    def _products(
+        self, e: Emitter, a: Value, lines: Sequence[Value], sums: Sequence[Variable], at: tuple[Value, Value | None]
+    ) -> None:
         shift, mask = at
 
         def read(line: Value) -> Value:
@@ -113,9 +112,7 @@ def totals(e: Emitter, vectors: Sequence[Value]) -> Value:
         else:
             low, high = list(lanes), [k ^ distance for k in lanes]
             pairs = zip(partial, partial, strict=True)
-        partial = [
-            e.b.fadd(_picked(e, a, b, low), _picked(e, a, b, high)) for a, b in pairs
-        ]  # fmt: skip
+        partial = [e.b.fadd(_picked(e, a, b, low), _picked(e, a, b, high)) for a, b in pairs]
         distance *= 2
     return partial[0]
 

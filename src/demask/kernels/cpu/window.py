@@ -118,8 +118,7 @@ class _WindowBody:
         if self.w.mode == "conv":
             self._fill()
         with e.loop(f["row"], f["row_end"]) as row:
-            inner = b.and_(b.icmp_signed(">=", row, f["inner_row"]),
-                           b.icmp_signed("<", row, f["inner_row_end"]))  # fmt: skip
+            inner = b.and_(b.icmp_signed(">=", row, f["inner_row"]), b.icmp_signed("<", row, f["inner_row_end"]))
             end = b.select(inner, f["inner_unit"], f["unit_end"])
             begin = b.select(inner, f["inner_unit_end"], f["unit_end"])
             with e.loop(I64(0), I64(2)) as part:
@@ -260,10 +259,7 @@ class _WindowBody:
         """One vector of a row, whose windows may extend outside of the image."""
         e, b, w, f = self.e, self.e.b, self.w, self.field
         used_lanes = self._within(out, f["floats_out"], mask)
-        out_row, other = (
-            self._row(self.out, row, "out_pitch"),
-            -math.inf if w.mode == "max" else 0.0,
-        )
+        out_row, other = (self._row(self.out, row, "out_pitch"), -math.inf if w.mode == "max" else 0.0)
         bias = self._weight(I64(w.taps), phase)
         sum_ = e.variable(e.vector, self._begin())
         columns = [b.add(x, I64(j * w.dilation[1] * w.channels)) for j in range(w.size[1])]
@@ -323,12 +319,24 @@ class WindowTask:
         entries = np.zeros(threads, ENTRY)
         code = CODE.addresses([window], isa)[window]
         for k in range(threads):
-            shares = (_share(rows, k, threads) if by_rows else rows,
-                      units if by_rows else _share(units, k, threads))  # fmt: skip
+            shares = (_share(rows, k, threads) if by_rows else rows, units if by_rows else _share(units, k, threads))
             channels = window.channels
-            fields = (0, 0, 0, 0, first + k * table, sizes.x_pitch, sizes.out_pitch, sizes.rows_in,
-                      sizes.columns_in * channels, sizes.columns_out * channels, sizes.top,
-                      sizes.left * channels, *shares[0], *shares[1])  # fmt: skip
+            fields = (
+                0,
+                0,
+                0,
+                0,
+                first + k * table,
+                sizes.x_pitch,
+                sizes.out_pitch,
+                sizes.rows_in,
+                sizes.columns_in * channels,
+                sizes.columns_out * channels,
+                sizes.top,
+                sizes.left * channels,
+                *shares[0],
+                *shares[1],
+            )
             self.calls[k : k + 1] = np.array([fields], CALL)
             entries[k] = code, self.calls[k:].ctypes.data
         self.addresses = self.calls.view(np.int64).reshape(threads, -1)[:, :ADDRESSES]

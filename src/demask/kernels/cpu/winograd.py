@@ -58,8 +58,7 @@ UNROLLED = 4  # input channels per iteration
 LEAST_TILES = 32  # for which one more thread pays
 LINE = 64  # bytes of a cache line
 #: call of a packer: the weight, the transformed weight, and strides of the former in floats
-PACK = np.dtype([(key, "<i8") for key in (
-    "weight", "packed", "outer", "inner", "rows", "columns")])  # fmt: skip
+PACK = np.dtype([(key, "<i8") for key in ("weight", "packed", "outer", "inner", "rows", "columns")])
 ALL, DOUBLED = (0, 1, 2, 3), (0, 1, 3)  # components that are not zero
 
 
@@ -146,8 +145,15 @@ class _WinogradBody:
         column = b.sub(tile, b.mul(row, across))
         return b.mul(row, I64(2)), b.mul(column, I64(2))
 
-    def _addresses(self, base: Value, other: Value, rows: Sequence[Value], columns: Sequence[Value],
-                   sizes: tuple[str, str, str], channels: int) -> list[list[Value]]:  # fmt: skip
+    def _addresses(
+        self,
+        base: Value,
+        other: Value,
+        rows: Sequence[Value],
+        columns: Sequence[Value],
+        sizes: tuple[str, str, str],
+        channels: int,
+    ) -> list[list[Value]]:
         """Addresses of the positions in these rows and columns; `other` outside of the image.
 
         sizes: names of the fields with the numbers of rows and columns, and the pitch.
@@ -172,9 +178,7 @@ class _WinogradBody:
         row, column = self._place(tile)
         rows, columns = (
             [b.add(b.add(f[key], place), I64(n)) for n in components]
-            for key, place, components in zip(
-                ("top", "left"), (row, column), k.components, strict=True
-            )
+            for key, place, components in zip(("top", "left"), (row, column), k.components, strict=True)
         )
         sizes = ("rows_in", "columns_in", "x_pitch")
         addresses = self._addresses(self.x, self.zeros, rows, columns, sizes, k.inner)
@@ -210,16 +214,13 @@ class _WinogradBody:
     def _group(self, weight: Value, source: Value, target: Value, vectors: int, group: int) -> None:
         """Products of a group of tiles and a block of output channels."""
         e, b, k = self.e, self.e.b, self.k
-        totals = [
-            [e.variable(e.vector, e.splat(0.0)) for _ in range(vectors)] for _ in range(group)
-        ]
+        totals = [[e.variable(e.vector, e.splat(0.0)) for _ in range(vectors)] for _ in range(group)]
         with e.loop(I64(0), I64(k.inner), UNROLLED) as c:
             values = [[total.get() for total in line] for line in totals]
             inputs = e.at(source, c, FLOAT)
             weights = e.at(weight, b.mul(c, I64(vectors * e.lanes)), FLOAT)
             for n in range(UNROLLED):
-                row = [self._load(weights, I64((n * vectors + v) * e.lanes))
-                       for v in range(vectors)]  # fmt: skip
+                row = [self._load(weights, I64((n * vectors + v) * e.lanes)) for v in range(vectors)]
                 for t, line in enumerate(values):
                     factor = e.splat(e.load(FLOAT, inputs, t * k.inner + n))
                     line[:] = [e.fma(factor, w, value) for w, value in zip(row, line, strict=True)]
@@ -246,10 +247,8 @@ class _WinogradBody:
         bias = b.select(has_bias, e.pointer(f["bias"]), self.zeros)
         height, width = map(len, k.components)
         with e.loop(I64(0), I64(k.outer), e.lanes) as c:
-            planes = [[b.mul(self.sum_plane, I64(n * width + m)) for m in range(width)]
-                      for n in range(height)]  # fmt: skip
-            sums = [[self._load(e.at(source, plane, FLOAT), c) for plane in line]
-                    for line in planes]  # fmt: skip
+            planes = [[b.mul(self.sum_plane, I64(n * width + m)) for m in range(width)] for n in range(height)]
+            sums = [[self._load(e.at(source, plane, FLOAT), c) for plane in line] for line in planes]
             by_row = [totals(self.e, line) for line in sums]
             added = self._load(bias, c)
             for m, line in enumerate(zip(*by_row, strict=True)):
@@ -328,16 +327,19 @@ class WinogradPacker:
             for v in range(self.vectors):
                 first = b.mul(b.add(o, I64(v * e.lanes)), field["outer"])
                 base = e.at(weight, b.add(first, b.mul(i, field["inner"])), FLOAT)
-                taps = [[self._tap(e, base, (field["rows"], y), (field["columns"], x), lanes, wide)
-                         for x in range(3)] for y in range(3)]  # fmt: skip
+                taps = [
+                    [self._tap(e, base, (field["rows"], y), (field["columns"], x), lanes, wide) for x in range(3)]
+                    for y in range(3)
+                ]
                 for n, value in enumerate(self._transformed(e, taps)):
                     value = b.fptrunc(value, e.vector)
                     place = b.add(target.get(), I64(n * self.inner * self.outer + v * e.lanes))
                     b.store(value, e.at(e.pointer(field["packed"]), place, FLOAT), align=4)
             target.set(b.add(target.get(), I64(width)))
 
-    def _tap(self, e: Emitter, base: Value, row: tuple[Value, int], column: tuple[Value, int],
-             lanes: Value, wide: Any) -> Value:  # fmt: skip
+    def _tap(
+        self, e: Emitter, base: Value, row: tuple[Value, int], column: tuple[Value, int], lanes: Value, wide: Any
+    ) -> Value:
         """A tap of the weights of as many output channels as there are lanes, in double precision.
         row, column: stride and number."""
         b = e.b
@@ -384,9 +386,7 @@ class WinogradSizes(NamedTuple):
     @property
     def tiles(self) -> tuple[int, int]:
         """Rows and columns of tiles."""
-        return -(-(self.rows_out + self.skipped_rows) // 2), -(
-            -(self.columns_out + self.skipped_columns) // 2
-        )
+        return -(-(self.rows_out + self.skipped_rows) // 2), -(-(self.columns_out + self.skipped_columns) // 2)
 
 
 class WinogradTask:
@@ -395,9 +395,7 @@ class WinogradTask:
     scratch: bytes of each thread.
     """
 
-    def __init__(
-        self, kernel: WinogradKernel, sizes: WinogradSizes, threads: int, scratch: int, isa: Isa
-    ):
+    def __init__(self, kernel: WinogradKernel, sizes: WinogradSizes, threads: int, scratch: int, isa: Isa):
         self.calls, self.threads, self.scratch = np.zeros(threads, CALL), threads, scratch
         entries = np.zeros(threads, ENTRY)
         code = CODE.addresses([kernel], isa)[kernel]
@@ -448,9 +446,8 @@ class WinogradRunner:
         CODE.addresses([self.kernel, packer_of(self.kernel, self.isa)], self.isa)
 
     def run(
-        self, sizes: WinogradSizes, threads: int, addresses: tuple[int, int, int, int],
-        scratch: tuple[int, int],
-    ) -> None:  # fmt: skip
+        self, sizes: WinogradSizes, threads: int, addresses: tuple[int, int, int, int], scratch: tuple[int, int]
+    ) -> None:
         """Fill the output.
 
         addresses: of x, out, packed weight and bias (0: none). scratch: address and bytes of memory
@@ -461,8 +458,6 @@ class WinogradRunner:
         threads = max(1, min(threads, math.prod(sizes.tiles) // LEAST_TILES, fits))
         share = size // threads // LINE * LINE
         key = sizes, threads, share
-        task = self.spare.take(
-            key, lambda: WinogradTask(self.kernel, sizes, threads, share, self.isa)
-        )
+        task = self.spare.take(key, lambda: WinogradTask(self.kernel, sizes, threads, share, self.isa))
         task.run(addresses, address)
         self.spare.put(key, task)

@@ -53,9 +53,9 @@ NUMBERS = ("lo", "step", "e", "one_norm", "two_norm", "rounding", "sum")
 
 #: x: slot, n: length; u0, u1: slots of its bytes; groups, count: slots of the list of groups of
 #: `width` columns with a nonzero u, and of its length; numbers: slot; limit: bits of a float32
-QUANTIZE = np.dtype([(key, "<i8") for key in (
-    "x", "n", "u0", "u1", "groups", "count", "group_count", "numbers", "limit",
-    "sums")])  # fmt: skip
+QUANTIZE = np.dtype(
+    [(key, "<i8") for key in ("x", "n", "u0", "u1", "groups", "count", "group_count", "numbers", "limit", "sums")]
+)
 #: weights, constants: addresses; begin, end, step: tiles of `pitch` bytes; rows: number of rows;
 #: out: slot of zeros; list, left: slots of the rows not proved zero, and of their number; first,
 #: second: slots of their sums, for another level
@@ -130,9 +130,7 @@ class Quantize:
             sums["ones"].set(b.fadd(sums["ones"].get(), magnitude))
             sums["twos"].set(e.fma(v, v, sums["twos"].get()))
             sums["sum"].set(b.fadd(sums["sum"].get(), v))
-            nonzeros.set(
-                b.add(nonzeros.get(), set_lanes(e, b.fcmp_unordered("!=", v, e.splat(0.0))))
-            )
+            nonzeros.set(b.add(nonzeros.get(), set_lanes(e, b.fcmp_unordered("!=", v, e.splat(0.0)))))
         # additions per sum: in chains and then across the lanes
         chain = b.fadd(b.fdiv(b.sitofp(n, FLOAT), FLOAT(float(e.lanes))), FLOAT(40.0))
         rounding_factor = b.fadd(FLOAT(1.0), b.fmul(chain, FLOAT(2.1 * UNIT)))
@@ -227,24 +225,17 @@ class ZeroProofKernel:
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
         f, b = Fields(e, ZERO_PROOF.names), e.b
-        listed, count = (
-            Listed(e, f, self.instruction, self.bits, self.ahead, signed=False),
-            f.count("count"),
-        )
+        listed, count = (Listed(e, f, self.instruction, self.bits, self.ahead, signed=False), f.count("count"))
         numbers, length = numbers_of(e, f), e.variable(I64, I64(0))
         line = self.vectors * e.isa.line
         with e.loop(f["begin"], f["end"], f["step"]) as tile:
             base = e.at(f.pointer("weights"), b.mul(tile, f["pitch"]))
-            sums = [
-                [e.variable(e.ints, whole(e, 0)) for _ in range(2)] for _ in range(self.vectors)
-            ]
+            sums = [[e.variable(e.ints, whole(e, 0)) for _ in range(2)] for _ in range(self.vectors)]
             with e.loop(I64(0), count) as k:
                 listed.add(base, k, sums)
             for v, (low, high) in enumerate(sums):
                 vector = b.add(b.mul(tile, I64(self.vectors)), I64(v))
-                constants = e.at(
-                    f.pointer("constants"), b.mul(vector, I64(len(CONSTANTS) * e.isa.line))
-                )
+                constants = e.at(f.pointer("constants"), b.mul(vector, I64(len(CONSTANTS) * e.isa.line)))
                 row = {key: e.read(constants, k) for k, key in enumerate(CONSTANTS)}
                 bound = _bound(e, row, numbers, joined(e, low.get(), high.get()))
                 unproved = b.fcmp_unordered(">", bound, e.splat(0.0))
@@ -304,9 +295,7 @@ class SecondProofKernel:
         sums, nibble = [e.variable(e.ints, whole(e, 0)) for _ in range(2)], whole(e, 0x0F0F0F0F)
         vectors = 16 // e.lanes  # vectors of 64 bytes
         later_line = e.at(f.pointer("weights"), b.mul(later, f["pitch"]))
-        e.prefetch(
-            e.at(f.pointer("constants"), b.mul(later, I64(4 * len(CONSTANTS)))), writes=False
-        )
+        e.prefetch(e.at(f.pointer("constants"), b.mul(later, I64(4 * len(CONSTANTS)))), writes=False)
         with e.loop(I64(0), f["blocks"]) as block:
             e.prefetch(e.at(later_line, b.mul(block, I64(64))), writes=False)
             for v in range(vectors):
@@ -321,8 +310,7 @@ class SecondProofKernel:
                         sum_.set(products.add(sum_.get(), products.ready(u), part))
         return [_reduced(e, sum_.get(), "add") for sum_ in sums]
 
-    def _unproved(self, e: Emitter, f: Fields, numbers: dict[str, Value], row: Value,
-              sums: list[Value]) -> Value:  # fmt: skip
+    def _unproved(self, e: Emitter, f: Fields, numbers: dict[str, Value], row: Value, sums: list[Value]) -> Value:
         """Whether the bound of a row is not <= 0. sums: Σ q u for both planes of u."""
         b = e.b
         address = e.at(f.pointer("constants"), b.mul(row, I64(4 * len(CONSTANTS))))

@@ -125,9 +125,7 @@ def spmm_bitmap(
 
 
 @triton.jit
-def decompress(
-    masks, starts, values, high, out, m, k, HEIGHT: tl.constexpr,
-):  # fmt: skip
+def decompress(masks, starts, values, high, out, m, k, HEIGHT: tl.constexpr):
     """out [m, k] contiguous: the dense matrix. Program (r, t): rows from r * HEIGHT of tile t."""
     rows = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
     tile = tl.program_id(1)
@@ -139,9 +137,23 @@ def decompress(
 
 @triton.jit
 def sddmm_bitmap(
-    masks, starts, high, a, a_row, a_step, b, b_row, b_step, out, m, n, k,
-    HEIGHT: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    masks,
+    starts,
+    high,
+    a,
+    a_row,
+    a_step,
+    b,
+    b_row,
+    b_step,
+    out,
+    m,
+    n,
+    k,
+    HEIGHT: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """out[position of (i, j)] = a[i] · b[j] where the bitmap has an entry, in the order of CSR.
 
     The whole tile is computed, but only its entries are written. a [m, k] and b [n, k] have any
@@ -158,10 +170,12 @@ def sddmm_bitmap(
     while step < k:
         along = step + tl.arange(0, STEP)
         valid = along < k
-        left = tl.load(from_a + along.to(tl.int64)[None, :] * a_step,
-                       mask=(rows < m)[:, None] & valid[None, :], other=0.0)  # fmt: skip
-        right = tl.load(from_b + along.to(tl.int64)[:, None] * b_step,
-                        mask=valid[:, None] & (columns < n)[None, :], other=0.0)  # fmt: skip
+        left = tl.load(
+            from_a + along.to(tl.int64)[None, :] * a_step, mask=(rows < m)[:, None] & valid[None, :], other=0.0
+        )
+        right = tl.load(
+            from_b + along.to(tl.int64)[:, None] * b_step, mask=valid[:, None] & (columns < n)[None, :], other=0.0
+        )
         total = multiplied(left, right, total, TRANSPOSED=False, WIDE=WIDE)  # pyright: ignore
         step += STEP
     position, exists = positions(masks, starts, tile, rows, high, HEIGHT)

@@ -7,10 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def sddmm_rows(
-    begins, ends, rows, col, a, a_row, b, b_row, out, k,
-    ENTRIES: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+def sddmm_rows(begins, ends, rows, col, a, a_row, b, b_row, out, k, ENTRIES: tl.constexpr, STEP: tl.constexpr):
     """out[p] = a[row] · b[col[p]] for the entries p of a task: at most ENTRIES of one row.
 
     begins, ends, rows [tasks] int32. a [m, k], b [n, k]: rows are contiguous. Each thread has its

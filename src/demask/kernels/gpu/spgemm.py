@@ -12,10 +12,20 @@ import triton.language as tl
 
 @triton.jit
 def expand(
-    offsets, entries, halvings, rows, begins, values, other_col, other_values, keys, products,
-    total, n,
+    offsets,
+    entries,
+    halvings,
+    rows,
+    begins,
+    values,
+    other_col,
+    other_values,
+    keys,
+    products,
+    total,
+    n,
     COUNT: tl.constexpr,
-):  # fmt: skip
+):
     """Write key row * n + column (int64) and value (float32) of each product.
 
     offsets [entries] int64: number of products of the nonzeros of a before this one; begins: start

@@ -199,9 +199,7 @@ class Emitter:
                 if not k & distance:
                     a, b = vectors[k], vectors[k + distance]
                     vectors[k] = self.b.shuffle_vector(a, b, ir.Constant(self.ints, low))
-                    vectors[k + distance] = self.b.shuffle_vector(
-                        a, b, ir.Constant(self.ints, high)
-                    )
+                    vectors[k + distance] = self.b.shuffle_vector(a, b, ir.Constant(self.ints, high))
             distance *= 2
         return vectors
 
@@ -216,9 +214,7 @@ class Emitter:
         n, addresses = self.lanes, self.addresses(pointer, index)
         name = f"llvm.masked.gather.v{n}f32.v{n}p0"
         kinds = (addresses.type, I32, ir.VectorType(BIT, n), self.vector)
-        return self.b.call(
-            self.intrinsic(name, self.vector, *kinds), [addresses, I32(4), mask, other]
-        )
+        return self.b.call(self.intrinsic(name, self.vector, *kinds), [addresses, I32(4), mask, other])
 
     def scatter(self, value: Value, pointer: Value, index: Value, mask: Value) -> None:
         """Write the lanes with a set mask to the elements with these int32 numbers."""

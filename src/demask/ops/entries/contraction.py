@@ -14,11 +14,22 @@ from demask.ops.entry import Shape as S
 # Products with a matrix, [out, in] or [in, out].
 PRODUCTS = {f"aten.{name}.default" for name in ("linear", "addmm", "mm", "matmul")}
 # Ops that leave the last axis of the first operand unchanged, or may reshape the others.
-_PRESERVES_SUMS = {f"aten.{name}" for name in (
-    "dropout.default", "clone.default", "contiguous.default", "alias.default", "detach.default",
-    "to.dtype", "_to_copy.default", "view.default", "reshape.default", "_unsafe_view.default",
-    "expand.default",
-)}  # fmt: skip
+_PRESERVES_SUMS = {
+    f"aten.{name}"
+    for name in (
+        "dropout.default",
+        "clone.default",
+        "contiguous.default",
+        "alias.default",
+        "detach.default",
+        "to.dtype",
+        "_to_copy.default",
+        "view.default",
+        "reshape.default",
+        "_unsafe_view.default",
+        "expand.default",
+    )
+}
 
 
 def _rank(node: fx.Node, name: str) -> int:
@@ -79,14 +90,10 @@ def _groups(node: fx.Node, sizes: Any) -> dict[str, Any]:
 def _matmul(node: fx.Node) -> str | SizedLine:
     a, b = _rank(node, "self"), _rank(node, "other")
     if _is_softmax(node.args[0]) and b > 1:
-        return SizedLine(
-            "... t !i, ... !i o -> ... t o" if a > 1 else "!i, ... !i o -> ... o", {}, mixes=True
-        )
+        return SizedLine("... t !i, ... !i o -> ... t o" if a > 1 else "!i, ... !i o -> ... o", {}, mixes=True)
     left = "... t i" if a > 1 else "i"
     right = "... i o" if b > 1 else "i"
-    return (
-        f"{left}, {right} -> ..." + " t" * (a > 1) + " o" * (b > 1) if max(a, b) > 1 else "i, i ->"
-    )
+    return f"{left}, {right} -> ..." + " t" * (a > 1) + " o" * (b > 1) if max(a, b) > 1 else "i, i ->"
 
 
 def _bmm(node: fx.Node) -> str | SizedLine:
@@ -117,9 +124,7 @@ def _einsum(node: fx.Node) -> str | Declined:
     if not arrow:
         right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
     if len(parts) != 2 or "." in equation or any(len(set(p)) < len(p) for p in parts):
-        return Declined(
-            f"einsum {equation!r}: two operands without dots or repeated letters have a rule"
-        )
+        return Declined(f"einsum {equation!r}: two operands without dots or repeated letters have a rule")
     if (set(parts[0]) ^ set(parts[1])) - set(right):
         return Declined(f"einsum {equation!r}: an axis is summed in one operand alone")
     lines = [" ".join(c.lower() + "u" * c.isupper() for c in part) for part in (*parts, right)]
@@ -145,19 +150,12 @@ def _convs() -> list[tuple[str, Entry]]:
         depthwise = Case((S((2, 4, *tail)), S((4, 1, *k), True), None, one, pad, one, 4), {})
         # An odd kernel: for an even one `same` pads unevenly, and torch warns.
         same = Case((S((2, 4, *tail)), S((6, 4, *[3] * d), True), None, one, "same"), {})
-        transposed_case = Case(
-            (S((2, 4, *tail)), S((4, 6, *k), True), S((6,), True), [2] * d, pad, [1] * d), {}
-        )
+        transposed_case = Case((S((2, 4, *tail)), S((4, 6, *k), True), S((6,), True), [2] * d, pad, [1] * d), {})
         strided = Case((S((2, 4, *tail)), S((4, 3, *([1] * d)), True), None, [2] * d), {})
-        transposed_grouped = Case(
-            (S((2, 4, *tail)), S((4, 3, *k), True), None, [2] * d, pad, [0] * d, 2), {}
-        )
+        transposed_grouped = Case((S((2, 4, *tail)), S((4, 3, *k), True), None, [2] * d, pad, [0] * d, 2), {})
         entry = {"fill": "sum", "pads": _padded, "args": _groups, "region": "conv"}
         entries += [
-            (
-                f"aten.conv{d}d.default",
-                Entry(_conv, **entry, cases=(dense, no_bias, grouped, depthwise)),
-            ),
+            (f"aten.conv{d}d.default", Entry(_conv, **entry, cases=(dense, no_bias, grouped, depthwise))),
             (f"aten.conv{d}d.padding", Entry(_conv, **entry, cases=(same,))),
         ]
         name = f"aten.conv_transpose{d}d." + ("default" if d == 1 else "input")
@@ -182,9 +180,7 @@ def _attention(node: fx.Node) -> str | SizedLine | Declined:
     heads, shared = (call_arguments[name].meta["val"].shape[-3] for name in ("query", "key"))
     mask = call_arguments["attn_mask"]
     shape = () if mask is None else mask.meta["val"].shape
-    axis = (
-        "" if len(shape) == 2 else "... 1 " if len(shape) > 2 and shape[-3] == 1 else "... (h r) "
-    )
+    axis = "" if len(shape) == 2 else "... 1 " if len(shape) > 2 and shape[-3] == 1 else "... (h r) "
     line = f"... (h r) {t} d, ... h !s d, ... h !s e, {axis}{t} !s -> ... (h r) {t} e"
     return SizedLine(line, {"h": shared, "r": heads // shared})
 
@@ -193,9 +189,7 @@ def _scale(node: fx.Node, sizes: Any) -> dict[str, Any]:
     """The scale of the original head size, for a call on fewer features."""
     call_arguments = schema.arguments(node)
     scale = call_arguments["scale"]
-    return {
-        "scale": call_arguments["query"].meta["val"].shape[-1] ** -0.5 if scale is None else scale
-    }
+    return {"scale": call_arguments["query"].meta["val"].shape[-1] ** -0.5 if scale is None else scale}
 
 
 def _grouped(node: fx.Node) -> str | Declined:

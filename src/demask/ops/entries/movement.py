@@ -57,9 +57,7 @@ def common_refinement(
         else:
             step = _split(left[i], right[j])
             if step is None:
-                return Declined(
-                    f"view from {_shown(old)} to {_shown(new)} has no common refinement"
-                )
+                return Declined(f"view from {_shown(old)} to {_shown(new)} has no common refinement")
             letter = f"a{len(sizes)}"
             size, left[i], right[j] = step
             sizes[letter] = size if isinstance(size, int) else None
@@ -173,14 +171,8 @@ def _expand(node: fx.Node) -> str:
     old, new = _shape(node), list(schema.outputs(node)[0].shape)
     added = len(new) - len(old)
     after = [f"e{k}" for k in range(len(new))]
-    is_expanded = [
-        schema.same_size(n, 1) and not schema.same_size(new[k + added], 1)
-        for k, n in enumerate(old)
-    ]
-    before = [
-        "1" if expanded else letter
-        for expanded, letter in zip(is_expanded, after[added:], strict=True)
-    ]
+    is_expanded = [schema.same_size(n, 1) and not schema.same_size(new[k + added], 1) for k, n in enumerate(old)]
+    before = ["1" if expanded else letter for expanded, letter in zip(is_expanded, after[added:], strict=True)]
     return f"{' '.join(before)} -> {' '.join(after)}"
 
 
@@ -188,10 +180,7 @@ def _dims(node: fx.Node) -> set[int]:
     """The axes along which positions move."""
     call_arguments, rank = schema.arguments(node), len(_shape(node))
     if "pad" in call_arguments or "padding" in call_arguments:
-        count = (
-            len(call_arguments["pad"] if "pad" in call_arguments else call_arguments["padding"])
-            // 2
-        )
+        count = len(call_arguments["pad"] if "pad" in call_arguments else call_arguments["padding"]) // 2
         return set(range(rank - count, rank))
     dims = call_arguments.get("dims", call_arguments.get("dim"))
     dims = [dims] if isinstance(dims, int) else dims
@@ -247,8 +236,7 @@ def _gathered(node: fx.Node) -> str | Declined:
     call_arguments, old = schema.arguments(node), _shape(node)
     dim = call_arguments["dim"] % max(len(old), 1)
     new = schema.outputs(node)[0].shape
-    if any(k != dim and not schema.same_size(a, b)
-           for k, (a, b) in enumerate(zip(old, new, strict=True))):  # fmt: skip
+    if any(k != dim and not schema.same_size(a, b) for k, (a, b) in enumerate(zip(old, new, strict=True))):
         return Declined("a gather that takes only a part of its other axes")
     after = _letters(len(old))
     before = ["!s" if k == dim else axis for k, axis in enumerate(after)]

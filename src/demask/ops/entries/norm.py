@@ -63,8 +63,7 @@ def _largest(node: fx.Node) -> str:
     """As `_along`; the output has other positions along the axis, which are computed together."""
     rank, dim = _rank(node), schema.arguments(node)["dim"]
     input_axes, output_axes = (
-        " ".join(name if k == dim % max(rank, 1) else f"a{k}" for k in range(rank))
-        for name in ("!s", "!k")
+        " ".join(name if k == dim % max(rank, 1) else f"a{k}" for k in range(rank)) for name in ("!s", "!k")
     )
     return f"{input_axes} -> {output_axes}, {output_axes}"
 
@@ -79,26 +78,41 @@ _POSITIVE = S((2, 3, 4), of="positive")
 # Other reductions: name, column `total`, arguments of each case. An index is of the first of equal
 # values.
 _REDUCTIONS: list[Any] = [
-    *((f"{name}.{kind}", "", *cases) for name in ("var", "std", "var_mean", "std_mean")
-      for kind, cases in (("default", [(_X,)]), ("dim", [(_X, [1]), (_X, [1, 2], False, True)]))),
+    *(
+        (f"{name}.{kind}", "", *cases)
+        for name in ("var", "std", "var_mean", "std_mean")
+        for kind, cases in (("default", [(_X,)]), ("dim", [(_X, [1]), (_X, [1, 2], False, True)]))
+    ),
     ("logsumexp.default", "", (_X, [1], True), (_X, [1, 2])),
-    ("prod.default", "", (_POSITIVE,)), ("prod.dim_int", "", (_X, 1)),
+    ("prod.default", "", (_POSITIVE,)),
+    ("prod.dim_int", "", (_X, 1)),
     ("linalg_vector_norm.default", "", (_X, 2, [1], True), (_X, 3)),
-    ("norm.Scalar", "", (_X,)), ("norm.ScalarOpt_dim", "", (_X, 2, [1])),
+    ("norm.Scalar", "", (_X,)),
+    ("norm.ScalarOpt_dim", "", (_X, 2, [1])),
     *((f"{name}.default", "all", (_X,)) for name in ("max", "min", "median", "nanmedian")),
-    *((f"{name}.dim", "all", (_X, 1), (_X, 1, True))
-      for name in ("max", "min", "median", "nanmedian")),
-    ("mode.default", "all", (_X, 1)), ("kthvalue.default", "all", (_X, 2, 1)),
+    *((f"{name}.dim", "all", (_X, 1), (_X, 1, True)) for name in ("max", "min", "median", "nanmedian")),
+    ("mode.default", "all", (_X, 1)),
+    ("kthvalue.default", "all", (_X, 2, 1)),
     ("aminmax.default", "all", (_X,)),
     *((f"arg{name}.default", "all", (_X,), (_X, 1)) for name in ("max", "min")),
-    *((f"{name}.{kind}", "all", args) for name in ("any", "all") for kind, args in (
-        ("default", (_BOOL,)), ("dim", (_BOOL, 1)), ("dims", (_BOOL, [1, 2], True)))),
-    ("count_nonzero.default", "all", (_X, 1)), ("count_nonzero.dim_IntList", "all", (_X, [1])),
+    *(
+        (f"{name}.{kind}", "all", args)
+        for name in ("any", "all")
+        for kind, args in (("default", (_BOOL,)), ("dim", (_BOOL, 1)), ("dims", (_BOOL, [1, 2], True)))
+    ),
+    ("count_nonzero.default", "all", (_X, 1)),
+    ("count_nonzero.dim_IntList", "all", (_X, [1])),
     ("nansum.default", "all", (_X, [1])),
-]  # fmt: skip
+]
 # Ops along an axis -> column `total`.
-_SCANS = {"cumsum.default": "all", "cumprod.default": "", "logcumsumexp.default": "",
-          "cummax.default": "all", "cummin.default": "all", "sort.default": "all"}  # fmt: skip
+_SCANS = {
+    "cumsum.default": "all",
+    "cumprod.default": "",
+    "logcumsumexp.default": "",
+    "cummax.default": "all",
+    "cummin.default": "all",
+    "sort.default": "all",
+}
 _STABLE = {"sort": "run", "argsort": "none"}
 _SPREAD = (_REDUCED[0], Case((S((2, 3, 4, 5)), [2, 3]), {"correction": 0, "keepdim": True}))
 ENTRIES = [

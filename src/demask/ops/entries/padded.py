@@ -21,8 +21,7 @@ from demask.ops import schema, traits
 from demask.ops.entry import Entry, Table, op_name
 
 aten = torch.ops.aten
-WINDOWS = (*traits.CONVOLUTIONS_ANY_PADDING, *traits.TRANSPOSED_CONVOLUTIONS,
-           *traits.MAX_POOLS, *traits.AVERAGE_POOLS)  # fmt: skip
+WINDOWS = (*traits.CONVOLUTIONS_ANY_PADDING, *traits.TRANSPOSED_CONVOLUTIONS, *traits.MAX_POOLS, *traits.AVERAGE_POOLS)
 _LIBRARY = torch.library.Library("demask", "FRAGMENT")
 
 
@@ -65,9 +64,7 @@ def _entry(window: Entry) -> Entry:
     def reads_padding(node: fx.Node) -> bool:
         call_arguments = schema.arguments(node)
         # -inf never changes a maximum, just as the padding of max pools.
-        is_read = call_arguments["pad_value"] != float("-inf") and may_add_positions(
-            call_arguments["pads"]
-        )
+        is_read = call_arguments["pad_value"] != float("-inf") and may_add_positions(call_arguments["pads"])
         return is_read or window.reads_padding(node)
 
     return replace(window, pads=reads_padding, cases=())

@@ -18,29 +18,54 @@ _UNARY = """relu relu6 sigmoid silu tanh hardswish hardsigmoid hardtanh leaky_re
     nan_to_num alias detach clone contiguous lift_fresh lift_fresh_copy zeros_like ones_like"""
 # How bounds follow (column `range`); least values are rounded down.
 _RANGES: dict[str, Any] = {
-    **dict.fromkeys("""relu relu6 hardtanh leaky_relu abs neg floor ceil round trunc sign square
+    **dict.fromkeys(
+        """relu relu6 hardtanh leaky_relu abs neg floor ceil round trunc sign square
         softshrink hardshrink reciprocal add.Scalar sub.Scalar rsub.Scalar mul.Scalar div.Scalar
         clamp.default clamp_min.default clamp_max.default maximum.default minimum.default
-        to.dtype to.dtype_layout to.device _to_copy.default""".split(), "ends"),
-    **dict.fromkeys("""sigmoid tanh hardsigmoid elu selu celu softplus exp expm1 atan sinh erf erfc
-        log_sigmoid log log1p log2 log10 rsqrt logit pow.Tensor_Scalar""".split(), "about"),
+        to.dtype to.dtype_layout to.device _to_copy.default""".split(),
+        "ends",
+    ),
+    **dict.fromkeys(
+        """sigmoid tanh hardsigmoid elu selu celu softplus exp expm1 atan sinh erf erfc
+        log_sigmoid log log1p log2 log10 rsqrt logit pow.Tensor_Scalar""".split(),
+        "about",
+    ),
     **dict.fromkeys("alias detach clone contiguous lift_fresh lift_fresh_copy".split(), "hull"),
-    "silu": -0.2785, "mish": -0.3089, "hardswish": -0.3751, "gelu": -0.1701,
-    "sin": (-1.0, 1.0), "cos": (-1.0, 1.0), "zeros_like": (0.0, 0.0), "ones_like": (1.0, 1.0),
+    "silu": -0.2785,
+    "mish": -0.3089,
+    "hardswish": -0.3751,
+    "gelu": -0.1701,
+    "sin": (-1.0, 1.0),
+    "cos": (-1.0, 1.0),
+    "zeros_like": (0.0, 0.0),
+    "ones_like": (1.0, 1.0),
     "sqrt": (0.0, inf),
-}  # fmt: skip
+}
 # Ops that may overflow or be NaN for values that the original network does not compute (column
 # `total`).
-_PARTIAL = {"exp", "expm1", "sinh", "square", "pow.Tensor_Scalar", "float_power.Tensor_Scalar",
-            "special_i0"}  # fmt: skip
+_PARTIAL = {"exp", "expm1", "sinh", "square", "pow.Tensor_Scalar", "float_power.Tensor_Scalar", "special_i0"}
 _POSITIVE = "log log1p log2 log10 sqrt rsqrt reciprocal logit erfinv lgamma digamma special_entr"
 _SCALAR = {
-    "add.Scalar": 1.5, "sub.Scalar": 1.5, "rsub.Scalar": 1.5, "mul.Scalar": 1.5, "div.Scalar": 1.5,
-    "pow.Tensor_Scalar": 2, "eq.Scalar": 0, "ne.Scalar": 0, "gt.Scalar": 0, "ge.Scalar": 0,
-    "lt.Scalar": 0, "le.Scalar": 0, "remainder.Scalar": 1.5, "fmod.Scalar": 1.5, "clamp.default": 0,
+    "add.Scalar": 1.5,
+    "sub.Scalar": 1.5,
+    "rsub.Scalar": 1.5,
+    "mul.Scalar": 1.5,
+    "div.Scalar": 1.5,
+    "pow.Tensor_Scalar": 2,
+    "eq.Scalar": 0,
+    "ne.Scalar": 0,
+    "gt.Scalar": 0,
+    "ge.Scalar": 0,
+    "lt.Scalar": 0,
+    "le.Scalar": 0,
+    "remainder.Scalar": 1.5,
+    "fmod.Scalar": 1.5,
+    "clamp.default": 0,
     "float_power.Tensor_Scalar": 2,
-    "clamp_min.default": 0, "clamp_max.default": 0, "fill.Scalar": 1.5,
-}  # fmt: skip
+    "clamp_min.default": 0,
+    "clamp_max.default": 0,
+    "fill.Scalar": 1.5,
+}
 _BINARY = """rsub.Tensor maximum.default minimum.default atan2.default
     fmax.default fmin.default copysign.Tensor logaddexp.default logaddexp2.default
     eq.Tensor ne.Tensor gt.Tensor ge.Tensor lt.Tensor le.Tensor logical_or.default"""
@@ -52,21 +77,36 @@ def _unary() -> list[tuple[str, Entry]]:
     plain = [
         (
             f"aten.{n}.default",
-            Entry("... -> ...", free=n in free, total=_total(n), range=_RANGES.get(n, ""), cases=(
-                Case((S((2, 3, 4)),), {}),)),
+            Entry(
+                "... -> ...",
+                free=n in free,
+                total=_total(n),
+                range=_RANGES.get(n, ""),
+                cases=(Case((S((2, 3, 4)),), {}),),
+            ),
         )
         for n in _UNARY.split()
-    ]  # fmt: skip
+    ]
     positive = [
-        (f"aten.{n}.default", Entry("... -> ...", range=_RANGES.get(n, ""), cases=(
-            Case((S((2, 3), of="positive"),), {}),)))
+        (
+            f"aten.{n}.default",
+            Entry("... -> ...", range=_RANGES.get(n, ""), cases=(Case((S((2, 3), of="positive"),), {}),)),
+        )
         for n in _POSITIVE.split()
-    ]  # fmt: skip
+    ]
     scalar = [
-        (f"aten.{n}", Entry("... -> ...", free=n in free, total=_total(n),
-                            range=_RANGES.get(n, ""), cases=(Case((S((2, 3, 4)), value), {}),)))
+        (
+            f"aten.{n}",
+            Entry(
+                "... -> ...",
+                free=n in free,
+                total=_total(n),
+                range=_RANGES.get(n, ""),
+                cases=(Case((S((2, 3, 4)), value), {}),),
+            ),
+        )
         for n, value in _SCALAR.items()
-    ]  # fmt: skip
+    ]
     return plain + positive + scalar
 
 
@@ -76,38 +116,44 @@ def _total(name: str) -> str:
 
 
 def _binary() -> list[tuple[str, Entry]]:
-    plain = [(f"aten.{n}", Entry(
-                "..., ... -> ...", total="all", range=_RANGES.get(n, ""), cases=_PAIR))
-             for n in _BINARY.split()]  # fmt: skip
+    plain = [
+        (f"aten.{n}", Entry("..., ... -> ...", total="all", range=_RANGES.get(n, ""), cases=_PAIR))
+        for n in _BINARY.split()
+    ]
     positive = (Case((S((2, 3, 4)), S((2, 3, 4), of="positive")), {}),)
     modes = (Case((*positive[0].args,), {"rounding_mode": "floor"}),)
     return [
         *plain,
-        ("aten.add.Tensor", Entry(
-            "..., ... -> ...", neutral=(0, (0, 1)), total="all", range="ends", cases=_PAIR)),
-        ("aten.sub.Tensor", Entry(
-            "..., ... -> ...", neutral=(0, (1,)), total="all", range="ends", cases=_PAIR)),
-        ("aten.mul.Tensor", Entry(
-            "..., ... -> ...", zero="any", neutral=(1, (0, 1)), total="one", range="ends",
-            cases=_PAIR)),
-        ("aten.logical_and.default", Entry(
-            "..., ... -> ...", zero="any", total="all", cases=_PAIR)),
-        ("aten.div.Tensor", Entry(
-            "..., ... -> ...", zero="first", neutral=(1, (1,)), total="first", range="ends",
-            cases=positive)),
-        ("aten.div.Tensor_mode", Entry(
-            "..., ... -> ...", zero="first", total="first", range="ends", cases=modes)),
-        ("aten.pow.Tensor_Tensor", Entry("..., ... -> ...", cases=(
-            Case((S((2, 3), of="positive"), S((2, 3))), {}),))),
+        ("aten.add.Tensor", Entry("..., ... -> ...", neutral=(0, (0, 1)), total="all", range="ends", cases=_PAIR)),
+        ("aten.sub.Tensor", Entry("..., ... -> ...", neutral=(0, (1,)), total="all", range="ends", cases=_PAIR)),
+        (
+            "aten.mul.Tensor",
+            Entry("..., ... -> ...", zero="any", neutral=(1, (0, 1)), total="one", range="ends", cases=_PAIR),
+        ),
+        ("aten.logical_and.default", Entry("..., ... -> ...", zero="any", total="all", cases=_PAIR)),
+        (
+            "aten.div.Tensor",
+            Entry("..., ... -> ...", zero="first", neutral=(1, (1,)), total="first", range="ends", cases=positive),
+        ),
+        ("aten.div.Tensor_mode", Entry("..., ... -> ...", zero="first", total="first", range="ends", cases=modes)),
+        ("aten.pow.Tensor_Tensor", Entry("..., ... -> ...", cases=(Case((S((2, 3), of="positive"), S((2, 3))), {}),))),
         ("aten.pow.Scalar", Entry("... -> ...", cases=(Case((2.0, S((2, 3, 4))), {}),))),
-        ("aten.bitwise_and.Tensor", Entry("..., ... -> ...", zero="any", total="all", cases=(
-            Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),))),
-        ("aten.bitwise_or.Tensor", Entry("..., ... -> ...", total="all", cases=(
-            Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),))),
-        ("aten.bitwise_not.default", Entry("... -> ...", total="all", cases=(
-            Case((S((2, 3), of="bool"),), {}),))),
+        (
+            "aten.bitwise_and.Tensor",
+            Entry(
+                "..., ... -> ...",
+                zero="any",
+                total="all",
+                cases=(Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),),
+            ),
+        ),
+        (
+            "aten.bitwise_or.Tensor",
+            Entry("..., ... -> ...", total="all", cases=(Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),)),
+        ),
+        ("aten.bitwise_not.default", Entry("... -> ...", total="all", cases=(Case((S((2, 3), of="bool"),), {}),))),
         *_ternary(),
-    ]  # fmt: skip
+    ]
 
 
 def _ternary() -> list[tuple[str, Entry]]:
@@ -145,8 +191,7 @@ def _cast() -> list[tuple[str, Entry]]:
         "to.device": Case((x, torch.device("cpu"), torch.float32), {}),
         "_to_copy.default": Case((x,), single),
     }
-    return [(f"aten.{name}", Entry("... -> ...", range=_RANGES[name], cases=(case,)))
-            for name, case in cases.items()]  # fmt: skip
+    return [(f"aten.{name}", Entry("... -> ...", range=_RANGES[name], cases=(case,))) for name, case in cases.items()]
 
 
 def _full(node: fx.Node) -> str:
@@ -169,16 +214,10 @@ def _created() -> list[tuple[str, Entry]]:
         for n, v in constants
     ]
     new = [
-        (f"aten.new_{n}.default", Entry(_full_from, free=True, args=_size, cases=(
-            Case((S((2, 3)), [4, 5], *v), {}),)))
+        (f"aten.new_{n}.default", Entry(_full_from, free=True, args=_size, cases=(Case((S((2, 3)), [4, 5], *v), {}),)))
         for n, v in constants
-    ]  # fmt: skip
-    like = [
-        (
-            "aten.full_like.default",
-            Entry("... -> ...", free=True, cases=(Case((S((2, 3)), 1.5), {}),)),
-        )
     ]
+    like = [("aten.full_like.default", Entry("... -> ...", free=True, cases=(Case((S((2, 3)), 1.5), {}),)))]
     return of_sizes + new + like
 
 

@@ -39,11 +39,7 @@ def _line(gates: int) -> Callable[[fx.Node], SizedLine | Declined]:
             return Declined("several recurrent layers in one call, with dropout between them")
         biases = 2 if call_arguments["has_biases"] else 0
         projected = count_parameters(node) - biases == 3
-        if (
-            projected
-            and call_arguments["hx"][0].meta["val"].shape[2]
-            >= call_arguments["hx"][1].meta["val"].shape[2]
-        ):
+        if projected and call_arguments["hx"][0].meta["val"].shape[2] >= call_arguments["hx"][1].meta["val"].shape[2]:
             return Declined("an LSTM projected to as many outputs as it has cells")
         c, p = ("c", "p") if projected else ("h", "h")
         t = "n !t" if call_arguments["batch_first"] else "!t n"

@@ -116,9 +116,19 @@ _CASES: dict[str, Any] = {
         ((_X, [_INDEX], S((), True)), {})]),
 }  # fmt: skip
 ENTRIES = [
-    *((f"aten.{name}", Entry(line, fill="scatter", cases=tuple(Case(*case) for case in cases)))
-      for name, (line, cases) in _CASES.items()),
-    ("aten.segment_reduce.default", Entry(_segments, fill="scatter", cases=tuple(
-        Case((_Y, how), {"lengths": S((4,), of=2), "unsafe": True, "initial": 0.5})
-        for how in ("sum", "mean", "max", "min")))),
-]  # fmt: skip
+    *(
+        (f"aten.{name}", Entry(line, fill="scatter", cases=tuple(Case(*case) for case in cases)))
+        for name, (line, cases) in _CASES.items()
+    ),
+    (
+        "aten.segment_reduce.default",
+        Entry(
+            _segments,
+            fill="scatter",
+            cases=tuple(
+                Case((_Y, how), {"lengths": S((4,), of=2), "unsafe": True, "initial": 0.5})
+                for how in ("sum", "mean", "max", "min")
+            ),
+        ),
+    ),
+]

@@ -14,9 +14,7 @@ _TAILS = {1: (8,), 2: (6, 8), 3: (4, 4, 6)}
 
 def _counts_padding(node: fx.Node) -> bool:
     call_arguments = schema.arguments(node)
-    return bool(call_arguments["count_include_pad"]) and any(
-        pad != 0 for pad in call_arguments["padding"]
-    )
+    return bool(call_arguments["count_include_pad"]) and any(pad != 0 for pad in call_arguments["padding"])
 
 
 def _line(d: int) -> str:
@@ -47,9 +45,11 @@ def _resizes() -> list[tuple[str, Entry]]:
     kinds = [
         *(("upsample_nearest", d, "nearest") for d in (1, 2, 3)),
         *(("_upsample_nearest_exact", d, "exact") for d in (1, 2, 3)),
-        ("upsample_linear", 1, "linear"), ("upsample_bilinear", 2, "linear"),
-        ("upsample_trilinear", 3, "linear"), ("upsample_bicubic", 2, "cubic"),
-    ]  # fmt: skip
+        ("upsample_linear", 1, "linear"),
+        ("upsample_bilinear", 2, "linear"),
+        ("upsample_trilinear", 3, "linear"),
+        ("upsample_bicubic", 2, "cubic"),
+    ]
     entries = []
     for name, d, region in kinds:
         align = (False,) if region in ("linear", "cubic") else ()
@@ -58,8 +58,7 @@ def _resizes() -> list[tuple[str, Entry]]:
         third = Case((S((2, 3, *_TAILS[d])), None, *align, [3.0, 0.7, 1.5][:d]), {})
         corner = (Case((S((2, 3, *_TAILS[d])), None, True, [2.0] * d), {}),) if align else ()
         bounds = {"linear": "sign", "cubic": ""}.get(region, "hull")
-        entry = Entry(_line(d), fill="same", region=region, range=bounds,
-                      cases=(sized, scaled, third, *corner))  # fmt: skip
+        entry = Entry(_line(d), fill="same", region=region, range=bounds, cases=(sized, scaled, third, *corner))
         entries.append((f"aten.{name}{d}d.vec", entry))
     return entries
 

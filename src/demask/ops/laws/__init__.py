@@ -25,14 +25,7 @@ from demask.errors import Mismatch, TableError
 from demask.ops import regions, schema
 from demask.ops.entry import Case, Declined, Shape, Table
 from demask.ops.flow import axis_of
-from demask.ops.laws.draws import (
-    Axes,
-    draw_fill,
-    draw_mask,
-    draw_scale,
-    draw_tensor,
-    draw_tied_masks,
-)
+from demask.ops.laws.draws import Axes, draw_fill, draw_mask, draw_scale, draw_tensor, draw_tied_masks
 from demask.ops.laws.minimality import missed
 from demask.ops.relation import Relation, bind
 
@@ -132,8 +125,7 @@ class LawModule(nn.Module):
         wide = 8.0 if number % 3 == 2 else 1.0
         shapes = [shape for shape in self.leaves if _is_input(shape)]
         inputs = self.inputs(len(_BATCHES) + 2 + number, batch, dynamic)
-        return tuple(x * wide if shape.of == "normal" else x
-                     for shape, x in zip(shapes, inputs, strict=True))  # fmt: skip
+        return tuple(x * wide if shape.of == "normal" else x for shape, x in zip(shapes, inputs, strict=True))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         outputs = self._run(inputs)
@@ -185,9 +177,7 @@ class ScatterResult:
         return self.error <= _TOLERANCE
 
 
-def check_scatter_law(
-    name: str, case: Case, seed: int, table: Table, demask: Demask
-) -> ScatterResult:
+def check_scatter_law(name: str, case: Case, seed: int, table: Table, demask: Demask) -> ScatterResult:
     """Check the scatter law for one case: demask the law module, compare at the case's own batch
     and, if dimension 0 of an input is dynamic, at two others.
 
@@ -221,9 +211,7 @@ def _runs(module: LawModule, batch: int, dynamic: Any) -> bool:
     return True
 
 
-def maskable_axes(
-    name: str, case: Case, table: Table, *, every: bool, first: bool
-) -> tuple[dict, dict]:
+def maskable_axes(name: str, case: Case, table: Table, *, every: bool, first: bool) -> tuple[dict, dict]:
     """The axes that may be masked, per activation (by leaf) and per output."""
     leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
     relation = bind(draw_call(name, leaves, spec, torch.Generator().manual_seed(0)), table)
@@ -237,11 +225,7 @@ def maskable_axes(
 
     operand_axes = {o.value: relation.ins[k] for k, o in enumerate(relation.operands)}
     placeholders = [node for node in relation.node.graph.nodes if node.op == "placeholder"]
-    inner = {
-        k: free(operand_axes[node])
-        for k, node in zip(shaped, placeholders, strict=True)
-        if node in operand_axes
-    }
+    inner = {k: free(operand_axes[node]) for k, node in zip(shaped, placeholders, strict=True) if node in operand_axes}
     return inner, {k: free(axes) for k, axes in enumerate(relation.outs)}
 
 
@@ -252,12 +236,14 @@ def _tied(name: str, case: Case, seed: int, table: Table) -> dict[int, Tensor]:
     relation = bind(draw_call(name, leaves, spec, generator), table)
     if isinstance(relation, Declined) or not relation.back:
         return {}
-    masks = {o.value: mask for o, mask in
-             zip(relation.operands, draw_tied_masks(relation, generator), strict=True)}  # fmt: skip
+    masks = {o.value: mask for o, mask in zip(relation.operands, draw_tied_masks(relation, generator), strict=True)}
     shaped = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Shape)]
     placeholders = [node for node in relation.node.graph.nodes if node.op == "placeholder"]
-    return {k: masks[node] for k, node in zip(shaped, placeholders, strict=True)
-            if leaves[k].constant and leaves[k].of == "normal"}  # fmt: skip
+    return {
+        k: masks[node]
+        for k, node in zip(shaped, placeholders, strict=True)
+        if leaves[k].constant and leaves[k].of == "normal"
+    }
 
 
 def draw_call(name: str, leaves: list, spec: Any, generator: torch.Generator) -> fx.Node:
@@ -374,8 +360,7 @@ class _LawTile:
         pair (input_start, input_end) are tried."""
         args = (self.relation, self.operand, self.axis)
         exact = regions.needed_interval(*args, self.start, self.end, out=self.out)
-        pair = (regions.input_start(*args, self.start, out=self.out),
-                regions.input_end(*args, self.end, out=self.out))  # fmt: skip
+        pair = (regions.input_start(*args, self.start, out=self.out), regions.input_end(*args, self.end, out=self.out))
         size = self._value.shape[self.at]
         return [
             f"{self}: {claim} is not enough"
@@ -403,9 +388,7 @@ class _LawTile:
         if not spoiled:
             return True
         value = self._value.clone()
-        value.index_copy_(
-            self.at, torch.tensor(spoiled), garbage(value, self.at, spoiled, generator)
-        )
+        value.index_copy_(self.at, torch.tensor(spoiled), garbage(value, self.at, spoiled, generator))
         expected = schema.outputs(self.relation.node)[self.out]
         actual = call_with(self.relation, self.operand, value)[self.out]
         a, b = (v.narrow(self.axis, self.start, self.end - self.start) for v in (expected, actual))
@@ -413,8 +396,10 @@ class _LawTile:
 
     def __str__(self) -> str:
         name = self.relation.operands[self.operand].name
-        return (f"{self.relation.node.target}: [{self.start}, {self.end}) of axis {self.axis} of "
-                f"output {self.out} from axis {self.at} of {name}")  # fmt: skip
+        return (
+            f"{self.relation.node.target}: [{self.start}, {self.end}) of axis {self.axis} of "
+            f"output {self.out} from axis {self.at} of {name}"
+        )
 
 
 def garbage(value: Tensor, axis: int, where: list[int], generator: torch.Generator) -> Tensor:
@@ -433,9 +418,7 @@ def garbage(value: Tensor, axis: int, where: list[int], generator: torch.Generat
 def call_with(relation: Relation, operand: int, value: Tensor) -> list[Tensor]:
     """The outputs of the call with another value of one operand."""
     values = [value if k == operand else o.value for k, o in enumerate(relation.operands)]
-    call_arguments = schema.replace_operands(
-        schema.arguments(relation.node), relation.operands, values
-    )
+    call_arguments = schema.replace_operands(schema.arguments(relation.node), relation.operands, values)
     call_arguments = map_arg(call_arguments, lambda node: node.meta["val"])
     args, kwargs = schema.bind_arguments(relation.node.target, call_arguments)
     with torch.no_grad():
@@ -461,9 +444,7 @@ def check(name: str, table: Table, demask: Demask, *, seeds: int = 3) -> None:
     """
     entry = table.get(name)
     if entry is None or not entry.cases:
-        raise TableError(
-            f"{name!r} has no entry with cases: extend the table by Entry(line, cases=(Case(...),))"
-        )
+        raise TableError(f"{name!r} has no entry with cases: extend the table by Entry(line, cases=(Case(...),))")
     for (index, case), seed in itertools.product(enumerate(entry.cases), range(seeds)):
         result = check_scatter_law(name, case, seed, table, demask)
         if not result.ok:

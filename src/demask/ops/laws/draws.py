@@ -15,9 +15,7 @@ from demask.ops.relation import Relation
 Axes = frozenset[int] | None
 
 
-def draw_tensor(
-    shape: Shape, generator: torch.Generator, sizes: Iterable[int] | None = None
-) -> Tensor:
+def draw_tensor(shape: Shape, generator: torch.Generator, sizes: Iterable[int] | None = None) -> Tensor:
     """A float64 tensor for a shape of a case. Some activations are integers, so that comparisons
     and rounding see equal values."""
     size = tuple(shape.sizes if sizes is None else sizes)

@@ -32,12 +32,16 @@ def check_flow_law(name: str, case: Case, seed: int, table: Table) -> list[str] 
     broken = []
     for out, axes in enumerate(relation.outs):
         for operand, value in _tensors(relation):
-            broken += [f"{name}: {part} of operand {operand} in output {out}"
-                       for part in _parts(relation, operand, value)
-                       if not _holds(relation, operand, part, out, generator)]  # fmt: skip
-            broken += [f"{name}: tag of axis {axis} of operand {operand} in output {out}"
-                       for axis in range(value.ndim)
-                       if not _tags_agree(relation, operand, axis, out, len(axes))]  # fmt: skip
+            broken += [
+                f"{name}: {part} of operand {operand} in output {out}"
+                for part in _parts(relation, operand, value)
+                if not _holds(relation, operand, part, out, generator)
+            ]
+            broken += [
+                f"{name}: tag of axis {axis} of operand {operand} in output {out}"
+                for axis in range(value.ndim)
+                if not _tags_agree(relation, operand, axis, out, len(axes))
+            ]
     return broken
 
 
@@ -56,13 +60,15 @@ def _parts(relation: Relation, operand: int, value: Tensor) -> Iterator[Part]:
         yield Part(axis, 1, length)
         if len(letters) > 1:
             sizes = [n for n in range(1, length + 1) if length % n == 0]
-            yield from (Part(axis, inner, size) for inner in sizes for size in sizes
-                        if 1 < size < length and length % (inner * size) == 0)  # fmt: skip
+            yield from (
+                Part(axis, inner, size)
+                for inner in sizes
+                for size in sizes
+                if 1 < size < length and length % (inner * size) == 0
+            )
 
 
-def _holds(
-    relation: Relation, operand: int, part: Part, out: int, generator: torch.Generator
-) -> bool:
+def _holds(relation: Relation, operand: int, part: Part, out: int, generator: torch.Generator) -> bool:
     """Whether changed values at one position of a part change the output there only."""
     after = follow(relation, operand, part, out=out)
     if after is None or is_mixed(relation, operand, part.axis):

@@ -62,17 +62,13 @@ class _Oracle:
         """Mark the weights with a nonzero gradient of a random sum of the outputs."""
         weights = {name: v.clone().requires_grad_() for name, v in self.weights.items()}
         try:
-            outputs = [
-                v for v in _tensors(functional_call(self.slim, weights, draw)) if v.requires_grad
-            ]
+            outputs = [v for v in _tensors(functional_call(self.slim, weights, draw)) if v.requires_grad]
         except RuntimeError:
             return  # Some op has no gradient for a weight: every slice is re-randomized.
         if not outputs:
             return
         generator = torch.Generator().manual_seed(0)
-        total = sum(
-            (v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in outputs
-        )
+        total = sum((v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in outputs)
         gradients = torch.autograd.grad(total, list(weights.values()), allow_unused=True)  # type: ignore[arg-type]
         scale = max(float(v.detach().abs().max()) if v.numel() else 0.0 for v in outputs)
         for name, gradient in zip(weights, gradients, strict=True):
@@ -88,9 +84,7 @@ class _Oracle:
             draw, before = self._draw(attempt)
             changed = value.clone()
             weight_slice = changed.select(axis, position)
-            random_slice = scale * torch.randn(
-                weight_slice.shape, generator=generator, dtype=value.dtype
-            )
+            random_slice = scale * torch.randn(weight_slice.shape, generator=generator, dtype=value.dtype)
             weight_slice.copy_(random_slice if attempt % 3 < 2 else torch.zeros_like(random_slice))
             with torch.no_grad():
                 after = _tensors(functional_call(self.slim, {name: changed}, draw))
@@ -133,9 +127,7 @@ def _shuffled(args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
         permuted = leaf.detach().reshape(-1)[order].reshape(leaf.shape)
         if not permuted.is_floating_point() or seed == 0:
             return permuted
-        return permuted * (
-            0.9 + 0.2 * torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)
-        )
+        return permuted * (0.9 + 0.2 * torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype))
 
     return pytree.tree_map(draw, args)
 

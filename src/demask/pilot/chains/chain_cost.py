@@ -138,9 +138,7 @@ def cached_shares(layers: Sequence[Sequence[Uses]], cache: float) -> list[float]
     shares = []
     for layer in layers:
         bytes_read = sum(float((use.bytes * use.share).sum()) for use in layer)
-        bytes_cached = sum(
-            float((use.bytes * use.share * cached(use, least)).sum()) for use in layer
-        )
+        bytes_cached = sum(float((use.bytes * use.share * cached(use, least)).sum()) for use in layer)
         shares.append(bytes_cached / bytes_read if bytes_read else 1.0)
     return shares
 
@@ -182,8 +180,9 @@ def plausible(machine: ChainRates) -> bool:
 
     Two threads that wait for each other on one core take a thousand times as long.
     """
-    pairs = [(getattr(machine, level)[kind], getattr(NOMINAL, level)[kind])
-             for level in ("near", "far") for kind in KINDS]  # fmt: skip
+    pairs = [
+        (getattr(machine, level)[kind], getattr(NOMINAL, level)[kind]) for level in ("near", "far") for kind in KINDS
+    ]
     calls = machine.call <= WITHIN * NOMINAL.call and machine.layer <= WITHIN * NOMINAL.layer
     return calls and all(usual / WITHIN <= mine <= WITHIN * usual for mine, usual in pairs)
 
@@ -239,9 +238,7 @@ def _large(costs: Costs, kind: str, room: int) -> Question:
     rows = 4096
     columns = room // rows if kind == "whole" else room // (4 * rows)
     columns = columns // 3 * 4 if kind == "rows" else columns
-    bytes_read = (
-        {"dense": 4.0, "columns": 4.0 / SHARE, "whole": 1.0, "rows": 3.0}[kind] * rows * columns
-    )
+    bytes_read = {"dense": 4.0, "columns": 4.0 / SHARE, "whole": 1.0, "rows": 3.0}[kind] * rows * columns
 
     def make() -> Callable[[], object]:
         draw = torch.Generator().manual_seed(0)
@@ -266,5 +263,8 @@ def _large(costs: Costs, kind: str, room: int) -> Question:
 NOMINAL = ChainRates(
     near={"dense": 1.2e-11, "columns": 1.4e-11, "whole": 1.6e-11, "rows": 2.2e-11},
     far={"dense": 2.0e-11, "columns": 2.6e-11, "whole": 2.2e-11, "rows": 2.8e-11},
-    call=1.2e-5, layer=2e-6, cache=0.8 * 32 * 2**20, threads=2,
-)  # fmt: skip
+    call=1.2e-5,
+    layer=2e-6,
+    cache=0.8 * 32 * 2**20,
+    threads=2,
+)

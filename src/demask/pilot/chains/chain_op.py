@@ -38,9 +38,7 @@ from demask.sparse.segment.segment_op import PLAIN
 ROWS = 4  # of x, at most, for plans: with more rows, torch's matrix products are faster
 
 _LIBRARY = Library("demask", "FRAGMENT")
-_LIBRARY.define(
-    "chain(Tensor x, Tensor[] weights, str program) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
+_LIBRARY.define("chain(Tensor x, Tensor[] weights, str program) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +75,7 @@ def pairs(weights: Sequence[Any], text: str) -> list[tuple[Any, Any]]:
     tensors, layers = list(weights), []
     expected = sum(1 + step.bias for step in steps(text))
     if len(tensors) != expected:
-        raise BadInput(
-            f"expected {expected} weights and biases for {text!r:.80}, got {len(tensors)}"
-        )
+        raise BadInput(f"expected {expected} weights and biases for {text!r:.80}, got {len(tensors)}")
     for step in steps(text):
         weight = tensors.pop(0)
         layers.append((weight, tensors.pop(0) if step.bias else None))

@@ -149,12 +149,10 @@ class ChainPlanBuilder:
             return columns_slot, x, self.slots.address(self.keep_alive(count))
         size = 4 * (columns + gemv.SLACK)
         cols, values, count = self.slots.new(size), self.slots.new(size), self.slots.new(8)
-        self.call(thread, gemv.CompactKernel(), gemv.COMPACT, x=x, n=columns, cols=cols,
-                  values=values, count=count)  # fmt: skip
+        self.call(thread, gemv.CompactKernel(), gemv.COMPACT, x=x, n=columns, cols=cols, values=values, count=count)
         return cols, values, count
 
-    def _columns(self, layer: ChainLayer, lists: Sequence[tuple[int, int, int]], out: int,
-                 ahead: int) -> None:  # fmt: skip
+    def _columns(self, layer: ChainLayer, lists: Sequence[tuple[int, int, int]], out: int, ahead: int) -> None:
         """Write a layer that reads listed columns. ahead: how many columns are prefetched; 0 for
         dense layers, whose order the processor predicts."""
         rows, columns = layer.weight.shape
@@ -164,20 +162,29 @@ class ChainPlanBuilder:
         bias = None if layer.bias is None else layer.bias.numpy()
         biases = packing.biases(bias, len(weights) * size)
         for t, (cols, values, count) in enumerate(lists):
-            self.call(t, gemv.ColumnKernel(vectors, layer.relu, ahead), gemv.COLUMNS,
-                      weights=self.keep_alive(weights), bias=self.keep_alive(biases), begin=t,
-                      end=len(weights), step=self.threads, pitch=4 * size * columns,
-                      cols=cols, values=values, count=count, out=out)  # fmt: skip
+            self.call(
+                t,
+                gemv.ColumnKernel(vectors, layer.relu, ahead),
+                gemv.COLUMNS,
+                weights=self.keep_alive(weights),
+                bias=self.keep_alive(biases),
+                begin=t,
+                end=len(weights),
+                step=self.threads,
+                pitch=4 * size * columns,
+                cols=cols,
+                values=values,
+                count=count,
+                out=out,
+            )
 
-    def _certified(self, layer: ChainLayer, mode: str, x: int,
-                   column_lists: Sequence[tuple[int, int, int]], out: int) -> None:  # fmt: skip
+    def _certified(
+        self, layer: ChainLayer, mode: str, x: int, column_lists: Sequence[tuple[int, int, int]], out: int
+    ) -> None:
         """Write a layer whose first level, and second where there is one, proves rows zero."""
         rows, columns = layer.weight.shape
         bits, slots, isa = 4 if mode == "two" else 8, self.slots, self.isa
-        dot, vectors = (
-            certify.dot_instruction(isa),
-            gemv.vectors_of(rows, isa, certify.tile_vectors(isa)),
-        )
+        dot, vectors = (certify.dot_instruction(isa), gemv.vectors_of(rows, isa, certify.tile_vectors(isa)))
         weight, bias = layer.weight.numpy(), None if layer.bias is None else layer.bias.numpy()
         first, second = packing.planes(weight, bias, bits, vectors, isa)
         width, count = 32 // bits, packing.tiles(rows, vectors, isa)
@@ -212,8 +219,9 @@ class ChainPlanBuilder:
         self.seen[-1][2].extend(range(open_counts, open_counts + self.threads))
         self._rows(layer, column_lists, (open_lists, open_counts), out)
 
-    def _rows(self, layer: ChainLayer, column_lists: Sequence[tuple[int, int, int]],
-              open_rows: tuple[int, int], out: int) -> None:  # fmt: skip
+    def _rows(
+        self, layer: ChainLayer, column_lists: Sequence[tuple[int, int, int]], open_rows: tuple[int, int], out: int
+    ) -> None:
         """Write the exact rows that are not proved zero. open_rows: slots (lists, counts)."""
         rows, columns = layer.weight.shape
         bias = None if layer.bias is None else layer.bias.numpy()
@@ -221,30 +229,52 @@ class ChainPlanBuilder:
         self.tape.arrays.append(weight)
         biases = self.keep_alive(packing.biases(bias, rows))
         for t, (cols, values, listed) in enumerate(column_lists):
-            self.call(t, gemv.RowKernel(layer.relu), gemv.ROWS, lists=open_lists,
-                      counts=open_counts, threads=self.threads, thread=t,
-                      weights=weight.data_ptr(), bias=biases, pitch=4 * columns, cols=cols,
-                      values=values, count=listed, out=out)  # fmt: skip
+            self.call(
+                t,
+                gemv.RowKernel(layer.relu),
+                gemv.ROWS,
+                lists=open_lists,
+                counts=open_counts,
+                threads=self.threads,
+                thread=t,
+                weights=weight.data_ptr(),
+                bias=biases,
+                pitch=4 * columns,
+                cols=cols,
+                values=values,
+                count=listed,
+                out=out,
+            )
 
-    def quantised(self, thread: int, x: int, columns: int, width: int,
-                   largest: float) -> tuple[int, ...]:  # fmt: skip
+    def quantised(self, thread: int, x: int, columns: int, width: int, largest: float) -> tuple[int, ...]:
         """Slots of an input as whole numbers: (u0, u1, groups, group count, constants, sums)."""
         slots, room = self.slots, -(-columns // 128) * 128 + 256
         u0, u1 = slots.new(room), slots.new(room)
         groups = slots.new(4 * (-(-columns // width) + gemv.SLACK))
         count, numbers, sums = slots.new(8), slots.new(64), slots.new(8)
         limit = struct.unpack("<I", struct.pack("<f", certify.CEILING / max(1.0, largest)))[0]
-        self.call(thread, certify.Quantize(width), certify.QUANTIZE, x=x, n=columns, u0=u0, u1=u1,
-                  groups=groups, count=count, group_count=-(-columns // width), numbers=numbers,
-                  limit=limit, sums=sums)  # fmt: skip
+        self.call(
+            thread,
+            certify.Quantize(width),
+            certify.QUANTIZE,
+            x=x,
+            n=columns,
+            u0=u0,
+            u1=u1,
+            groups=groups,
+            count=count,
+            group_count=-(-columns // width),
+            numbers=numbers,
+            limit=limit,
+            sums=sums,
+        )
         return u0, u1, groups, count, numbers, sums
 
 
 def padded(layer: ChainLayer, mode: str, isa: Isa) -> int:
     """How many numbers a layer writes: its rows, and what fills its last tile."""
     rows = layer.weight.shape[0]
-    most = (min(COLUMNS_MOST, isa.registers // 2) if mode in ("dense", "columns")
-            else certify.tile_vectors(isa))  # fmt: skip
+    most = min(COLUMNS_MOST, isa.registers // 2) if mode in ("dense", "columns") else certify.tile_vectors(isa)
     vectors = gemv.vectors_of(rows, isa, most)
     return packing.tiles(rows, vectors, isa) * vectors * isa.lanes
 
@@ -283,8 +313,7 @@ class ChainPlan(Runs):
     weights with NaN or infinities, certified rows without ReLU.
     """
 
-    def __init__(self, layers: Sequence[ChainLayer], modes: Sequence[str], threads: int,
-                 isa: Isa | None = None):  # fmt: skip
+    def __init__(self, layers: Sequence[ChainLayer], modes: Sequence[str], threads: int, isa: Isa | None = None):
         isa = isa or host()
         builder = ChainPlanBuilder(threads, isa)
         self.modes, self.layers = tuple(modes), tuple(layers)
@@ -292,8 +321,7 @@ class ChainPlan(Runs):
         for k, (layer, mode) in enumerate(zip(layers, modes, strict=True)):
             if mode not in MODES or (mode in ("certified", "two") and not layer.relu):
                 raise NoPlan(f"expected one of {MODES}, certified ones before a ReLU, got {mode}")
-            if not all(bool(t.isfinite().all()) for t in (layer.weight, layer.bias)
-                       if t is not None):  # fmt: skip
+            if not all(bool(t.isfinite().all()) for t in (layer.weight, layer.bias) if t is not None):
                 raise NoPlan("the weights have NaN or infinities: 0 times one of them is not 0")
             last = k == len(layers) - 1
             bytes_written = 4 * (padded(layer, mode, isa) + gemv.SLACK)

@@ -28,13 +28,7 @@ from demask.pilot.chains.chain_cost import ChainRates, Reads, here, reads
 from demask.pilot.chains.chain_op import ROWS
 from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
 from demask.pilot.chains.fast_call import call_directly, only_chain
-from demask.pilot.chains.find import (
-    LinearChain,
-    find_chains,
-    reader_names,
-    remove_dropout,
-    replace_chain,
-)
+from demask.pilot.chains.find import LinearChain, find_chains, reader_names, remove_dropout, replace_chain
 from demask.pilot.conditions.base import Condition, Conditioned, Decision
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
@@ -94,9 +88,13 @@ class Columns:
     name: ClassVar[str] = "columns"
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        pilot: Any,
         table: Table = TABLE,
-    ) -> Chained:  # fmt: skip
+    ) -> Chained:
         """The module in which zero inputs are skipped; raises BadInput for a pilot other than None.
 
         Arguments are those of `Condition.applied`.
@@ -147,27 +145,34 @@ class Certified:
 
     def __post_init__(self) -> None:
         if self.bits != 8 or self.levels not in (1, 2):
-            raise BadInput(f"expected bits=8 and levels=1 or 2, got bits={self.bits}, "
-                           f"levels={self.levels}; fewer bits alone prove too little")  # fmt: skip
+            raise BadInput(
+                f"expected bits=8 and levels=1 or 2, got bits={self.bits}, "
+                f"levels={self.levels}; fewer bits alone prove too little"
+            )
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        pilot: Any,
         table: Table = TABLE,
-    ) -> Chained:  # fmt: skip
+    ) -> Chained:
         """The module in which proved rows are skipped; raises BadInput for a pilot other than None.
 
         Arguments are those of `Condition.applied`; the weights' own upper bits are the pilot.
         """
         if pilot is not None:
-            raise BadInput("certified derives its pilot from the weights, with a bound; leave "
-                           f"pilot out; got {pilot!r:.80}")  # fmt: skip
+            raise BadInput(
+                f"certified derives its pilot from the weights, with a bound; leave pilot out; got {pilot!r:.80}"
+            )
         proving = "certified" if self.levels == 1 else "two"
         return chained(model, args, kwargs, self, ("dense", "columns", proving), table)
 
 
-def unconditioned(model: nn.Module, args: tuple[Any, ...],
-                  kwargs: Mapping[str, Any] | None = None, *,
-                  table: Table = TABLE) -> Chained:  # fmt: skip
+def unconditioned(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, table: Table = TABLE
+) -> Chained:
     """A reference network for `Columns` and `Certified`: the same order of sums, nothing skipped.
 
     Networks to which `condition` applied `Columns` or `Certified` return the outputs of this
@@ -232,8 +237,9 @@ def chained(
     return network
 
 
-def decided(editor: GraphEditor, chain: LinearChain, x: Tensor | None, allowed: Sequence[str], *,
-            always: bool) -> list[Decision]:  # fmt: skip
+def decided(
+    editor: GraphEditor, chain: LinearChain, x: Tensor | None, allowed: Sequence[str], *, always: bool
+) -> list[Decision]:
     """Choose the modes of a chain, replace it, and return why, one decision per layer."""
     if x is None or x.dtype is not torch.float32 or not x.numel():
         what = "empty" if x is not None and not x.numel() else "not seen"
@@ -252,8 +258,10 @@ def decided(editor: GraphEditor, chain: LinearChain, x: Tensor | None, allowed: 
     gain = picked.dense / picked.seconds
     if gain < GAIN and not always:
         why = f"predicted gain {gain:.2f} times, expected {GAIN} or more"
-        return [Decision(name, "as it was", f"{why}; {said}{_smooth(chain, name)}")
-                for name, said in zip(chain.names, picked.why, strict=True)]  # fmt: skip
+        return [
+            Decision(name, "as it was", f"{why}; {said}{_smooth(chain, name)}")
+            for name, said in zip(chain.names, picked.why, strict=True)
+        ]
     replace_chain(editor, chain, picked.modes)
     return [
         Decision(name, mode, f"{said}{_smooth(chain, name)}")
@@ -282,8 +290,9 @@ class Picked:
     dense: float
 
 
-def choose(layers: Sequence[ChainLayer], rows: Tensor, allowed: Sequence[str],
-           machine: ChainRates | None = None) -> Picked:  # fmt: skip
+def choose(
+    layers: Sequence[ChainLayer], rows: Tensor, allowed: Sequence[str], machine: ChainRates | None = None
+) -> Picked:
     """The fastest allowed mode of each layer, by what these rows [n, columns] read. machine: None
     for this one (`chain_cost.here`)."""
     machine = machine or here()
@@ -318,9 +327,15 @@ def observed(layers: Sequence[ChainLayer], rows: Tensor, mode: str) -> list[Laye
     modes = [mode if layer.relu or mode in ("dense", "columns") else "columns" for layer in layers]
     counts: list[list[LayerCounts]] = []
     ChainPlan(layers, modes, 1)(rows, counts)
-    return [LayerCounts(*(round(sum(values) / len(counts)) for values in zip(
-                *((one[k].columns, one[k].first, one[k].rows) for one in counts), strict=True)))
-            for k in range(len(layers))]  # fmt: skip
+    return [
+        LayerCounts(
+            *(
+                round(sum(values) / len(counts))
+                for values in zip(*((one[k].columns, one[k].first, one[k].rows) for one in counts), strict=True)
+            )
+        )
+        for k in range(len(layers))
+    ]
 
 
 def _words(layer: ChainLayer, mode: str, seen: LayerCounts) -> str:
@@ -343,15 +358,17 @@ def layers_of(editor: GraphEditor, chain: LinearChain) -> list[ChainLayer]:
     return layers
 
 
-def inputs_of_chains(editor: GraphEditor, chains: Sequence[LinearChain], args: tuple[Any, ...],
-                     kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
+def inputs_of_chains(
+    editor: GraphEditor, chains: Sequence[LinearChain], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> list[Tensor | None]:
     """The inputs of the chains, computed from the example inputs."""
     firsts = [schema.arguments(chain.calls[0])["input"] for chain in chains]
     return values_of(editor, firsts, args, kwargs)
 
 
-def values_of(editor: GraphEditor, nodes: Sequence[fx.Node], args: tuple[Any, ...],
-              kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
+def values_of(
+    editor: GraphEditor, nodes: Sequence[fx.Node], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> list[Tensor | None]:
     """The values of nodes on the example inputs, None for those that do not run."""
     program = replace(editor.program, graph=editor.graph, constants=editor.constants)
     flat = pytree.tree_leaves((args, dict(kwargs or {})))

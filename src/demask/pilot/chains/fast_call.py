@@ -17,12 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from demask.compat.dispatch import (
-    count_dispatch_modes,
-    count_function_modes,
-    has_functorch_transforms,
-    tracing_state,
-)
+from demask.compat.dispatch import count_dispatch_modes, count_function_modes, has_functorch_transforms, tracing_state
 from demask.compat.fx_internals import signature_of
 from demask.compat.modules import has_any_global_hook
 from demask.kernels.llvm.availability import NoPlan

@@ -190,9 +190,8 @@ class OrderedChain:
     """
 
     def __init__(
-        self, layers: Sequence[OrderedLayer], block_bytes: int = BLOCK_BYTES,
-        clock: Callable[[], float] = monotonic,
-    ):  # fmt: skip
+        self, layers: Sequence[OrderedLayer], block_bytes: int = BLOCK_BYTES, clock: Callable[[], float] = monotonic
+    ):
         self.layers, self.block_bytes, self.clock = tuple(layers), block_bytes, clock
         whole = sum(layer.nbytes for layer in layers)
         self.last_in_full = len(layers) > 1 and layers[-1].nbytes * SMALL < whole
@@ -247,9 +246,7 @@ class OrderedChain:
             return values.abs().amax(0)
         return (values * self.layers[k + 1].columns_norm).amax(0)
 
-    def _refined(
-        self, k: int, x: Tensor, values: Tensor, until: float, most: int
-    ) -> tuple[Tensor, int]:
+    def _refined(self, k: int, x: Tensor, values: Tensor, until: float, most: int) -> tuple[Tensor, int]:
         """The outputs of layer k, most important units from x and the others from the pilot; how
         many."""
         layer, is_last = self.layers[k], k + 1 == len(self.layers)

@@ -103,17 +103,20 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.deadline is None and self.bytes is None:
-            raise BadInput("an order needs a deadline in seconds or bytes: 'order:0.001' or "
-                           "'order:bytes=20MiB'")  # fmt: skip
+            raise BadInput("an order needs a deadline in seconds or bytes: 'order:0.001' or 'order:bytes=20MiB'")
         if self.deadline is not None and not (is_number(self.deadline) and self.deadline >= 0):
             raise BadInput(f"expected a deadline of 0 seconds or more, got {self.deadline!r}")
         if self.bytes is not None:
             parse_memory(self.bytes)
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        pilot: Any,
         table: Table = TABLE,
-    ) -> nn.Module:  # fmt: skip
+    ) -> nn.Module:
         """The module whose chains stop at the limit; raises BadInput for a pilot that is no `Bits`.
 
         Arguments are those of `Condition.applied`; None as `pilot` is "bits:4:64".
@@ -139,9 +142,7 @@ def ordered(
     editor = GraphEditor(program)
     remove_dropout(editor)
     chains, decisions = _chains(editor, bits)
-    network = build_uncut(
-        Analysis(program, table), editor.finish(), ["chains run in order of importance"]
-    )
+    network = build_uncut(Analysis(program, table), editor.finish(), ["chains run in order of importance"])
     lower_modules(network.graph, network)
     nodes = {node.name: node for node in network.graph.nodes}
     sizes = [sum(_bytes(editor, call) for call in chain.calls) for chain in chains]
@@ -181,9 +182,7 @@ def _bytes(editor: GraphEditor, call: fx.Node) -> int:
     return 0 if weight is None else weight.numel() * weight.element_size()
 
 
-def _replace(
-    module: Demasked, calls: Sequence[fx.Node], path: str, bits: Bits, limit: Limit
-) -> None:
+def _replace(module: Demasked, calls: Sequence[fx.Node], path: str, bits: Bits, limit: Limit) -> None:
     """Replace a chain by one call of a submodule. Its weights are passed in as arguments, so that
     they keep their names."""
     tensors, biased = [], []
@@ -207,6 +206,8 @@ def _replace(
 def _bits(pilot: Any) -> Bits:
     chosen = DEFAULT if pilot is None else simplifier(pilot) if isinstance(pilot, str) else pilot
     if not isinstance(chosen, Bits):
-        raise BadInput(f"order needs a pilot that runs on the live input with weights of few bits, "
-                       f"such as 'bits:4:64'; got {pilot!r:.80}")  # fmt: skip
+        raise BadInput(
+            f"order needs a pilot that runs on the live input with weights of few bits, "
+            f"such as 'bits:4:64'; got {pilot!r:.80}"
+        )
     return chosen

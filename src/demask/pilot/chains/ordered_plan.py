@@ -34,8 +34,10 @@ def unfit(bits: Bits, columns: int) -> str:
         return f"weights of {bits.bits} bits are stored unpacked: kernels read 8 or 4"
     width = WIDTHS[bits.bits]
     if bits.group is not None and bits.group < columns and bits.group % width:
-        return (f"weights in groups of {bits.group} columns are stored unpacked: with "
-                f"{bits.bits} bits, kernels read groups of a multiple of {width}")  # fmt: skip
+        return (
+            f"weights in groups of {bits.group} columns are stored unpacked: with "
+            f"{bits.bits} bits, kernels read groups of a multiple of {width}"
+        )
     if columns > certify.MOST_COLUMNS:
         return f"{columns} columns are stored unpacked: kernels sum {certify.MOST_COLUMNS} at most"
     return ""
@@ -78,9 +80,7 @@ class Estimated(Runs):
         tiles, parts, size = few.scales.shape
         kernel = EstimateKernel(layer.bits, layer.vectors, certify.dot_instruction(layer.isa))
         for t in range(threads):
-            u0, u1, groups, listed, numbers, _ = builder.quantised(
-                t, INPUT, layer.columns, width, layer.largest
-            )
+            u0, u1, groups, listed, numbers, _ = builder.quantised(t, INPUT, layer.columns, width, layer.largest)
             builder.call(t, kernel, ESTIMATE, weights=builder.keep_alive(few.weights),
                          scales=builder.keep_alive(few.scales),
                          constants=builder.keep_alive(few.constants),
@@ -119,10 +119,22 @@ class ChosenUnits(Runs):
         builder.tape.phase()
         for t in range(threads):
             cols, values, listed = builder.listed(t, "columns", INPUT, columns)
-            builder.call(t, gemv.RowKernel(relu=False), gemv.ROWS, lists=self.units,
-                         counts=self.count, threads=threads, thread=t, weights=weight.data_ptr(),
-                         bias=builder.keep_alive(biases), pitch=4 * columns, cols=cols,
-                         values=values, count=listed, out=OUTPUT)  # fmt: skip
+            builder.call(
+                t,
+                gemv.RowKernel(relu=False),
+                gemv.ROWS,
+                lists=self.units,
+                counts=self.count,
+                threads=threads,
+                thread=t,
+                weights=weight.data_ptr(),
+                bias=builder.keep_alive(biases),
+                pitch=4 * columns,
+                cols=cols,
+                values=values,
+                count=listed,
+                out=OUTPUT,
+            )
         super().__init__(builder)
 
     def __call__(self, x: Tensor, units: Tensor, out: Tensor) -> None:

@@ -99,8 +99,9 @@ def up(x: np.ndarray) -> np.ndarray:
     return np.nextafter((x * (1 + 1e-9)).astype(np.float32), np.float32(np.inf)) * (x > 0)
 
 
-def bounds(weight: np.ndarray, bias: np.ndarray | None, q: np.ndarray, scale: np.ndarray,
-           center: np.ndarray, padded: int) -> np.ndarray:  # fmt: skip
+def bounds(
+    weight: np.ndarray, bias: np.ndarray | None, q: np.ndarray, scale: np.ndarray, center: np.ndarray, padded: int
+) -> np.ndarray:
     """The constants of the bound of every row, float32 [padded, CONSTANTS]."""
     rows = len(weight)
     constants = np.zeros((padded, len(CONSTANTS)), np.float32)
@@ -116,19 +117,20 @@ def bounds(weight: np.ndarray, bias: np.ndarray | None, q: np.ndarray, scale: np
     return constants
 
 
-def _constants(
-    w: np.ndarray, n: np.ndarray, scale: tuple[np.ndarray, np.ndarray], b: np.ndarray
-) -> np.ndarray:
+def _constants(w: np.ndarray, n: np.ndarray, scale: tuple[np.ndarray, np.ndarray], b: np.ndarray) -> np.ndarray:
     """float32 [rows, CONSTANTS] from weights w, whole numbers n, (scale, center) and bias b."""
     s, c = scale
     off = w - s[:, None] * n - c[:, None]
     named = {
-        "scale": s, "total": s * n.sum(1), "size": up(s * np.abs(n).sum(1)),
-        "least": up(np.abs(off).max(1, initial=0)), "norm": up(np.sqrt((off**2).sum(1))),
-        "largest": up(np.abs(w).max(1, initial=0) + np.abs(c)), "center": c,
-        "bias": np.nextafter(b.astype(np.float32), np.float32(np.inf), where=b != 0,
-                             out=np.zeros(len(b), np.float32)),
-    }  # fmt: skip
+        "scale": s,
+        "total": s * n.sum(1),
+        "size": up(s * np.abs(n).sum(1)),
+        "least": up(np.abs(off).max(1, initial=0)),
+        "norm": up(np.sqrt((off**2).sum(1))),
+        "largest": up(np.abs(w).max(1, initial=0) + np.abs(c)),
+        "center": c,
+        "bias": np.nextafter(b.astype(np.float32), np.float32(np.inf), where=b != 0, out=np.zeros(len(b), np.float32)),
+    }
     return np.stack([named[key].astype(np.float32) for key in CONSTANTS], 1)
 
 
@@ -162,8 +164,7 @@ def eight(weight: np.ndarray, bias: np.ndarray | None, vectors: int, isa: Isa) -
     return Whole(in_huge_pages(parts), by_vectors(constants, isa))
 
 
-def four_and_four(weight: np.ndarray, bias: np.ndarray | None, vectors: int,
-                  isa: Isa) -> tuple[Whole, Whole]:  # fmt: skip
+def four_and_four(weight: np.ndarray, bias: np.ndarray | None, vectors: int, isa: Isa) -> tuple[Whole, Whole]:
     """Weights of 8 bits as two planes: the upper halves in groups of 8 columns, the lower ones by
     row."""
     q, scale = quantised(weight)
@@ -203,8 +204,7 @@ class Few:
     constants: np.ndarray
 
 
-def few(weight: np.ndarray, bias: np.ndarray | None, bits: int, group: int | None, vectors: int,
-        isa: Isa) -> Few:  # fmt: skip
+def few(weight: np.ndarray, bias: np.ndarray | None, bits: int, group: int | None, vectors: int, isa: Isa) -> Few:
     """float32 [rows, columns] in 8 or 4 bits, with a scale per row or per `group` columns."""
     (rows, columns), size = weight.shape, vectors * isa.lanes
     q, scale = whole_levels(weight, bits, group)

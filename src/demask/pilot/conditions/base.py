@@ -17,16 +17,7 @@ from torch import nn
 
 from demask.errors import BadInput
 from demask.ops import Table
-from demask.pages import (
-    Box,
-    InTerminal,
-    Lines,
-    NetworkPicture,
-    OnPage,
-    Page,
-    PageSource,
-    TextTable,
-)
+from demask.pages import Box, InTerminal, Lines, NetworkPicture, OnPage, Page, PageSource, TextTable
 
 UNCHANGED = ("dense", "as it was")  # how a layer is run of which nothing is left out
 
@@ -66,12 +57,7 @@ class Condition(Protocol):
     name: ClassVar[str]
 
     def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table,
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any, table: Table
     ) -> nn.Module:
         """The conditioned module: same inputs, outputs of the same shapes, less work.
 
@@ -154,13 +140,14 @@ class Conditioned(PageSource):
         kind = "exact" if self.exact else "outputs may differ"
         head = f"{text(self.condition)}{by}, {kind}"
         size = (1, 1)
-        boxes = [Box(one.layer, size, size, f"{one.what} ({one.why})",
-                     is_changed=one.what not in UNCHANGED) for one in self.decisions]  # fmt: skip
+        boxes = [
+            Box(one.layer, size, size, f"{one.what} ({one.why})", is_changed=one.what not in UNCHANGED)
+            for one in self.decisions
+        ]
         picture = NetworkPicture(boxes, "The layers", "runs in full", "", "runs conditioned")
         table = TextTable(("layer", "how it runs", "why"), self.decisions, "Decisions", (0, 1, 2))
         lines = [head, *map(str, self.decisions)]
-        return Page("demask pilot condition", (InTerminal([Lines(lines)]),
-                                               OnPage([picture, table])), head)  # fmt: skip
+        return Page("demask pilot condition", (InTerminal([Lines(lines)]), OnPage([picture, table])), head)
 
 
 def text(condition: Condition) -> str:
@@ -201,12 +188,8 @@ def parsed(text: str, kinds: Iterable[type]) -> Any:
             parameter, rest = (names[k] if k < len(names) else value), value
         if parameter not in names:
             known = ", ".join(names) or "none"
-            raise BadInput(
-                f"{name} has no parameter {parameter!r} (in {text!r}); its parameters are: {known}"
-            )
-        parameters[parameter] = _value(
-            rest, get_type_hints(kind)[parameter], f"{parameter} in {text!r}"
-        )
+            raise BadInput(f"{name} has no parameter {parameter!r} (in {text!r}); its parameters are: {known}")
+        parameters[parameter] = _value(rest, get_type_hints(kind)[parameter], f"{parameter} in {text!r}")
     return kind(**parameters)
 
 

@@ -28,13 +28,7 @@ from demask.graph.program import Program
 from demask.numerics import is_integer, is_number
 from demask.ops import TABLE, Table
 from demask.pilot.conditions.base import Conditioned, Decision
-from demask.pilot.conditions.conditioned_values import (
-    ConditionedValue,
-    means,
-    observing,
-    targets_of,
-    targets_of_layers,
-)
+from demask.pilot.conditions.conditioned_values import ConditionedValue, means, observing, targets_of, targets_of_layers
 from demask.pilot.conditions.indexed_module import ChosenPositions, Supported
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.data.sliced_run import flat
@@ -61,8 +55,9 @@ class _Selective:
     def __post_init__(self) -> None:
         name, keep, threshold = self.name, self.keep, self.threshold
         if (keep is None) == (threshold is None):
-            raise BadInput(f"expected {name} with one of keep and threshold, such as '{name}:0.5' "
-                           f"or '{name}:threshold=0.1'")  # fmt: skip
+            raise BadInput(
+                f"expected {name} with one of keep and threshold, such as '{name}:0.5' or '{name}:threshold=0.1'"
+            )
         if keep is not None and not (is_number(keep) and 0 < keep <= 1):
             raise BadInput(f"expected a share above 0, at most 1, for keep of {name}, got {keep!r}")
         if threshold is not None and not (is_number(threshold) and threshold >= 0):
@@ -112,9 +107,13 @@ class Skip(_Selective):
     name: ClassVar[str] = "skip"
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        pilot: Any,
         table: Table = TABLE,
-    ) -> Supported:  # fmt: skip
+    ) -> Supported:
         """The module in which channels that are not computed are 0.
 
         Arguments are those of `Condition.applied`.
@@ -168,9 +167,13 @@ class ConstantChannels(_Selective):
             raise BadInput(f"expected a finite number or 'mean' for value, got {self.value!r}")
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        pilot: Any,
         table: Table = TABLE,
-    ) -> Supported:  # fmt: skip
+    ) -> Supported:
         """The module with constants in the other channels.
 
         Arguments are those of `Condition.applied`.
@@ -220,9 +223,13 @@ class Value(_Selective):
     name: ClassVar[str] = "value"
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        pilot: Any,
         table: Table = TABLE,
-    ) -> Supported:  # fmt: skip
+    ) -> Supported:
         """The module with the pilot's values in the other channels.
 
         Arguments are those of `Condition.applied`.
@@ -275,9 +282,13 @@ class Precision(_Selective):
             raise BadInput(f"expected 1 to 16 bits, got {self.bits!r}; such as 8")
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        pilot: Any,
         table: Table = TABLE,
-    ) -> Supported:  # fmt: skip
+    ) -> Supported:
         """The module with rounded weights in the other channels.
 
         Arguments are those of `Condition.applied`.
@@ -291,17 +302,16 @@ Kind = Skip | ConstantChannels | Value | Precision
 class _Draft:
     """A condition that is being applied: the program, its conditioned values, and the pilot."""
 
-    def __init__(
-        self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any,
-        table: Table,
-    ):  # fmt: skip
+    def __init__(self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any, table: Table):
         self.kind, self.args, self.kwargs = kind, args, dict(kwargs or {})
         self.program = canonicalize(capture_program(model, args, kwargs, None), table)
         self.analysis = Analysis(self.program, table)
         conditionable, excluded = targets_of(self.analysis)
         self.targets = [t for t in conditionable if fnmatchcase(t.layer, kind.layers)]
-        self.left = [*excluded, *(Decision(t.layer, "dense", f"not of {kind.layers!r}")
-                              for t in conditionable if t not in self.targets)]  # fmt: skip
+        self.left = [
+            *excluded,
+            *(Decision(t.layer, "dense", f"not of {kind.layers!r}") for t in conditionable if t not in self.targets),
+        ]
         if not self.targets:
             why = "; ".join(map(str, self.left[:3])) or "it has no layers"
             raise BadInput(f"nothing of this network can be conditioned by {kind.name}: {why}")
@@ -317,12 +327,12 @@ class _Draft:
         elif isinstance(pilot, nn.Module):
             module, text = pilot, type(pilot).__name__
         else:
-            raise BadInput(f"{self.kind.name} needs a pilot, which says what is important: a "
-                           "simplifier such as 'bits:4', a module, or ExecutionData (collect); "
-                           f"got {type(pilot).__name__}")  # fmt: skip
-        program = canonicalize(
-            capture_program(module, self.args, self.kwargs, None), self.analysis.table
-        )
+            raise BadInput(
+                f"{self.kind.name} needs a pilot, which says what is important: a "
+                "simplifier such as 'bits:4', a module, or ExecutionData (collect); "
+                f"got {type(pilot).__name__}"
+            )
+        program = canonicalize(capture_program(module, self.args, self.kwargs, None), self.analysis.table)
         return Analysis(program, self.analysis.table), text
 
     def with_constants(self, fills: Sequence[float | Tensor]) -> Supported:
@@ -333,13 +343,9 @@ class _Draft:
         for k, target in enumerate(self.targets):
             fill = fills[k] if len(fills) > 1 else fills[0]
             value = target.node.meta["val"]
-            fill_tensor = (
-                fill if isinstance(fill, Tensor) else torch.full([1] * value.ndim, float(fill))
-            )
+            fill_tensor = fill if isinstance(fill, Tensor) else torch.full([1] * value.ndim, float(fill))
             index = RunTimeIndex(indices[f"index_{k}"], target.size)
-            picks[mapping[target.node], 0] = IndexedSupport(
-                target.axis, index, fill_tensor.to(value.dtype)
-            )
+            picks[mapping[target.node], 0] = IndexedSupport(target.axis, index, fill_tensor.to(value.dtype))
         return self._module(program, picks, self._observer())
 
     def with_values(self) -> Supported:
@@ -358,12 +364,8 @@ class _Draft:
         picks = {}
         for k, target in enumerate(self.targets):
             index = RunTimeIndex(inputs[f"index_{k}"], target.size)
-            picks[mapping[target.node], 0] = IndexedSupport(
-                target.axis, index, inputs[f"value_{k}"]
-            )
-        return self._module(
-            program, picks, observing(self.pilot.program, theirs, values=True), values=True
-        )
+            picks[mapping[target.node], 0] = IndexedSupport(target.axis, index, inputs[f"value_{k}"])
+        return self._module(program, picks, observing(self.pilot.program, theirs, values=True), values=True)
 
     def _check_alike(self, mine: ConditionedValue, other: ConditionedValue) -> None:
         a, b = mine.node.meta["val"].shape, other.node.meta["val"].shape
@@ -385,9 +387,7 @@ class _Draft:
             size = self.targets[k].size
             zero = torch.zeros([1] * node.meta["val"].ndim, dtype=node.meta["val"].dtype)
             for name, call in ((f"index_{k}", node), (f"rest_{k}", twin)):
-                picks[mapping[call], 0] = IndexedSupport(
-                    axis, RunTimeIndex(inputs[name], size), zero
-                )
+                picks[mapping[call], 0] = IndexedSupport(axis, RunTimeIndex(inputs[name], size), zero)
         return self._module(program, picks, self._observer(), rest=True)
 
     def _indices(self) -> dict[str, Any]:
@@ -402,28 +402,28 @@ class _Draft:
         return observing(self.pilot.program, targets_of_layers(targets, names, "the pilot"))
 
     def _module(
-        self, program: Program, picks: Any, observer: Program | None, *, values: bool = False,
-        rest: bool = False,
-    ) -> Supported:  # fmt: skip
+        self, program: Program, picks: Any, observer: Program | None, *, values: bool = False, rest: bool = False
+    ) -> Supported:
         kind = self.kind
         what = f"{kind.keep:g} of" if kind.keep is not None else f"above {kind.threshold:g} mean:"
         more = "; the others run too: this saves no time" if rest else ""
-        lines = [Decision(t.layer, kind.name, f"{what} {t.size} positions{more}")
-                 for t in self.targets]  # fmt: skip
+        lines = [Decision(t.layer, kind.name, f"{what} {t.size} positions{more}") for t in self.targets]
         about = Conditioned(kind, self.text, exact=False, decisions=(*lines, *self.left))
         chosen = ChosenPositions(
-            tuple(t.layer for t in self.targets), tuple(t.size for t in self.targets),
-            kind.keep, kind.threshold, rest, values,
-        )  # fmt: skip
+            tuple(t.layer for t in self.targets),
+            tuple(t.size for t in self.targets),
+            kind.keep,
+            kind.threshold,
+            rest,
+            values,
+        )
         module = Supported(program, picks, observer, chosen, about, self.analysis.table)
         if isinstance(self.pilot, ExecutionData):
             module.update(self.pilot)
         return module
 
 
-def _doubled(
-    analysis: Analysis, names: Sequence[str], bits: int
-) -> tuple[Program, list[tuple[fx.Node, fx.Node, int]]]:
+def _doubled(analysis: Analysis, names: Sequence[str], bits: int) -> tuple[Program, list[tuple[fx.Node, fx.Node, int]]]:
     """The program in which each of these layers is added to its twin with weights of fewer bits;
     and per layer both calls, and the axis of their positions."""
     editor, pairs = GraphEditor(analysis.program), []
@@ -434,9 +434,7 @@ def _doubled(
         node, read = editor.copies[layer.node], editor.copies[layer.read]
         old = editor.constants[layer.weight]
         name = f"{layer.weight}_bits{bits}"
-        rounded = from_rows(
-            quantized(by_rows(old.tensor, layer.rows), bits), old.tensor, layer.rows
-        )
+        rounded = from_rows(quantized(by_rows(old.tensor, layer.rows), bits), old.tensor, layer.rows)
         constant = replace(old, tensor=rounded, name=f"{old.name}_bits{bits}", aliases=())
         editor.constants[name] = constant
         readers = list(node.users)

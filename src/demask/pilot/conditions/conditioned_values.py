@@ -55,9 +55,7 @@ def targets_of(analysis: Analysis) -> tuple[tuple[ConditionedValue, ...], tuple[
             declined.append(Decision(layer.name, "dense", why))
             continue
         assert layer.axis is not None
-        targets.append(
-            ConditionedValue(layer.name, node, layer.axis, node.meta["val"].shape[layer.axis])
-        )
+        targets.append(ConditionedValue(layer.name, node, layer.axis, node.meta["val"].shape[layer.axis]))
     return tuple(targets), tuple(declined)
 
 
@@ -94,21 +92,19 @@ def _follows(relation: Relation, node: fx.Node) -> bool:
     return same and all(axes == relation.outs[0] for axes in mine)
 
 
-def targets_of_layers(
-    targets: Iterable[ConditionedValue], layers: Sequence[str], what: str
-) -> list[ConditionedValue]:
+def targets_of_layers(targets: Iterable[ConditionedValue], layers: Sequence[str], what: str) -> list[ConditionedValue]:
     """The targets of these layers; raises BadInput where one has none."""
     known = {target.layer: target for target in targets}
     missing = [name for name in layers if name not in known]
     if missing:
-        raise BadInput(f"expected {what} to have layer {missing[0]!r}, as the network has; its "
-                       f"layers are {', '.join(list(known)[:5])}, …")  # fmt: skip
+        raise BadInput(
+            f"expected {what} to have layer {missing[0]!r}, as the network has; its "
+            f"layers are {', '.join(list(known)[:5])}, …"
+        )
     return [known[name] for name in layers]
 
 
-def observing(
-    program: Program, targets: Sequence[ConditionedValue], *, values: bool = False
-) -> Program:
+def observing(program: Program, targets: Sequence[ConditionedValue], *, values: bool = False) -> Program:
     """The program that returns one magnitude per position of each target: the mean |value|, the
     largest over the inputs of a batch. values: also return the values themselves, after the
     magnitudes."""
@@ -137,9 +133,7 @@ def _magnitude(editor: GraphEditor, node: fx.Node, axis: int) -> fx.Node:
     return magnitude
 
 
-def means(
-    program: Program, targets: Sequence[ConditionedValue], leaves: list[object]
-) -> list[Tensor]:
+def means(program: Program, targets: Sequence[ConditionedValue], leaves: list[object]) -> list[Tensor]:
     """The mean of each target per position, over one call; each with the rank of its value."""
     mean_of: dict[fx.Node, Tensor] = {}
     nodes = {target.node: target.axis for target in targets}

@@ -45,9 +45,7 @@ class ChosenPositions:
         [tensor([1, 3])]
         """
         indices = [self._index(m) for m in magnitudes]
-        return (
-            indices + [_others(i, n) for i, n in zip(indices, self.sizes, strict=True)] * self.rest
-        )
+        return indices + [_others(i, n) for i, n in zip(indices, self.sizes, strict=True)] * self.rest
 
     def _index(self, magnitudes: Tensor) -> Tensor:
         if self.keep is not None:
@@ -74,9 +72,14 @@ class Supported(nn.Module):
     conditioned: Conditioned
 
     def __init__(
-        self, program: Program, picks: Mapping[Key, IndexedSupport], observer: Program | None,
-        chosen: ChosenPositions, conditioned: Conditioned, table: Table,
-    ):  # fmt: skip
+        self,
+        program: Program,
+        picks: Mapping[Key, IndexedSupport],
+        observer: Program | None,
+        chosen: ChosenPositions,
+        conditioned: Conditioned,
+        table: Table,
+    ):
         super().__init__()
         analysis = Analysis(copy_tensors(program), table)
         self.network: Demasked = build_sharing(analysis, emit_indexed(analysis, picks), ())
@@ -97,13 +100,17 @@ class Supported(nn.Module):
         Raises BadInput where a pilot runs on the live input, or a layer or position is missing.
         """
         if self.pilot is not None:
-            raise BadInput("expected a module conditioned by ExecutionData; this one's pilot runs "
-                           "on the live input, and needs no update")  # fmt: skip
+            raise BadInput(
+                "expected a module conditioned by ExecutionData; this one's pilot runs "
+                "on the live input, and needs no update"
+            )
         for k, (name, size) in enumerate(zip(self.chosen.layers, self.chosen.sizes, strict=True)):
             priorities = data.priorities(name)
             if len(priorities) != size:
-                raise BadInput(f"expected magnitudes of {size} positions of {name!r}, one per "
-                               f"channel or unit, got {len(priorities)} {data.per}s")  # fmt: skip
+                raise BadInput(
+                    f"expected magnitudes of {size} positions of {name!r}, one per "
+                    f"channel or unit, got {len(priorities)} {data.per}s"
+                )
             setattr(self, f"magnitude_{k}", priorities.clone())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,17 +118,18 @@ class Supported(nn.Module):
         return self.run(self.chosen.indices(magnitudes), args, kwargs, values)
 
     def run(
-        self, indices: Sequence[Tensor], args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None = None, values: Sequence[Tensor] = (),
-    ) -> Any:  # fmt: skip
+        self,
+        indices: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        values: Sequence[Tensor] = (),
+    ) -> Any:
         """The outputs for indices of your own, int64 [k] of distinct positions per layer."""
         self.last = tuple(indices)
         network = self.network if all(len(index) for index in indices) else self.whole
         return network(*args, *indices, *values, **dict(kwargs or {}))
 
-    def _piloted(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def _piloted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         count = len(self.chosen.layers)
         if self.pilot is None:
             return [getattr(self, f"magnitude_{k}") for k in range(count)], ()

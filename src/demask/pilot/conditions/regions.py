@@ -28,20 +28,11 @@ from demask.traverse.analysis.flow import Flow
 from demask.traverse.execution.rectangles import Rectangle, rectangles
 from demask.traverse.execution.region_runner import RegionNetwork, fit_cost, refusals
 from demask.traverse.execution.segment_executor import Counter
-from demask.traverse.execution.tiled_module import (
-    Prepared,
-    Tiled,
-    call_by_image,
-    constants,
-    empty_result,
-    run_image,
-)
+from demask.traverse.execution.tiled_module import Prepared, Tiled, call_by_image, constants, empty_result, run_image
 from demask.traverse.halos.halo import Halo, halo
 from demask.traverse.tile import tile as tiled
 
-Answers = Callable[
-    ..., Any
-]  # of the network's arguments; returns its outputs, or a map of activity
+Answers = Callable[..., Any]  # of the network's arguments; returns its outputs, or a map of activity
 PILOT = "pilot"
 
 
@@ -147,16 +138,23 @@ class Regions:
             raise BadInput(f"expected a number as threshold, such as 0.5, got {self.threshold!r}")
         sizes = self.tile, self.grow
         if not all(map(is_integer, sizes)) or self.tile < 1 or self.grow < 0:
-            raise BadInput("expected tiles of at least one position and a growth of none or more, "
-                           f"got tile={self.tile!r}, grow={self.grow!r}")  # fmt: skip
+            raise BadInput(
+                "expected tiles of at least one position and a growth of none or more, "
+                f"got tile={self.tile!r}, grow={self.grow!r}"
+            )
         if self.fill != PILOT and not is_number(self.fill) and not callable(self.fill):
-            raise BadInput(f"expected fill={PILOT!r}, a number or a function of the network's "
-                           f"arguments, got {self.fill!r}")  # fmt: skip
+            raise BadInput(
+                f"expected fill={PILOT!r}, a number or a function of the network's arguments, got {self.fill!r}"
+            )
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        pilot: Any,
         table: Table = TABLE,
-    ) -> InRegions:  # fmt: skip
+    ) -> InRegions:
         """The module that runs the model in regions, for inference on the CPU.
 
         The module shares the model's weights.
@@ -169,8 +167,10 @@ class Regions:
         """
         runs, text = _pilot(model, args, kwargs, pilot, table)
         if self.fill == PILOT and not isinstance(runs, nn.Module):
-            raise BadInput("fill='pilot' needs a pilot that answers as the network does, as does "
-                           f"'downsample:8:bilinear'; got {text}: or set fill=0.0")  # fmt: skip
+            raise BadInput(
+                "fill='pilot' needs a pilot that answers as the network does, as does "
+                f"'downsample:8:bilinear'; got {text}: or set fill=0.0"
+            )
         whole = tiled(model, args, kwargs, memory=2**62, table=table)
         reasons = refusals(whole.ready().flow)
         if reasons:
@@ -205,11 +205,7 @@ class Regions:
 
 
 def _pilot(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    pilot: Any,
-    table: Table,
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any, table: Table
 ) -> tuple[nn.Module | Answers | None, str]:
     """What runs first, and its name."""
     if pilot is None:
@@ -220,16 +216,19 @@ def _pilot(
         return simplify(model, args, kwargs, by=pilot, table=table), simplifier(pilot).text()
     if callable(pilot):
         return pilot, getattr(pilot, "__name__", type(pilot).__name__)
-    raise BadInput("expected a simplifier, a module, a function that gives a map of activity, or "
-                   f"None, got {type(pilot).__name__}")  # fmt: skip
+    raise BadInput(
+        f"expected a simplifier, a module, a function that gives a map of activity, or None, got {type(pilot).__name__}"
+    )
 
 
 def _refused(reach: Halo, reasons: Sequence[str]) -> str:
     """Why the network is refused, by its own calls where these are known."""
     calls = [str(one) for one in reach.barriers]
-    return ("the network cannot be run in regions: parts of an image do not determine parts of "
-            "its output\n  " + "\n  ".join(calls or reasons) + "\nRun it whole, or condition "
-            "it otherwise, such as by 'route'")  # fmt: skip
+    return (
+        "the network cannot be run in regions: parts of an image do not determine parts of "
+        "its output\n  " + "\n  ".join(calls or reasons) + "\nRun it whole, or condition "
+        "it otherwise, such as by 'route'"
+    )
 
 
 @dataclass(frozen=True)
@@ -266,8 +265,7 @@ class Ran:
     def __str__(self) -> str:
         how = f"rectangles: {len(self.places)} with {self.covered:.1%}".replace("%", " %")
         part = f"{self.selected:.1%}".replace("%", " %")
-        return (f"{part} of positions selected; {'whole' if self.whole else how}; "
-                f"{self.work:.3f} of the multiply-adds")  # fmt: skip
+        return f"{part} of positions selected; {'whole' if self.whole else how}; {self.work:.3f} of the multiply-adds"
 
 
 @dataclass(frozen=True)
@@ -302,9 +300,8 @@ class InRegions(nn.Module):
         self._macs = self.windows.macs(self._all)
         why = f"all of its calls can run on parts of {rows} x {columns} positions"
         self.conditioned = Conditioned(
-            condition, text, False,
-            (Decision("the network", f"run in tiles of {side} x {side}", why),),
-        )  # fmt: skip
+            condition, text, False, (Decision("the network", f"run in tiles of {side} x {side}", why),)
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         ran: list[Ran] = []
@@ -319,9 +316,7 @@ class InRegions(nn.Module):
                 ran.append(self._ran(state[0][k]))
                 if ran[-1].whole:
                     return run_image(module, here, flat, results, k, n)
-                inputs = constants(module, here.flow) | dict(
-                    zip(here.flow.inputs, flat, strict=True)
-                )
+                inputs = constants(module, here.flow) | dict(zip(here.flow.inputs, flat, strict=True))
                 outputs = dict(zip(here.flow.outputs, results, strict=True))
                 return {}, self.windows.run(ran[-1].places, inputs, outputs, k)
 
@@ -342,9 +337,7 @@ class InRegions(nn.Module):
             expanded = [fill.expand(shape) for fill, shape in zip(fills, shapes, strict=True)]
         return pytree.tree_unflatten(expanded, signature_of(self.whole.graph).out_spec)
 
-    def _begun(
-        self, flow: Flow, args: Any, kwargs: Any, flat: Sequence[Any], results: list[Any], n: int
-    ) -> Tensor:
+    def _begun(self, flow: Flow, args: Any, kwargs: Any, flat: Sequence[Any], results: list[Any], n: int) -> Tensor:
         """Fill all results; which tiles of each image are selected."""
         answers = self._answers(args, kwargs)
         fills = self._fills(flow, answers, args, kwargs)
@@ -372,9 +365,7 @@ class InRegions(nn.Module):
         images = [x for x in _tensors((args, kwargs)) if x.ndim == 4]
         return contrast(images[0])
 
-    def _fills(
-        self, flow: Flow, answers: list[Tensor] | None, args: Any, kwargs: Any
-    ) -> list[Tensor]:
+    def _fills(self, flow: Flow, answers: list[Tensor] | None, args: Any, kwargs: Any) -> list[Tensor]:
         """The fill of each output."""
         fill = self.condition.fill
         if fill == PILOT and answers is not None:
@@ -385,8 +376,7 @@ class InRegions(nn.Module):
             assert callable(fill)
             fill_values = _tensors(fill(*args, **kwargs))
         if len(fill_values) != len(flow.outputs):
-            raise BadInput(f"the network returns {len(flow.outputs)} images, but fill gives "
-                           f"{len(fill_values)}")  # fmt: skip
+            raise BadInput(f"the network returns {len(flow.outputs)} images, but fill gives {len(fill_values)}")
         return fill_values
 
     def _ran(self, selected: Tensor) -> Ran:

@@ -106,8 +106,7 @@ def collect(
     description = source or ("live input" if single else "calibration set")
     count = _count(leaves)
     text = f"{description}, {count} input{'s' if count != 1 else ''}"
-    return ExecutionData(per, gathered.magnitudes(), text, measure, gathered.grids, run.slices,
-                         run.peak_weight_bytes)  # fmt: skip
+    return ExecutionData(per, gathered.magnitudes(), text, measure, gathered.grids, run.slices, run.peak_weight_bytes)
 
 
 def _read(
@@ -115,8 +114,9 @@ def _read(
 ) -> tuple[Program, ConstantSource, Mapping[str, Cut]]:
     """The captured network, where its weights come from, and how it was cut."""
     if not isinstance(args, tuple):
-        raise BadInput(f"expected a tuple of arguments for each call, got {type(args).__name__}: "
-                       "write (x,) for one tensor")  # fmt: skip
+        raise BadInput(
+            f"expected a tuple of arguments for each call, got {type(args).__name__}: write (x,) for one tensor"
+        )
     is_file = isinstance(model, str | os.PathLike)
     if weights is not None or (is_file and budget is not None):
         if not isinstance(model, nn.Module) and not is_file:
@@ -136,8 +136,7 @@ def _cuts(model: Any) -> Mapping[str, Cut]:
 
 def _count(leaves: list[list[Any]]) -> int:
     """Inputs in all calls: sizes of their first axes."""
-    firsts = [next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1)
-              for call in leaves]  # fmt: skip
+    firsts = [next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1) for call in leaves]
     return sum(firsts)
 
 
@@ -160,5 +159,4 @@ class _Gathered:
 
     def magnitudes(self) -> dict[str, Tensor]:
         """float32 [inputs, positions]."""
-        return {name: torch.cat([rows[k] for k in sorted(rows)])
-                for name, rows in self.rows.items()}  # fmt: skip
+        return {name: torch.cat([rows[k] for k in sorted(rows)]) for name, rows in self.rows.items()}

@@ -21,9 +21,7 @@ ACROSS, WIDTH, PANEL = 3, 10.0, 1.7  # panels in a row; inches
 MOST = 60  # panels
 
 
-def draw(
-    magnitudes: Mapping[str, Tensor], grids: Mapping[str, tuple[int, int]], title: str, path: Path
-) -> None:
+def draw(magnitudes: Mapping[str, Tensor], grids: Mapping[str, tuple[int, int]], title: str, path: Path) -> None:
     """Write the picture to `path`, completely or not at all; its suffix is the format.
 
     magnitudes: by layer, [positions] or [inputs, positions]. grids: rows and columns of tiles.

@@ -114,10 +114,15 @@ class ExecutionData(PageSource):
             BadInput: the path cannot be written.
         """
         about = {
-            "format": FORMAT, "per": self.per, "source": self.source, "measure": self.measure,
+            "format": FORMAT,
+            "per": self.per,
+            "source": self.source,
+            "measure": self.measure,
             "grids": {name: list(grid) for name, grid in self.grids.items()},
-            "slices": self.slices, "held": self.peak_weight_bytes, "layers": list(self.magnitudes),
-        }  # fmt: skip
+            "slices": self.slices,
+            "held": self.peak_weight_bytes,
+            "layers": list(self.magnitudes),
+        }
         tensors = {name: m.contiguous() for name, m in self.magnitudes.items()}
         data = safetensors.torch.save(tensors, {"demask": json.dumps(about)})
         with write(path) as file:
@@ -142,8 +147,7 @@ class ExecutionData(PageSource):
         about = _about(text, tensors, Path(path))
         grids = {name: (rows, columns) for name, (rows, columns) in about["grids"].items()}
         order = {name: tensors[name] for name in about["layers"]}
-        return cls(about["per"], order, about["source"], about["measure"], grids,
-                   about["slices"], about["held"])  # fmt: skip
+        return cls(about["per"], order, about["source"], about["measure"], grids, about["slices"], about["held"])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws a heat map per layer, or bars where there is one input; needs matplotlib.
@@ -162,9 +166,7 @@ class ExecutionData(PageSource):
         """What `print`, `to_html` and notebooks show, as sections."""
         heads = ("layer", "inputs", f"{self.per}s", "mean", "least", "most", "zero")
         rows = [(name, *_cells(values)) for name, values in self.magnitudes.items()]
-        slices = (
-            f"; {self.slices} slices, weights in memory: {format_bytes(self.peak_weight_bytes)}"
-        )
+        slices = f"; {self.slices} slices, weights in memory: {format_bytes(self.peak_weight_bytes)}"
         words = f"{self.measure} |value| per {self.per}, of {self.source}"
         words += slices if self.slices > 1 else ""
         table = TextTable(heads, rows, "Layers", pad_edge=False)

@@ -93,6 +93,8 @@ def outlined(model: nn.Module | str | os.PathLike[str], weights: Any) -> Outline
         return Outline(copy, file, orders)
     path = Path(model)
     if path.suffix == ".pt2":
-        raise BadInput(f"{path}: a .pt2 is read as a whole; to run it slice by slice, write it "
-                       "as .demask once: demask.save(demask.demask(program), path)")  # fmt: skip
+        raise BadInput(
+            f"{path}: a .pt2 is read as a whole; to run it slice by slice, write it "
+            "as .demask once: demask.save(demask.demask(program), path)"
+        )
     return outline(path)

@@ -71,9 +71,7 @@ def _tiles(wide: Tensor, side: int, measure: str) -> tuple[Tensor, tuple[int, in
 
 
 def sites_of(
-    analysis: Analysis,
-    per: str = "channel",
-    cuts: Mapping[str, Cut] | None = None,
+    analysis: Analysis, per: str = "channel", cuts: Mapping[str, Cut] | None = None
 ) -> tuple[MeasuredValue, ...]:
     """The measured values of a program, in the order in which they run. cuts: of a network that was
     cut.
@@ -89,20 +87,18 @@ def sites_of(
         sites = _heads(relations)
     else:
         layers = layers_of(analysis)
-        candidates = (
-            _site(layer, kind, relations, cuts or {}, int(number or 0)) for layer in layers
-        )
+        candidates = (_site(layer, kind, relations, cuts or {}, int(number or 0)) for layer in layers)
         sites = [site for site in candidates if site is not None]
     if not sites:
-        raise BadInput(f"the network has no {kind}s: no call has outputs with such parts; "
-                       f"expected another of {', '.join(KINDS)}")  # fmt: skip
+        raise BadInput(
+            f"the network has no {kind}s: no call has outputs with such parts; expected another of {', '.join(KINDS)}"
+        )
     return tuple(sites)
 
 
 def _site(
-    layer: WeightLayer, kind: str, relations: Mapping[fx.Node, Relation | Declined],
-    cuts: Mapping[str, Cut], tile: int,
-) -> MeasuredValue | None:  # fmt: skip
+    layer: WeightLayer, kind: str, relations: Mapping[fx.Node, Relation | Declined], cuts: Mapping[str, Cut], tile: int
+) -> MeasuredValue | None:
     if layer.axis is None:
         return None
     rank = layer.node.meta["val"].ndim
@@ -110,11 +106,7 @@ def _site(
     node = epilogue_end(layer.node, relations)
     batch = batch_axis(node)
     if kind == "tile":
-        return (
-            MeasuredValue(layer.name, node, None, batch, tile=tile)
-            if windows and rank >= 4
-            else None
-        )
+        return MeasuredValue(layer.name, node, None, batch, tile=tile) if windows and rank >= 4 else None
     if kind == "token":
         axis = _tokens(layer, batch)
         return None if axis is None or windows else MeasuredValue(layer.name, node, axis, batch)
@@ -131,9 +123,7 @@ def _tokens(layer: WeightLayer, batch: int | None) -> int | None:
     return rest[0] if rank >= 2 and len(rest) == 1 and batch is not None else None
 
 
-def _remaining(
-    layer: WeightLayer, cuts: Mapping[str, Cut]
-) -> tuple[tuple[int, ...] | None, int | None]:
+def _remaining(layer: WeightLayer, cuts: Mapping[str, Cut]) -> tuple[tuple[int, ...] | None, int | None]:
     """Which rows of the original weight are left."""
     cut = cuts.get(layer.weight)
     if cut is None or len(layer.rows) != 1:
@@ -178,8 +168,7 @@ def _heads(relations: Mapping[fx.Node, Relation | Declined]) -> list[MeasuredVal
     for node, relation in relations.items():
         mixes = isinstance(relation, Relation) and relation.entry.fill == "mix"
         if mixes and node.meta["val"].ndim >= 4:
-            sites.append(MeasuredValue(_module(node, sites), node, node.meta["val"].ndim - 3,
-                              batch_axis(node)))  # fmt: skip
+            sites.append(MeasuredValue(_module(node, sites), node, node.meta["val"].ndim - 3, batch_axis(node)))
     return sites
 
 

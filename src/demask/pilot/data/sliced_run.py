@@ -37,9 +37,7 @@ class CallSlice:
     nbytes: int
 
 
-def slices_of(
-    program: Program, source: ConstantSource, budget: int | None
-) -> tuple[CallSlice, ...]:
+def slices_of(program: Program, source: ConstantSource, budget: int | None) -> tuple[CallSlice, ...]:
     """As few slices as consecutive calls allow. budget: bytes of weights at a time; None: one
     slice.
 
@@ -60,8 +58,10 @@ def slices_of(
     slices.append(CallSlice(tuple(calls), tuple(reads), _bytes(source, reads)))
     least = max(part.nbytes for part in slices)
     if budget is not None and least > budget:
-        raise BadInput(f"expected a budget of {least:,} bytes or more, the weights of the largest "
-                       f"layer, got {budget:,}; pass memory={least}")  # fmt: skip
+        raise BadInput(
+            f"expected a budget of {least:,} bytes or more, the weights of the largest "
+            f"layer, got {budget:,}; pass memory={least}"
+        )
     return tuple(slices)
 
 
@@ -72,13 +72,13 @@ def _bytes(source: ConstantSource, names: Mapping[str, None]) -> int:
 def flat(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """The leaves of a call; raises BadInput where it is not a call of the program."""
     if not isinstance(args, tuple):
-        raise BadInput(f"expected each input to be a tuple of arguments, got "
-                       f"{type(args).__name__}: write (x,) for one tensor")  # fmt: skip
+        raise BadInput(
+            f"expected each input to be a tuple of arguments, got {type(args).__name__}: write (x,) for one tensor"
+        )
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     nodes = program.graph.find_nodes(op="placeholder")
     if len(leaves) != len(nodes) or spec != program.in_spec:
-        raise BadInput(f"expected a call like the first one, with {len(nodes)} inputs, got "
-                       f"{len(leaves)}")  # fmt: skip
+        raise BadInput(f"expected a call like the first one, with {len(nodes)} inputs, got {len(leaves)}")
     for node, leaf in zip(nodes, leaves, strict=True):
         value = node.meta.get("val")
         if isinstance(value, Tensor):
@@ -132,9 +132,7 @@ def walk(
         boundary = _BoundaryValues(len(inputs), budget, stack, run)
         for number, part in enumerate(parts):
             weights = source.read(part.reads)
-            run.peak_weight_bytes = max(
-                run.peak_weight_bytes, sum(t.nbytes for t in weights.values())
-            )
+            run.peak_weight_bytes = max(run.peak_weight_bytes, sum(t.nbytes for t in weights.values()))
             for k, leaves in enumerate(inputs):
                 values = boundary.take(k) if number else dict(zip(names, leaves, strict=True))
                 _calls(part, weights, values, last, lambda n, v, k=k: watch(k, n, v))
@@ -183,9 +181,7 @@ def _last_reads(program: Program) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-def _returned(
-    program: Program, source: ConstantSource, final: Any, values: Mapping[fx.Node, Any]
-) -> Any:
+def _returned(program: Program, source: ConstantSource, final: Any, values: Mapping[fx.Node, Any]) -> Any:
     """What the network returns for one input."""
 
     def value(node: fx.Node) -> Any:
@@ -226,9 +222,11 @@ class _BoundaryValues:
             try:
                 save_file(tensors, path)
             except (SafetensorError, OSError) as error:
-                raise BadInput(f"cannot write {size:,} bytes of values between slices to "
-                               f"{path.parent}: {error}; free some room there, or name another "
-                               "folder in TMPDIR") from error  # fmt: skip
+                raise BadInput(
+                    f"cannot write {size:,} bytes of values between slices to "
+                    f"{path.parent}: {error}; free some room there, or name another "
+                    "folder in TMPDIR"
+                ) from error
             self.files[k] = (path, plain)
             self.run.spilled = max(self.run.spilled, sum(p is not None for p in self.files))
             values = {n: v for n, v in values.items() if not isinstance(v, Tensor)}

@@ -37,9 +37,7 @@ def contrast(x: Tensor, block: int = BLOCK) -> Tensor:
     return (largest - _extreme(x, block, torch.amin, torch.minimum)).amax(1)
 
 
-def _extreme(
-    x: Tensor, block: int, of: Callable[..., Tensor], two: Callable[..., Tensor]
-) -> Tensor:
+def _extreme(x: Tensor, block: int, of: Callable[..., Tensor], two: Callable[..., Tensor]) -> Tensor:
     """The largest or the smallest value of each block and of the first positions after it; rows
     first, whose values are contiguous."""
     for axis in (2, 3):
@@ -67,14 +65,11 @@ def per_tile(activity: Tensor, size: tuple[int, int], tile: int, grow: int = 0) 
              [3., 3.]]])
     """
     if activity.ndim != 3 or not activity.numel():
-        raise BadInput("expected a map of activity [images, rows, columns], "
-                       f"got {list(activity.shape)}")  # fmt: skip
+        raise BadInput(f"expected a map of activity [images, rows, columns], got {list(activity.shape)}")
     maxima = activity.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     for axis in (1, 2):
         spans = _spans(size[axis - 1], maxima.shape[axis], tile, grow)
-        maxima = torch.stack(
-            [maxima.narrow(axis, low, high - low).amax(axis) for low, high in spans], axis
-        )
+        maxima = torch.stack([maxima.narrow(axis, low, high - low).amax(axis) for low, high in spans], axis)
     return maxima
 
 
@@ -106,8 +101,7 @@ def together(maps: Sequence[Tensor]) -> Tensor:
     """One map of several, of the size of the largest: the largest value at each place."""
     largest = max(maps, key=lambda one: one.shape[1] * one.shape[2])
     size = (largest.shape[1], largest.shape[2])
-    spread = [F.adaptive_max_pool2d(one, size) if one.shape != largest.shape else one
-              for one in maps]  # fmt: skip
+    spread = [F.adaptive_max_pool2d(one, size) if one.shape != largest.shape else one for one in maps]
     return torch.stack(spread).amax(0)
 
 

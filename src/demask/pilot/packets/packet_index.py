@@ -44,9 +44,16 @@ FORMAT, VERSION, PAGE = "demask.packets", 1, 4096
 HEADER = struct.Struct("<ffifIII")  # and the CRC
 HEADER_BYTES = HEADER.size + 4
 COLUMNS = np.dtype(
-    [("tensor", "i8"), ("first", "i8"), ("count", "i8"), ("file", "i8"), ("page", "i8"),
-     ("priority", "f4"), ("crc", "u4")]
-)  # fmt: skip
+    [
+        ("tensor", "i8"),
+        ("first", "i8"),
+        ("count", "i8"),
+        ("file", "i8"),
+        ("page", "i8"),
+        ("priority", "f4"),
+        ("crc", "u4"),
+    ]
+)
 _SHARD = re.compile(r"\w[\w.+-]{0,254}")
 
 Array = np.ndarray[Any, Any]
@@ -66,9 +73,7 @@ class Marker:
 
     def packed(self) -> bytes:
         """The 28 bytes of the header."""
-        return HEADER.pack(
-            self.priority, self.norm, self.exponent, self.scale, self.tensor, self.first, self.count
-        )
+        return HEADER.pack(self.priority, self.norm, self.exponent, self.scale, self.tensor, self.first, self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,18 +161,22 @@ class PacketIndex:
                 entry["plane"] = [t.plane[0], f"{t.plane[1]:08x}"]
             tensors[t.name] = entry
         sections = {
-            s.name: {"dtype": NAMES[s.dtype], "shape": list(s.shape), "offset": s.offset}
-            for s in self.sections
+            s.name: {"dtype": NAMES[s.dtype], "shape": list(s.shape), "offset": s.offset} for s in self.sections
         }
-        columns: dict[str, Any] = {
-            name: self.packets[name].tolist() for name in COLUMNS.names or () if name != "crc"
-        }
+        columns: dict[str, Any] = {name: self.packets[name].tolist() for name in COLUMNS.names or () if name != "crc"}
         columns["crc"] = self.packets["crc"].astype(">u4").tobytes().hex()
         return framed(
-            {"format": FORMAT, "version": VERSION, "shards": list(self.shards), "tensors": tensors,
-             "sections": sections, "rest": [self.rest[0], f"{self.rest[1]:08x}"],
-             "aliases": dict(self.aliases), "packets": columns}
-        )  # fmt: skip
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "shards": list(self.shards),
+                "tensors": tensors,
+                "sections": sections,
+                "rest": [self.rest[0], f"{self.rest[1]:08x}"],
+                "aliases": dict(self.aliases),
+                "packets": columns,
+            }
+        )
 
 
 def framed(document: Any) -> bytes:
@@ -175,8 +184,9 @@ def framed(document: Any) -> bytes:
     text = json.dumps(document, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
     if len(text) > MAX_HEADER_BYTES:
-        raise BadInput(f"the index would have {len(text)} bytes, more than {MAX_HEADER_BYTES}: "
-                       "write with larger blocks")  # fmt: skip
+        raise BadInput(
+            f"the index would have {len(text)} bytes, more than {MAX_HEADER_BYTES}: write with larger blocks"
+        )
     return len(text).to_bytes(8, "little") + text
 
 
@@ -223,10 +233,15 @@ class _Wrong(Exception):
 def _index(document: Any) -> PacketIndex:
     match document:
         case {
-            "format": str(kind), "version": int(version), "shards": list(shards),
-            "tensors": dict(tensors), "sections": dict(sections), "rest": [int(rest), str(crc)],
-            "aliases": dict(aliases), "packets": dict(columns),
-        } if kind == FORMAT and len(document) == 8:  # fmt: skip
+            "format": str(kind),
+            "version": int(version),
+            "shards": list(shards),
+            "tensors": dict(tensors),
+            "sections": dict(sections),
+            "rest": [int(rest), str(crc)],
+            "aliases": dict(aliases),
+            "packets": dict(columns),
+        } if kind == FORMAT and len(document) == 8:
             pass
         case {"format": str(kind)} if kind != FORMAT:
             raise _Wrong(f"its format is {kind!r:.60}, expected {FORMAT!r}")
@@ -282,9 +297,7 @@ def _section(name: str, entry: Any) -> StoredTensor:
 
 def _blocked(name: str, entry: Any) -> Blocked:
     match entry:
-        case {"dtype": kind, "shape": shape, "order": list(order), **more} if not (
-            more.keys() - {"plane"}
-        ):
+        case {"dtype": kind, "shape": shape, "order": list(order), **more} if not (more.keys() - {"plane"}):
             dtype, size = _shape(name, kind, shape)
         case _:
             raise _Wrong(f"tensor {name!r:.80} is not understood: {entry!r:.80}")
@@ -318,8 +331,7 @@ def _packets(columns: Any, tensors: tuple[Blocked, ...]) -> Array:
     if not isinstance(priority, list) or not all(type(v) in (int, float) for v in priority):
         raise _Wrong("the priorities of packets are no list of numbers")
     values = {
-        name: _integers(columns[name], f"{name} of packets")
-        for name in ("tensor", "first", "count", "file", "page")
+        name: _integers(columns[name], f"{name} of packets") for name in ("tensor", "first", "count", "file", "page")
     }
     values["crc"] = np.frombuffer(bytes.fromhex(crc), dtype=">u4")
     with np.errstate(over="ignore"):
@@ -346,9 +358,12 @@ def _check_cover(packets: Array, tensors: tuple[Blocked, ...]) -> None:
         mine = mine[np.argsort(mine["first"], kind="stable")]
         ends = mine["first"] + mine["count"]
         if (
-            not len(mine) or (mine["count"] < 1).any() or mine["first"][0] != 0
-            or ends[-1] != tensor.rows or (ends[:-1] != mine["first"][1:]).any()
-        ):  # fmt: skip
+            not len(mine)
+            or (mine["count"] < 1).any()
+            or mine["first"][0] != 0
+            or ends[-1] != tensor.rows
+            or (ends[:-1] != mine["first"][1:]).any()
+        ):
             raise _Wrong(f"the packets of {tensor.name!r:.80} do not hold each row once")
 
 

@@ -69,8 +69,10 @@ class Partial:
         if fill not in ("zeros", "pilot"):
             raise BadInput(f"expected fill='zeros' or 'pilot', got {fill!r}")
         if fill == "pilot" and not self.complete and not self.pilot:
-            raise BadInput("the pilot's 8-bit weights were not read: write the file with "
-                           "plane=True and read with pilot=True, or use fill='zeros'")  # fmt: skip
+            raise BadInput(
+                "the pilot's 8-bit weights were not read: write the file with "
+                "plane=True and read with pilot=True, or use fill='zeros'"
+            )
         tensors = {}
         for name, value in self.values.items():
             tensors[name] = value.clone()
@@ -104,8 +106,7 @@ class Partial:
         for name, other in names.items():
             here, there = wanted[name], values[other]
             if here.shape != there.shape:
-                raise BadInput(f"{name}: the file has {tuple(there.shape)}, the model "
-                               f"{tuple(here.shape)}")  # fmt: skip
+                raise BadInput(f"{name}: the file has {tuple(there.shape)}, the model {tuple(here.shape)}")
             if isinstance(here, nn.Parameter) and not isinstance(there, nn.Parameter):
                 values[other] = nn.Parameter(there, here.requires_grad)
         copied.load_state_dict({n: values[o] for n, o in names.items()}, assign=True)
@@ -343,17 +344,10 @@ class PacketReader:
 
     def _cost(self, k: int, ends: dict[int, int]) -> int:
         """Bytes that packet `k` adds to a run that ended, per file, at `ends`."""
-        number, start = (
-            int(self.index.packets["file"][k]),
-            int(self.index.packets["page"][k]) * PAGE,
-        )
+        number, start = (int(self.index.packets["file"][k]), int(self.index.packets["page"][k]) * PAGE)
         previous_end = ends.get(number)
         ends[number] = start + int(self._sizes[k])
-        gap = (
-            start - previous_end
-            if previous_end is not None and 0 <= start - previous_end < PAGE
-            else 0
-        )
+        gap = start - previous_end if previous_end is not None and 0 <= start - previous_end < PAGE else 0
         return gap + int(self._sizes[k])
 
     def _front(self, left: int | None, pilot: bool) -> int | None:
@@ -427,9 +421,11 @@ class PacketReader:
         packet, tensor = self.index.packets[k], self.index.tensors[self.index.packets["tensor"][k]]
         marker = Marker(*HEADER.unpack_from(data))
         crc = int.from_bytes(data[HEADER.size : HEADER_BYTES], "little")
-        same = (marker.tensor, marker.first, marker.count) == (
-            packet["tensor"], packet["first"], packet["count"]
-        ) and marker.priority == packet["priority"] and crc == packet["crc"]  # fmt: skip
+        same = (
+            (marker.tensor, marker.first, marker.count) == (packet["tensor"], packet["first"], packet["count"])
+            and marker.priority == packet["priority"]
+            and crc == packet["crc"]
+        )
         self._checked(bool(same), file, f"the marker of packet {k} ({tensor.name})")
         checksum = zlib.crc32(data[HEADER_BYTES:], zlib.crc32(data[: HEADER.size]))
         self._checked(checksum == crc, file, f"packet {k} ({tensor.name})")
@@ -469,8 +465,10 @@ class PacketReader:
 
     def _checked(self, fine: bool, file: _PacketFile, what: str) -> None:
         if not fine:
-            raise RefusedFile(f"{file.path}: {what} is not what was written (its CRC or marker "
-                              "differs from the index); copy the file again")  # fmt: skip
+            raise RefusedFile(
+                f"{file.path}: {what} is not what was written (its CRC or marker "
+                "differs from the index); copy the file again"
+            )
 
     def _data(self, number: int, offset: int, size: int) -> bytearray:
         """Bytes of the data of a file."""

@@ -106,14 +106,14 @@ def write(
     tensors, aliases = _distinct(weights)
     least = parse_memory(block)
     blocked = {
-        n: t for n, t in tensors.items()
+        n: t
+        for n, t in tensors.items()
         if t.ndim > 1 and t.is_floating_point() and t.numel() * t.element_size() >= least
-    }  # fmt: skip
+    }
     plain = {n: t for n, t in tensors.items() if n not in blocked}
     priorities = _priorities(blocked, data)
     kinds = tuple(
-        Blocked(n, t.dtype, tuple(t.shape), np.argsort(-priorities[n], kind="stable"))
-        for n, t in blocked.items()
+        Blocked(n, t.dtype, tuple(t.shape), np.argsort(-priorities[n], kind="stable")) for n, t in blocked.items()
     )
     final = atomic.check_writable(path)
     sections = tuple(_sections(plain))
@@ -126,9 +126,7 @@ def write(
     return _written(final, index, [*blocked.values()], plain)
 
 
-def _shard_names(
-    name: str, shards: int, index: PacketIndex, blocked: Mapping[str, Tensor]
-) -> tuple[str, ...]:
+def _shard_names(name: str, shards: int, index: PacketIndex, blocked: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Names of the files after the first, from their contents: other weights, other names."""
     digest = hashlib.sha256(index.encoded())
     for tensor in blocked.values():
@@ -139,14 +137,11 @@ def _shard_names(
     return names
 
 
-def _distinct(
-    weights: nn.Module | Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], tuple[tuple[str, str], ...]]:
+def _distinct(weights: nn.Module | Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[tuple[str, str], ...]]:
     """Tensors by name, each once, and the further names of tied ones."""
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     if not isinstance(state, Mapping):
-        raise BadInput("expected a model, or a mapping from names to tensors, got "
-                       f"{type(state).__name__}")  # fmt: skip
+        raise BadInput(f"expected a model, or a mapping from names to tensors, got {type(state).__name__}")
     tensors: dict[str, Tensor] = {}
     aliases, seen = [], {}
     for name, tensor in state.items():
@@ -171,8 +166,7 @@ def _priorities(blocked: Mapping[str, Tensor], data: Any) -> dict[str, Array]:
     row_priorities, unused = {}, set()
     named = data.magnitudes if hasattr(data, "magnitudes") else data
     if not isinstance(named, Mapping):
-        raise BadInput(f"expected an ExecutionData or a mapping from names to priorities, got "
-                       f"{type(data).__name__}")  # fmt: skip
+        raise BadInput(f"expected an ExecutionData or a mapping from names to priorities, got {type(data).__name__}")
     for name in named:
         weight = next((w for w in (name, f"{name}.weight") if w in blocked), None)
         if weight is None:
@@ -181,12 +175,12 @@ def _priorities(blocked: Mapping[str, Tensor], data: Any) -> dict[str, Array]:
         values = data.priorities(name) if hasattr(data, "priorities") else named[name]
         row_priorities[weight] = _numbers(torch.as_tensor(values), name, len(blocked[weight]))
     if unused and (named is data or not row_priorities):
-        raise BadInput(f"there are priorities for {sorted(unused)[:5]}, which have no weights in "
-                       f"packets; those that have: {sorted(blocked)[:10]}")  # fmt: skip
+        raise BadInput(
+            f"there are priorities for {sorted(unused)[:5]}, which have no weights in "
+            f"packets; those that have: {sorted(blocked)[:10]}"
+        )
     top = max((float(v.max()) for v in row_priorities.values()), default=0.0)
-    return {
-        n: row_priorities.get(n, np.full(len(t), top, dtype=np.float32)) for n, t in blocked.items()
-    }
+    return {n: row_priorities.get(n, np.full(len(t), top, dtype=np.float32)) for n, t in blocked.items()}
 
 
 def _norms(weight: Tensor) -> Array:
@@ -201,11 +195,7 @@ def _numbers(values: Tensor, name: str, rows: int) -> Array:
     if numbers.shape != (rows,) or not np.isfinite(numbers).all():
         raise BadInput(
             f"priorities of {name}: expected {rows} finite numbers, one per row, got "
-            + (
-                f"shape {numbers.shape}"
-                if numbers.shape != (rows,)
-                else "values that are not finite"
-            )
+            + (f"shape {numbers.shape}" if numbers.shape != (rows,) else "values that are not finite")
         )
     return numbers
 
@@ -220,12 +210,7 @@ def _sections(plain: Mapping[str, Tensor]) -> Iterator[StoredTensor]:
 
 
 def _placed(
-    kinds: tuple[Blocked, ...],
-    priorities: Mapping[str, Array],
-    least: int,
-    shards: int,
-    rest: int,
-    plane: bool,
+    kinds: tuple[Blocked, ...], priorities: Mapping[str, Array], least: int, shards: int, rest: int, plane: bool
 ) -> tuple[Array, dict[str, tuple[int, int]]]:
     """Packets at their addresses, without CRCs, and the addresses of the 8-bit forms."""
     entries = []
@@ -254,9 +239,7 @@ def _placed(
 # ------------------------------------------------------------------------------------- to the disk
 
 
-def _written(
-    final: Path, index: PacketIndex, blocked: list[Tensor], plain: Mapping[str, Tensor]
-) -> PacketIndex:
+def _written(final: Path, index: PacketIndex, blocked: list[Tensor], plain: Mapping[str, Tensor]) -> PacketIndex:
     """Write the files of an index, the first one last, so that what it names exists; the index with
     CRCs."""
     shards = [final.with_name(name) for name in index.shards]
@@ -276,11 +259,7 @@ def _written(
 
 
 def _filled(
-    files: list[BinaryIO],
-    name: str,
-    index: PacketIndex,
-    blocked: list[Tensor],
-    plain: Mapping[str, Tensor],
+    files: list[BinaryIO], name: str, index: PacketIndex, blocked: list[Tensor], plain: Mapping[str, Tensor]
 ) -> PacketIndex:
     """Write what an index says into its files; the index with its CRCs."""
     packets, tensors = index.packets.copy(), list(index.tensors)
@@ -328,9 +307,7 @@ def _put(file: BinaryIO, offset: int, data: bytes) -> None:
     file.write(data)
 
 
-def _put_sections(
-    file: BinaryIO, start: int, sections: tuple[StoredTensor, ...], plain: Mapping[str, Tensor]
-) -> int:
+def _put_sections(file: BinaryIO, start: int, sections: tuple[StoredTensor, ...], plain: Mapping[str, Tensor]) -> int:
     """Write the tensors outside of packets; the CRC of them all."""
     data = bytearray()
     for section in sections:
@@ -348,9 +325,14 @@ def _packet(packet: Any, index: PacketIndex, weight: Tensor) -> tuple[bytes, int
     largest = float(wide.abs().max())
     exponent = math.frexp(largest)[1] if math.isfinite(largest) else 0
     marker = Marker(
-        float(packet["priority"]), _float32(torch.linalg.vector_norm(wide)), exponent,
-        _float32(wide.abs().max() / 127), int(packet["tensor"]), first, count,
-    )  # fmt: skip
+        float(packet["priority"]),
+        _float32(torch.linalg.vector_norm(wide)),
+        exponent,
+        _float32(wide.abs().max() / 127),
+        int(packet["tensor"]),
+        first,
+        count,
+    )
     header, body = marker.packed(), _bytes(rows)
     crc = zlib.crc32(body, zlib.crc32(header))
     return header + crc.to_bytes(4, "little") + body, crc

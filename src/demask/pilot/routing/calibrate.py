@@ -129,20 +129,19 @@ def calibrated(
 def _rows(args: tuple[Any, ...], labels: Tensor | None, batch: int) -> int:
     sizes = {len(t) if isinstance(t, Tensor) and t.ndim else 0 for t in args}
     if len(sizes) != 1 or 0 in sizes:
-        raise BadInput("expected inputs as tensors with one row per example, as many in each, got "
-                       f"{[list(getattr(t, 'shape', [])) for t in args]}")  # fmt: skip
+        raise BadInput(
+            "expected inputs as tensors with one row per example, as many in each, got "
+            f"{[list(getattr(t, 'shape', [])) for t in args]}"
+        )
     rows = sizes.pop()
     if labels is not None and (tuple(labels.shape) != (rows,) or labels.is_floating_point()):
-        raise BadInput(f"expected labels as {rows} classes, integers, got {labels.dtype} "
-                       f"{list(labels.shape)}")  # fmt: skip
+        raise BadInput(f"expected labels as {rows} classes, integers, got {labels.dtype} {list(labels.shape)}")
     if batch < 1:
         raise BadInput(f"expected batch >= 1, got {batch}")
     return rows
 
 
-def _answers(
-    router: Router, args: tuple[Any, ...], rows: int, batch: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _answers(router: Router, args: tuple[Any, ...], rows: int, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For all rows: the confidence of the pilot, its classes, those of the rows for the full
     network, and those of the full network alone."""
     parts = []
@@ -151,9 +150,7 @@ def _answers(
         cheap, full = router.pilot(*some), router.full(*some)
         better = router.merged(cheap, full, torch.arange(len(part), device=part.device))
         sure = CONFIDENCES[router.route.confidence](scores(cheap))
-        parts.append(
-            (sure.double(), *(scores(output).argmax(1) for output in (cheap, better, full)))
-        )
+        parts.append((sure.double(), *(scores(output).argmax(1) for output in (cheap, better, full))))
     sure, mine, better, full = (torch.cat(one).cpu() for one in zip(*parts, strict=True))
     return sure, mine, better, full
 
@@ -166,8 +163,7 @@ def _times(
     device = args[0].device
     some = picked(args, torch.arange(count, device=device), rows)
     few = picked(args, torch.arange(max(1, math.ceil(share * count)), device=device), rows)
-    calls = {"pilot": partial(pilot, *some), "full": partial(model, *some),
-             "rest": partial(model, *few)}  # fmt: skip
+    calls = {"pilot": partial(pilot, *some), "full": partial(model, *some), "rest": partial(model, *few)}
     taken = measure_medians(calls, device, PAIRS, SECONDS)
     return taken["pilot"], taken["full"], taken["rest"]
 
@@ -183,8 +179,10 @@ def _judged(
     """The route, if pilot and rest take less than the full network; else the full network alone."""
     cheap, full, rest = times
     rest = rest if share else 0.0
-    words = (f"the pilot takes {1e3 * cheap:.3g} ms of the full network's {1e3 * full:.3g}, and "
-             f"{share:.1%} of the rows need both")  # fmt: skip
+    words = (
+        f"the pilot takes {1e3 * cheap:.3g} ms of the full network's {1e3 * full:.3g}, and "
+        f"{share:.1%} of the rows need both"
+    )
     reason = ""
     if bound.threshold is None:
         kind = "a loss" if bound.reported.labelled else "a disagreement"

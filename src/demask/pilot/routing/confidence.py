@@ -43,8 +43,7 @@ def scores(outputs: Any) -> Tensor:
     first = leaves[0] if leaves else None
     if not isinstance(first, Tensor) or first.ndim != 2 or not first.is_floating_point():
         got = list(first.shape) if isinstance(first, Tensor) else type(first).__name__
-        raise BadInput("to route, a network's first output must be class scores, floats [rows, "
-                       f"classes]; got {got}")  # fmt: skip
+        raise BadInput(f"to route, a network's first output must be class scores, floats [rows, classes]; got {got}")
     return first
 
 
@@ -85,8 +84,6 @@ def entropy(logits: Tensor) -> Tensor:
     return 1 + (logs.exp() * logs.clamp(min=math.log(SMALL))).sum(1) / math.log(logits.shape[1])
 
 
-CONFIDENCES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "margin": margin, "softmax": softmax, "entropy": entropy,
-}  # fmt: skip
+CONFIDENCES: Mapping[str, Callable[[Tensor], Tensor]] = {"margin": margin, "softmax": softmax, "entropy": entropy}
 
 __all__ = ["CONFIDENCES", "Routed", "entropy", "margin", "picked", "scores", "softmax"]

@@ -109,8 +109,7 @@ class Route(ThresholdRoute):
         few = tuple(leaf[:batch] if isinstance(leaf, Tensor) else leaf for leaf in args)
         networks = call_copy(model), pilot_network(pilot, model, few, {}, table)[0]
         wanted = Route(math.inf, confidence, answer)
-        return calibrated(*networks, wanted, args, labels, (loss, level), batch,
-                          (seed, parts))  # fmt: skip
+        return calibrated(*networks, wanted, args, labels, (loss, level), batch, (seed, parts))
 
 
 __all__ = ["Route", "Router"]

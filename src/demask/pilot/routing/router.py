@@ -41,11 +41,9 @@ class ThresholdRoute:
     def __post_init__(self) -> None:
         known = is_number(self.threshold)
         if not known or not (0 <= self.threshold <= 1 or self.threshold == math.inf):
-            raise BadInput("expected a threshold from 0 to 1, such as 0.5, or inf, got "
-                           f"{self.threshold!r}")  # fmt: skip
+            raise BadInput(f"expected a threshold from 0 to 1, such as 0.5, or inf, got {self.threshold!r}")
         if self.confidence not in CONFIDENCES:
-            raise BadInput(f"expected a confidence of {tuple(CONFIDENCES)}, "
-                           f"got {self.confidence!r}")  # fmt: skip
+            raise BadInput(f"expected a confidence of {tuple(CONFIDENCES)}, got {self.confidence!r}")
         if self.answer not in ANSWERS:
             raise BadInput(f"expected an answer of {ANSWERS}, got {self.answer!r}")
 
@@ -129,8 +127,7 @@ class Router(nn.Module):
         super().__init__()
         for value, kind in ((full, nn.Module), (pilot, nn.Module), (route, ThresholdRoute)):
             if not isinstance(value, kind):
-                raise BadInput("expected two networks (nn.Module) and a Route, such as "
-                               f"Route(0.5), got {value!r:.40}")  # fmt: skip
+                raise BadInput(f"expected two networks (nn.Module) and a Route, such as Route(0.5), got {value!r:.40}")
         self.full, self.pilot, self.route = full, pilot, route
         self.last = Routed(0, 0, 0)
         self.whole = route.threshold == math.inf
@@ -189,8 +186,7 @@ class Router(nn.Module):
         """
         if self.route.answer == "both":
             better = _averaged(pytree.tree_map(lambda leaf: leaf[rows], outputs), better)
-        return pytree.tree_map(lambda old, new: old.to(new.dtype).index_copy(0, rows, new),
-                               outputs, better)  # fmt: skip
+        return pytree.tree_map(lambda old, new: old.to(new.dtype).index_copy(0, rows, new), outputs, better)
 
     def stream(
         self,
@@ -247,8 +243,9 @@ def pilot_network(
     if isinstance(pilot, str | Simplifier):
         by = simplifier(pilot)
         return simplify(model, args, kwargs, by=by, table=table).eval(), by.text()
-    raise BadInput("route needs a pilot that answers: an nn.Module, or a simplifier such as "
-                   f"'bits:8'; got {type(pilot).__name__}")  # fmt: skip
+    raise BadInput(
+        f"route needs a pilot that answers: an nn.Module, or a simplifier such as 'bits:8'; got {type(pilot).__name__}"
+    )
 
 
 def _unsound(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -256,14 +253,13 @@ def _unsound(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     whole, cheap = router.full(*args, **kwargs), router.pilot(*args, **kwargs)
     rows = len(scores(whole))
     if not rows:
-        raise BadInput(
-            "route needs an example of one row or more, to see that rows are independent"
-        )
-    shapes = [[(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(outputs)]
-              for outputs in (whole, cheap)]  # fmt: skip
+        raise BadInput("route needs an example of one row or more, to see that rows are independent")
+    shapes = [[(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(outputs)] for outputs in (whole, cheap)]
     if shapes[0] != shapes[1]:
-        raise BadInput("pilot and full network must have the same outputs: the full network's are "
-                       f"{shapes[0]}, the pilot's {shapes[1]}")  # fmt: skip
+        raise BadInput(
+            "pilot and full network must have the same outputs: the full network's are "
+            f"{shapes[0]}, the pilot's {shapes[1]}"
+        )
     if any(shape[:1] != (rows,) for shape, _ in shapes[0]):
         raise BadInput(f"every output must have {rows} rows, one per example: {shapes[0]}")
     places = torch.tensor([rows - 1, 0, rows - 1], device=scores(whole).device)
@@ -288,8 +284,7 @@ def _slow(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         return ""
     outputs = router.pilot(*args, **kwargs)
     rows, unsure = len(scores(outputs)), router.unsure(outputs)
-    calls = {"pilot": partial(router.pilot, *args, **kwargs),
-             "full": partial(router.full, *args, **kwargs)}  # fmt: skip
+    calls = {"pilot": partial(router.pilot, *args, **kwargs), "full": partial(router.full, *args, **kwargs)}
     known = rows >= ENOUGH
     if known and len(unsure):
         some = picked((args, kwargs), unsure, rows)
@@ -299,8 +294,10 @@ def _slow(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if pilot + rest < full:
         return ""
     share = f" and {len(unsure)} of {rows} rows in full {1e3 * rest:.3g} ms" if rest else ""
-    return (f"it does not pay: the pilot takes {1e3 * pilot:.3g} ms{share}, the full network "
-            f"{1e3 * full:.3g} ms ({text(router.route)})")  # fmt: skip
+    return (
+        f"it does not pay: the pilot takes {1e3 * pilot:.3g} ms{share}, the full network "
+        f"{1e3 * full:.3g} ms ({text(router.route)})"
+    )
 
 
 __all__ = ["Router", "ThresholdRoute", "call_copy", "pilot_network"]

@@ -50,9 +50,7 @@ class WaitingRows:
 
     def taken(self, count: int) -> WaitingRows:
         """The first `count` of them, which are removed."""
-        first = WaitingRows(
-            self.owner, _map(self.inputs, lambda leaf: leaf[:count]), self.places[:count]
-        )
+        first = WaitingRows(self.owner, _map(self.inputs, lambda leaf: leaf[:count]), self.places[:count])
         self.inputs = _map(self.inputs, lambda leaf: leaf[count:])
         self.places = self.places[count:]
         return first
@@ -77,10 +75,7 @@ class Queue:
         """The answers to each batch; tagged: with its number, as soon as they are complete."""
         number = -1
         for number, inputs_of_batch in enumerate(inputs):
-            self._enter(
-                number,
-                inputs_of_batch if isinstance(inputs_of_batch, tuple) else (inputs_of_batch,),
-            )
+            self._enter(number, inputs_of_batch if isinstance(inputs_of_batch, tuple) else (inputs_of_batch,))
             while self._waiting_count() >= self.batch:
                 self._run(self.batch)
             while self.wait is not None and self._oldest() < number - self.wait:
@@ -102,8 +97,7 @@ class Queue:
             outputs = router.pilot(*args)
             rows, places = len(scores(outputs)), router.unsure(outputs)
             if any(not isinstance(t, Tensor) or t.shape[:1] != (rows,) for t in args):
-                raise BadInput(f"expected tensors of {rows} rows in batch {number} of a stream "
-                               f"({text(router.route)})")  # fmt: skip
+                raise BadInput(f"expected tensors of {rows} rows in batch {number} of a stream ({text(router.route)})")
             one = Waiting(number, since, outputs, len(places))
             self.open.append(one)
             self.escalated += len(places)

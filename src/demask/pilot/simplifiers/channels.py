@@ -62,8 +62,10 @@ class Channels:
 
     def __post_init__(self) -> None:
         if not is_number(self.fraction) or not 0 < self.fraction <= 1:
-            raise BadInput(f"expected a fraction of the channels above 0 and up to 1, got "
-                           f"{self.fraction!r}; such as 'channels:0.5'")  # fmt: skip
+            raise BadInput(
+                f"expected a fraction of the channels above 0 and up to 1, got "
+                f"{self.fraction!r}; such as 'channels:0.5'"
+            )
 
     def text(self) -> str:
         """The simplifier's text, such as "channels:0.5"."""
@@ -118,8 +120,7 @@ class ChannelGroups:
                 name = _masked_by(relations[node], k)
                 if cell in members and name is not None:
                     group_axes[cell][name, axis] = None
-        return cls({c: tuple(m) for c, m in members.items()},
-                   {c: tuple(group_axes[c]) for c in members})  # fmt: skip
+        return cls({c: tuple(m) for c, m in members.items()}, {c: tuple(group_axes[c]) for c in members})
 
 
 class _Ties:
@@ -141,9 +142,7 @@ class _Ties:
     def group(self, cells: Sequence[int]) -> int | None:
         """The one cell that an axis is, if it may be cut."""
         cells_left = [c for c in self.cells.leaves(cells) if self.cells.size(c) != 1]
-        return (
-            cells_left[0] if len(cells_left) == 1 and not self.cells.forced(cells_left[0]) else None
-        )
+        return cells_left[0] if len(cells_left) == 1 and not self.cells.forced(cells_left[0]) else None
 
     def _call(self, relation: Relation) -> None:
         letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}

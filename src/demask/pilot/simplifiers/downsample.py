@@ -53,8 +53,7 @@ _RESIZES: dict[tuple[int, str], tuple[Any, bool]] = {
     (5, "bilinear"): (aten.upsample_trilinear3d.vec, True),
     (4, "bicubic"): (aten.upsample_bicubic2d.vec, True),
 }
-_AREA = {3: aten.adaptive_avg_pool1d.default, 4: aten.adaptive_avg_pool2d.default,
-         5: aten.adaptive_avg_pool3d.default}  # fmt: skip
+_AREA = {3: aten.adaptive_avg_pool1d.default, 4: aten.adaptive_avg_pool2d.default, 5: aten.adaptive_avg_pool3d.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +153,9 @@ class _Smaller:
                 self._node(node)
             except _CannotShorten as refused:
                 where = f"{node.name} ({op_name(node.target)})" if node.op != "output" else "output"
-                raise BadInput(f"downsample:{self.factor:g}: {where}: {refused}; choose another "
-                               "simplifier, or another factor") from refused  # fmt: skip
+                raise BadInput(
+                    f"downsample:{self.factor:g}: {where}: {refused}; choose another simplifier, or another factor"
+                ) from refused
         return self.editor.finish()
 
     def _node(self, node: fx.Node) -> None:
@@ -169,8 +169,7 @@ class _Smaller:
             self.graph.output(self._returned(node.args))
         elif node.target is operator.getitem:
             source: Any = node.args[0]
-            self.env[node] = self.editor.call(operator.getitem, self._mapped(source),
-                                             node.args[1])  # fmt: skip
+            self.env[node] = self.editor.call(operator.getitem, self._mapped(source), node.args[1])
         else:
             self._call(node)
 
@@ -219,9 +218,7 @@ class _Smaller:
             matrix = full_matrix(axes[k], self.mode).to(output.meta["val"].dtype)
             read = self._constant(f"resampling_{len(self.constants)}", matrix, parameter=False)
             last = len(axes) - 1
-            transposed = (
-                self.editor.call(aten.transpose.int, output, k, last) if k < last else output
-            )
+            transposed = self.editor.call(aten.transpose.int, output, k, last) if k < last else output
             full = self.editor.call(aten.linear.default, transposed, read)
             output = self.editor.call(aten.transpose.int, full, k, last) if k < last else full
         return output
@@ -267,9 +264,7 @@ class _Smaller:
                     continue
                 parts = split(mine, [relation.size[letter] for letter in axis])
                 if parts is None:
-                    raise _CannotShorten(
-                        "an axis that shrinks is split into parts that do not divide it"
-                    )
+                    raise _CannotShorten("an axis that shrinks is split into parts that do not divide it")
                 for letter, part in zip(axis, parts, strict=True):
                     before = letters.setdefault(letter, part)
                     if size(before) != size(part):
@@ -332,9 +327,7 @@ class _Smaller:
             sizes[k] = -1 if alone or arguments is None else self._mapped_any(arguments[k])
         return sizes
 
-    def _axis(
-        self, relation: Relation, axis: Any, letters: Mapping[str, Axis], full: int | None
-    ) -> Axis:
+    def _axis(self, relation: Relation, axis: Any, letters: Mapping[str, Axis], full: int | None) -> Axis:
         """What an axis of letters has become; letters of no operand keep their size."""
         if not axis:
             return axis_of(full, full)
@@ -363,8 +356,9 @@ class _Smaller:
         axes = []
         for dim, axis in enumerate(relation.ins[k]):
             full = value.meta["val"].shape[dim]
-            axes.append(axis_of(full, full) if set(axis) & relation.window
-                        else self._axis(relation, axis, letters, full))  # fmt: skip
+            axes.append(
+                axis_of(full, full) if set(axis) & relation.window else self._axis(relation, axis, letters, full)
+            )
         changed = [dim for dim, axis in enumerate(axes) if scaled(axis)]
         if not changed:
             return self._mapped(value)
@@ -374,15 +368,11 @@ class _Smaller:
             self.reads[key] = self._shorter(value, axes, changed, summed)
         return self.reads[key]
 
-    def _shorter(
-        self, read: fx.Node, axes: list[Axis], changed: list[int], summed: set[int]
-    ) -> fx.Node:
+    def _shorter(self, read: fx.Node, axes: list[Axis], changed: list[int], summed: set[int]) -> fx.Node:
         constant = self.program.constants[str(read.target)]
         tensor = constant.tensor
         if not tensor.is_floating_point():
-            raise _CannotShorten(
-                f"{constant.name} has dtype {tensor.dtype}, which cannot be interpolated"
-            )
+            raise _CannotShorten(f"{constant.name} has dtype {tensor.dtype}, which cannot be interpolated")
         check_finite(tensor, constant.name)
         for dim in changed:
             tensor = resampled(tensor, dim, axes[dim], self.mode, summed=dim in summed)
@@ -404,16 +394,14 @@ class _Smaller:
         for k, (old, new) in enumerate(zip(schema.outputs(node), outputs, strict=True)):
             axes = []
             for dim, axis in enumerate(relation.outs[k]):
-                full, small = (v.shape[dim] if isinstance(v.shape[dim], int) else None
-                               for v in (old, new))  # fmt: skip
+                full, small = (v.shape[dim] if isinstance(v.shape[dim], int) else None for v in (old, new))
                 known = not set(axis) & (relation.window | relation.moved)
                 if known:
                     new_axis = self._axis(relation, axis, letters, full)
                 else:
                     new_axis = self._moved_axis(relation, dim, full, small)
                 if size(new_axis) != small:
-                    raise _CannotShorten(f"axis {dim} of its result has {small} positions, not "
-                                   f"{size(new_axis)}")  # fmt: skip
+                    raise _CannotShorten(f"axis {dim} of its result has {small} positions, not {size(new_axis)}")
                 axes.append(new_axis)
             self.axes[node, k] = tuple(axes)
 
@@ -467,9 +455,7 @@ def _reads_sizes(node: fx.Node) -> bool:
 def _whole_end(arguments: Mapping[str, Any], source: fx.Node, dim: int) -> bool:
     """Whether a slice ends at the end of the axis."""
     full = source.meta["val"].shape[dim]
-    return arguments["end"] is None or (
-        isinstance(arguments["end"], int) and arguments["end"] >= full
-    )
+    return arguments["end"] is None or (isinstance(arguments["end"], int) and arguments["end"] >= full)
 
 
 def _leads(axis: Axis, start: int) -> bool:

@@ -60,8 +60,9 @@ class LowRank:
 
     def __post_init__(self) -> None:
         if not is_number(self.fraction) or not 0 < self.fraction <= 1:
-            raise BadInput(f"expected a fraction of the rank above 0 and up to 1, got "
-                           f"{self.fraction!r}; such as 'rank:0.25'")  # fmt: skip
+            raise BadInput(
+                f"expected a fraction of the rank above 0 and up to 1, got {self.fraction!r}; such as 'rank:0.25'"
+            )
 
     def text(self) -> str:
         """The simplifier's text, such as "rank:0.25"."""
@@ -141,9 +142,7 @@ def _split(editor: GraphEditor, layer: WeightLayer, basis: Tensor, mixed: Tensor
         call = editor.insert(node, node, node.target, *parts)
     elif layer.operand == 1 and node.target in CONVOLUTIONS_ANY_PADDING:
         kernel = basis.reshape(rank, *weight.shape[1:])
-        args, kwargs = schema.bind_arguments(
-            node.target, arguments | {"weight": thin(kernel), "bias": None}
-        )
+        args, kwargs = schema.bind_arguments(node.target, arguments | {"weight": thin(kernel), "bias": None})
         first = editor.insert(node, None, node.target, *args, **kwargs)
         point = mixed.reshape(len(mixed), rank, *[1] * (weight.ndim - 2))
         plain = CONV_OF_AXES[weight.ndim - 2]

@@ -147,8 +147,7 @@ def simplifier(text: str | Simplifier) -> Simplifier:
         raise BadInput(f"expected a simplifier or its text, got {type(text).__name__}")
     name, *values = text.split(":")
     if name not in _MAKERS:
-        raise BadInput(f"expected a simplifier such as {', '.join(map(repr, EXAMPLES))}; "
-                       f"got {text!r}")  # fmt: skip
+        raise BadInput(f"expected a simplifier such as {', '.join(map(repr, EXAMPLES))}; got {text!r}")
     try:
         return _MAKERS[name](*values)
     except (TypeError, ValueError) as error:
@@ -158,8 +157,7 @@ def simplifier(text: str | Simplifier) -> Simplifier:
         raise BadInput(f"{text!r} is not understood: expected a form such as {form!r}") from error
 
 
-EXAMPLES = ("bits:8", "bits:4:64", "exponents", "rank:0.25", "channels:0.5",
-            "downsample:2:bilinear")  # fmt: skip
+EXAMPLES = ("bits:8", "bits:4:64", "exponents", "rank:0.25", "channels:0.5", "downsample:2:bilinear")
 _MAKERS: dict[str, Callable[..., Simplifier]] = {
     "bits": lambda bits, group=None: Bits(int(bits), None if group is None else int(group)),
     "exponents": Exponents,

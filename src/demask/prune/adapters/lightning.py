@@ -40,15 +40,7 @@ class LightningPruneCallback(Callback):
         trainer = Trainer(..., callbacks=[callback])
     """
 
-    def __init__(
-        self,
-        pruner: Pruner,
-        *,
-        every: int = 100,
-        rounds: int = 10,
-        start: int = 0,
-        demask_with: Any = None,
-    ):
+    def __init__(self, pruner: Pruner, *, every: int = 100, rounds: int = 10, start: int = 0, demask_with: Any = None):
         self._scheduled = ScheduledPruner(pruner, start, every, rounds)
         self._demask_with = demask_with
         self.slim: nn.Module | None = None

@@ -30,8 +30,9 @@ class ScheduledPruner:
         """start: the training step (updates so far) before whose update the first step is taken.
         every: training steps in between. rounds: the number of steps in all."""
         if start < 0 or every < 1 or rounds < 1:
-            raise BadInput(f"expected start of 0 or more, every and rounds of 1 or more, got "
-                           f"{start}, {every} and {rounds}")  # fmt: skip
+            raise BadInput(
+                f"expected start of 0 or more, every and rounds of 1 or more, got {start}, {every} and {rounds}"
+            )
         self.pruner, self.history = pruner, list[Pruned]()
         self._start, self._every, self._rounds = start, every, rounds
         whole = pruner.state_dict()

@@ -82,9 +82,7 @@ class TrainerPruneCallback(TrainerCallback):
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
             torch.save(self._scheduled.pruner.state_dict(), folder / FILE)
 
-    def on_train_end(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Demask, if that is wanted."""
         if self._demask_with is not None:
             inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper

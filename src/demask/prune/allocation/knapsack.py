@@ -103,10 +103,9 @@ class Knapsack:
     def _share(self, share: float) -> Choice:
         """The largest counts of at most a share of each item's; the least where none is."""
         return {
-            name: max((k for k, n in enumerate(item.counts) if n <= share * item.counts[-1]),
-                      default=0)
+            name: max((k for k, n in enumerate(item.counts) if n <= share * item.counts[-1]), default=0)
             for name, item in self.items.items()
-        }  # fmt: skip
+        }
 
     def _separated(self, reference: Choice) -> Choice:
         """The best choice where each item costs what it does with the others at the reference."""
@@ -136,8 +135,7 @@ class Knapsack:
         costs = [self._cost({**reference, name: k}) for k in range(len(self.items[name].counts))]
         return [cost - costs[0] for cost in costs]
 
-    def _traced(self, values: Tensor, chosen: list[Tensor], extra: Mapping[str, list[float]],
-                level: float) -> Choice:  # fmt: skip
+    def _traced(self, values: Tensor, chosen: list[Tensor], extra: Mapping[str, list[float]], level: float) -> Choice:
         """The choice of the best final level, item by item from the last."""
         at = int(values.argmax())
         choice: Choice = {}

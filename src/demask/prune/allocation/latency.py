@@ -56,8 +56,9 @@ class LatencyPlan(dict[str, Tensor]):
         (1.0, 3)
     """
 
-    def __init__(self, masks: Mapping[str, Tensor], trials: Sequence[Trial], chosen: Trial,
-                 budget_ms: float, original_ms: float):  # fmt: skip
+    def __init__(
+        self, masks: Mapping[str, Tensor], trials: Sequence[Trial], chosen: Trial, budget_ms: float, original_ms: float
+    ):
         super().__init__(masks)
         self.trials, self.chosen = tuple(trials), chosen
         self.budget_ms, self.original_ms = budget_ms, original_ms
@@ -67,8 +68,12 @@ class LatencyPlan(dict[str, Tensor]):
         table.add_row("all slices", "", f"{self.original_ms:.3f}", "")
         for number, trial in enumerate(self.trials, 1):
             mark = " (chosen)" if trial is self.chosen else ""
-            table.add_row(f"trial {number}{mark}", f"{trial.predicted_ms:.3f}",
-                          f"{trial.measured_ms:.3f}", str(sum(trial.counts.values())))  # fmt: skip
+            table.add_row(
+                f"trial {number}{mark}",
+                f"{trial.predicted_ms:.3f}",
+                f"{trial.measured_ms:.3f}",
+                str(sum(trial.counts.values())),
+            )
         return render_text(table, f"budget: {self.budget_ms:g} ms")
 
 
@@ -254,10 +259,13 @@ class _LatencySearch:
         """
         table = self._table(runner)
         points = sorted(
-            ((table.total(choice), measured.runners[runner])
-             for choice, measured in self.measured if runner in measured.runners),
+            (
+                (table.total(choice), measured.runners[runner])
+                for choice, measured in self.measured
+                if runner in measured.runners
+            ),
             key=lambda point: abs(point[1] - seconds),
-        )  # fmt: skip
+        )
         x, y = points[0]
         others = [p for p in points if (p[1] > seconds) != (y > seconds)] or points[1:]
         for other_x, other_y in others[:1]:

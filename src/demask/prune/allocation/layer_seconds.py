@@ -52,8 +52,7 @@ class Width:
     def at(self, counts: Counts) -> float:
         """The width for these counts of slices."""
         return math.prod(
-            fixed + sum(factor * counts[name] for name, factor in factors.items())
-            for fixed, factors in self.factors
+            fixed + sum(factor * counts[name] for name, factor in factors.items()) for fixed, factors in self.factors
         )
 
     def knots(self) -> tuple[int, ...]:
@@ -141,10 +140,7 @@ class NetworkSeconds:
         """The seconds of the calls of a network, whose layers `runner` runs. left: by group, the
         slices that are left."""
         measure = partial(layer_seconds, asker, runner)
-        layers = {
-            call.relation.node: _layer_of(call, asker, measure)
-            for call in cost.calls if is_layer(call.relation)
-        }  # fmt: skip
+        layers = {call.relation.node: _layer_of(call, asker, measure) for call in cost.calls if is_layer(call.relation)}
         products = [p for p in cost.products if p.node not in layers]
         whole = {name: int(mask.sum()) for name, mask in left.items()}
         return cls(whole, tuple(layers.values()), tuple(_product_of(p, asker) for p in products))
@@ -164,9 +160,7 @@ def is_layer(relation: Relation) -> bool:
     return is_constant and "input" in values and relation.entry.fill == "sum"
 
 
-def _layer_of(
-    call: CallExtents, asker: LayerCosts, measure: Callable[[Layer], float]
-) -> LayerSeconds:
+def _layer_of(call: CallExtents, asker: LayerCosts, measure: Callable[[Layer], float]) -> LayerSeconds:
     """The seconds of a call of a layer."""
     relation = call.relation
     layer = asker.of(relation.node)

@@ -79,9 +79,7 @@ class NetworkTimer:
     seconds: float = 0.0
     ratios: list[float] = field(default_factory=list)
 
-    def __call__(
-        self, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> NetworkTime:
+    def __call__(self, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NetworkTime:
         """Seconds of a network, demasked and optimized. Those of the slower ways to run it are in
         proportion to what `optimize` measured."""
         slim = demask(network, args, kwargs, check=False, result="graph")
@@ -98,9 +96,7 @@ class NetworkTimer:
                 runners[runner] = min(slower, runners.get(runner, slower))
         return NetworkTime(seconds, runners)
 
-    def seconds_of(
-        self, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> float:
+    def seconds_of(self, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         """Seconds of a call of a network as it is."""
         call = partial(network, *args, **kwargs)
         if self.first is None:

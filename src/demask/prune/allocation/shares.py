@@ -68,8 +68,7 @@ class Global:
 
     def __call__(self, scores: Scores, fraction: float, pruner: Any) -> dict[str, int]:
         """By group or weight, how many units stay."""
-        least = {name: count_left(len(s), 1 - self.floor) if self.floor else 1
-                 for name, s in scores.items()}  # fmt: skip
+        least = {name: count_left(len(s), 1 - self.floor) if self.floor else 1 for name, s in scores.items()}
         removable, owners = [], []
         for k, (name, score) in enumerate(scores.items()):
             scale = score.mean() if self.normalize and bool(score.mean() > 0) else 1.0
@@ -113,9 +112,7 @@ class OutlierWeighted:
     def __call__(self, scores: Scores, fraction: float, pruner: Any) -> dict[str, int]:
         """By group or weight, how many units stay."""
         sizes = torch.tensor([len(s) for s in scores.values()], dtype=torch.float64)
-        outliers = torch.stack(
-            [(s > self.multiple * s.mean()).double().mean() for s in scores.values()]
-        )
+        outliers = torch.stack([(s > self.multiple * s.mean()).double().mean() for s in scores.values()])
         width = float(outliers.max() - outliers.min())
         if width > 0:
             spread = min(self.spread, fraction, 1 - fraction)
@@ -125,6 +122,5 @@ class OutlierWeighted:
         else:
             fractions = [fraction] * len(scores)
         return {
-            name: count_left(len(score), share)
-            for (name, score), share in zip(scores.items(), fractions, strict=True)
+            name: count_left(len(score), share) for (name, score), share in zip(scores.items(), fractions, strict=True)
         }

@@ -68,9 +68,7 @@ class Move:
         steps = torch.tensor([*(sizes[k] // m for k in range(len(sizes))), 0])[source[0]]
         expected = position[0] + torch.arange(m)[:, None] * steps
         real = source[0] >= 0
-        alike = bool((source == source[0]).all()) and torch.equal(
-            position[:, real], expected[:, real]
-        )
+        alike = bool((source == source[0]).all()) and torch.equal(position[:, real], expected[:, real])
         return alike and bool((position[0] < steps)[real].all())
 
     def takes_one_of(self, n: int, operand: int) -> bool:
@@ -143,9 +141,7 @@ class AxisTies:
     def _add(self, node: fx.Node) -> None:
         if node.op == "get_attr":
             self.weights.add(node)
-            self.value[node, 0] = self._constants.setdefault(
-                str(node.target), self._fresh(node.meta["val"])
-            )
+            self.value[node, 0] = self._constants.setdefault(str(node.target), self._fresh(node.meta["val"]))
         elif node.op == "output":
             self._force_operands(node)
         elif node.op == "placeholder":
@@ -233,10 +229,15 @@ class AxisTies:
                 for every in (relation.ins, relation.outs)
             )
             values = [o.value for o in relation.operands]
-            last = [lasting.get(key_of(v), set()) & cells if isinstance(v, fx.Node) else set()
-                    for v, cells in zip(values, operands, strict=True)]  # fmt: skip
-            carried = {c for a in relation.letters(relation.outs[0]) - relation.mixed
-                       for c in leaves[a]} if _combines(relation) else set()  # fmt: skip
+            last = [
+                lasting.get(key_of(v), set()) & cells if isinstance(v, fx.Node) else set()
+                for v, cells in zip(values, operands, strict=True)
+            ]
+            carried = (
+                {c for a in relation.letters(relation.outs[0]) - relation.mixed for c in leaves[a]}
+                if _combines(relation)
+                else set()
+            )
             result: set[int] = set()
             for k, value in enumerate(values):
                 if not self._varies(value):
@@ -257,22 +258,15 @@ class AxisTies:
 
     def _varies(self, value: Any) -> bool:
         """Whether an operand has numbers that depend on inputs; conditions and indices select."""
-        return (
-            isinstance(value, fx.Node)
-            and value in self._dependent
-            and value.meta["val"].is_floating_point()
-        )
+        return isinstance(value, fx.Node) and value in self._dependent and value.meta["val"].is_floating_point()
 
     # --- moves ------------------------------------------------------------------------------------
 
     def _add_moves(self, relation: Relation, letters: dict[str, int]) -> None:
         for out, maps in enumerate(relation.moves):
             for base, index in maps.items():
-                ins = {k: (letters[f"{base}<{k}"],) for k in range(len(relation.operands))
-                       if f"{base}<{k}" in letters}  # fmt: skip
-                if f"{base}>{out}" in letters and f"{base}>{out}" in relation.letters(
-                    relation.outs[out]
-                ):
+                ins = {k: (letters[f"{base}<{k}"],) for k in range(len(relation.operands)) if f"{base}<{k}" in letters}
+                if f"{base}>{out}" in letters and f"{base}>{out}" in relation.letters(relation.outs[out]):
                     cells = (letters[f"{base}>{out}"],)
                     self.moves.append(Move(ins, cells, index.source, index.position))
                 else:  # a position of its own: the axis ends
@@ -334,9 +328,7 @@ class AxisTies:
         n = self.cells.size(cut.out[-1]) or 1
         if len(cut.out) > 1 and self.cells.forced(cut.out[-1]) and n <= MOST_PARTS:
             parts = range(n)
-            return [
-                Move(cut.ins, cut.out[:-1], cut.source[p::n], cut.position[p::n]) for p in parts
-            ]
+            return [Move(cut.ins, cut.out[:-1], cut.source[p::n], cut.position[p::n]) for p in parts]
         return None
 
     def _split_minor(self, cut: Move) -> bool:

@@ -146,9 +146,7 @@ class Coupling:
                     slices = torch.arange(constant.tensor.shape[axis])
                     stacks[cell].append(Member(full, axis, slices, True))
         return tuple(
-            Group(
-                _module_of(members[0].parameter), len(members[0].slices), tuple(members), "expert"
-            )
+            Group(_module_of(members[0].parameter), len(members[0].slices), tuple(members), "expert")
             for members in stacks.values()
             if members and self.skipped.isdisjoint(member.parameter for member in members)
         )
@@ -157,14 +155,16 @@ class Coupling:
         """By module of attention, why none of its heads is in a group; without those of which some
         are, and of a single head."""
         ties, reasons = self.ties, dict[str, str]()
-        of_weights = {leaf for name in ties.names() for axis in ties.constant(name)
-                      for leaf in ties.leaves(axis)}  # fmt: skip
+        of_weights = {leaf for name in ties.names() for axis in ties.constant(name) for leaf in ties.leaves(axis)}
         for node, relation in ties.relations.items():
             if relation.entry.fill != "mix":
                 continue
             letters = relation.letters(relation.outs[0]) & relation.letters(relation.ins[0])
-            cells = [c for c in ties.leaves(ties.letters[node][a] for a in letters)
-                     if c in of_weights and ties.cells.size(c) != 1]  # fmt: skip
+            cells = [
+                c
+                for c in ties.leaves(ties.letters[node][a] for a in letters)
+                if c in of_weights and ties.cells.size(c) != 1
+            ]
             cause = ties.cause(cells[0]) if cells else None
             if cause is None or not all(map(ties.cells.forced, cells)):
                 continue
@@ -185,9 +185,9 @@ class Coupling:
                 continue
             for axis, cells in enumerate(self.ties.constant(name)):
                 for cell, slices in self.slices_along(cells):
-                    mine = {
-                        role for c, role in roles[name][axis] if cell in self.ties.leaves([c])
-                    } or {role for _, role in roles[name][axis]}
+                    mine = {role for c, role in roles[name][axis] if cell in self.ties.leaves([c])} or {
+                        role for _, role in roles[name][axis]
+                    }
                     full = (constant.aliases or (constant.name,))[0]
                     yield _ParameterCell(full, axis, cell, slices, frozenset(mine))
 
@@ -241,8 +241,7 @@ def _member(place: _ParameterCell, order: Tensor) -> Member:
     numbers, index = order.sort()
     near = torch.searchsorted(numbers, place.slices).clamp(max=len(numbers) - 1)
     slices = torch.where(numbers[near] == place.slices, index[near], -1)
-    return Member(place.parameter, place.axis, slices, place.roles != {READS},
-                  place.roles != {SHIFTS})  # fmt: skip
+    return Member(place.parameter, place.axis, slices, place.roles != {READS}, place.roles != {SHIFTS})
 
 
 def _matching(patterns: Sequence[str], model: nn.Module) -> set[str]:

@@ -15,23 +15,12 @@ from demask.prune.coupling.groups import Groups
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any] | None]
 # The kinds of groups that a structure consists of.
-KINDS_OF = {
-    "channel": ("channel", "unit"),
-    "unit": ("unit",),
-    "head": ("head",),
-    "expert": ("expert",),
-}
+KINDS_OF = {"channel": ("channel", "unit"), "unit": ("unit",), "head": ("head",), "expert": ("expert",)}
 
 
 @in_isolation
 @public
-def groups(
-    model: nn.Module,
-    example_inputs: Any,
-    *,
-    structure: str = "channel",
-    skip: Sequence[str] = (),
-) -> Groups:
+def groups(model: nn.Module, example_inputs: Any, *, structure: str = "channel", skip: Sequence[str] = ()) -> Groups:
     """The slices of a network that can only be removed together, by the op table.
 
     A slice is a position of an axis (a channel) or several (the rows of a head): where it is zero

@@ -108,12 +108,9 @@ class Group:
 
     def __str__(self) -> str:
         computed, read = (
-            ", ".join(f"{m.parameter}[{m.axis}]" for m in members)
-            for members in (self.producers, self.readers)
+            ", ".join(f"{m.parameter}[{m.axis}]" for m in members) for members in (self.producers, self.readers)
         )
-        return f"{self.name}: {self.size} {self.kind}s of {computed}" + (
-            f"; read by {read}" if read else ""
-        )
+        return f"{self.name}: {self.size} {self.kind}s of {computed}" + (f"; read by {read}" if read else "")
 
 
 def _any_along(mask: Tensor, axis: int) -> Tensor:
@@ -136,10 +133,5 @@ class Groups(tuple[Group, ...]):
         for head in ("kind", "computed by", "read by"):
             table.add_column(head, overflow="fold")
         for group in self:
-            table.add_row(
-                group.name,
-                str(group.size),
-                group.kind,
-                *map(_weights, (group.producers, group.readers)),
-            )
+            table.add_row(group.name, str(group.size), group.kind, *map(_weights, (group.producers, group.readers)))
         return render_text(table)

@@ -38,9 +38,7 @@ def _without_parametrizations(module: nn.Module) -> None:
 
 def _has_computed_weights(module: nn.Module) -> bool:
     hooks = module._forward_pre_hooks.values()
-    return parametrize.is_parametrized(module) or any(
-        isinstance(hook, prune.BasePruningMethod) for hook in hooks
-    )
+    return parametrize.is_parametrized(module) or any(isinstance(hook, prune.BasePruningMethod) for hook in hooks)
 
 
 def _make_plain(module: nn.Module, name: str) -> None:

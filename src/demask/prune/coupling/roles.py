@@ -44,9 +44,7 @@ def _add_reader(ties: AxisTies, node: fx.Node, roles: Roles) -> None:
         rows = ROWS if is_product and k in factors else SHIFTS
         rows = LOOKUP if _is_lookup(relation) else rows
         for d, axis in enumerate(relation.ins[k]):
-            roles[key_of(operand.value)][d] |= {
-                (letters[a], READS if a in read else rows) for a in axis
-            }
+            roles[key_of(operand.value)][d] |= {(letters[a], READS if a in read else rows) for a in axis}
 
 
 def _factors(relation: Relation) -> set[int]:
@@ -71,12 +69,8 @@ def _trace_back(ties: AxisTies, node: fx.Node, roles: Roles) -> None:
             for cell, role in roles[node, out][d]:
                 same = set(ties.leaves([cell]))
                 for a in axis:
-                    cell_roles[base(a)] |= (
-                        {role} if same & set(ties.leaves([letters[a]])) else set()
-                    )
+                    cell_roles[base(a)] |= {role} if same & set(ties.leaves([letters[a]])) else set()
     for k, operand in enumerate(relation.operands):
         if isinstance(operand.value, fx.Node):
             for d, axis in enumerate(relation.ins[k]):
-                roles[key_of(operand.value)][d] |= {
-                    (letters[a], role) for a in axis for role in cell_roles[base(a)]
-                }
+                roles[key_of(operand.value)][d] |= {(letters[a], role) for a in axis for role in cell_roles[base(a)]}

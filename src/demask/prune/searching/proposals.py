@@ -37,11 +37,7 @@ def propose(
         study = optuna.create_study(directions=directions)
         space = {n: optuna.distributions.IntDistribution(*r) for n, r in ranges.items()}
         for trial, values in zip(history, _values(history, cost, budget), strict=True):
-            study.add_trial(
-                optuna.trial.create_trial(
-                    params=dict(trial.removed), distributions=space, values=values
-                )
-            )
+            study.add_trial(optuna.trial.create_trial(params=dict(trial.removed), distributions=space, values=values))
         proposals = []
         for number in numbers:
             if number < len(UNIFORM):
@@ -61,10 +57,7 @@ def _values(history: Sequence[SearchTrial], cost: str, budget: float | None) -> 
     if budget is None:
         return [[trial.accuracy or 0.0, cost_of(cost, trial)] for trial in history]
     worst = min((t.accuracy for t in history if t.accuracy is not None), default=0.0)
-    return [
-        [worst - cost_of(cost, trial) / budget if trial.accuracy is None else trial.accuracy]
-        for trial in history
-    ]
+    return [[worst - cost_of(cost, trial) / budget if trial.accuracy is None else trial.accuracy] for trial in history]
 
 
 def mix(seed: int, number: int) -> int:

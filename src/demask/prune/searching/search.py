@@ -25,13 +25,7 @@ from demask.prune.pruner import Pruner
 from demask.prune.scores import L1
 from demask.prune.searching.proposals import mix, propose
 from demask.prune.searching.store import TrialStore
-from demask.prune.searching.trial import (
-    Proposal,
-    SearchTrial,
-    TrialTask,
-    cost_of,
-    run_trial,
-)
+from demask.prune.searching.trial import Proposal, SearchTrial, TrialTask, cost_of, run_trial
 from demask.prune.searching.workers import run_on_client
 
 DENSE = "demask dense"  # what the storage calls the network as it is
@@ -82,24 +76,28 @@ class Search(PageSource):
         fits the budget."""
         if not self.front:
             least = min(map(self.cost_of, self.trials), default=float("nan"))
-            raise BadInput(f"no trial fits the budget of {self.budget:g}: the cheapest of "
-                           f"{len(self.trials)} costs {least:g}; allow larger amounts, or more "
-                           "trials")  # fmt: skip
+            raise BadInput(
+                f"no trial fits the budget of {self.budget:g}: the cheapest of "
+                f"{len(self.trials)} costs {least:g}; allow larger amounts, or more "
+                "trials"
+            )
         return self.front[-1]
 
     def cost_of(self, trial: SearchTrial) -> float:
         """The MACs, milliseconds or parameters of a trial, as `cost` says."""
         return cost_of(self.cost, trial)
 
-    def pruner(
-        self, model: nn.Module, example_inputs: Any, trial: SearchTrial | None = None
-    ) -> Pruner:
+    def pruner(self, model: nn.Module, example_inputs: Any, trial: SearchTrial | None = None) -> Pruner:
         """A `Pruner` that masked `model`, in place, as `trial` says (default: the best)."""
         trial = trial or self.best
         pruner = Pruner(
-            model, example_inputs, score=self.options.score, structure=self.options.structure,
-            skip=self.options.skip, allocation=PerGroup(trial.removed),
-        )  # fmt: skip
+            model,
+            example_inputs,
+            score=self.options.score,
+            structure=self.options.structure,
+            skip=self.options.skip,
+            allocation=PerGroup(trial.removed),
+        )
         pruner.step()
         return pruner
 
@@ -125,19 +123,35 @@ class Search(PageSource):
         words = f"{len(self.trials)} trials; {len(front)} that no other beats"
         words += f"; {over} over the budget, not evaluated" if over else ""
         points = [(self.cost_of(trial), trial.accuracy or 0.0) for trial in front]
-        chart = StepCharts([Curve("accuracy", points, True)], self.cost_of(self.dense),
-                           heading="Accuracy by cost", across=COSTS[self.cost])  # fmt: skip
-        best = [(name, f"{count:,}", f"{100 * front[-1].amounts[name]:.0f} %")
-                for name, count in (front[-1].removed if front else {}).items()]  # fmt: skip
-        return Page("demask search", (
-            TextTable(head, [*map(_cells, [self.dense, *front])], "Networks that no other beats",
-                      terminal_rows=[*map(_cells, [self.dense, *front[-SHOWN:]])]),
-            Lines([f"{words}. Removed: mean share of a group's slices."], is_wrapped=True,
-                  is_close=True),
-            OnPage([chart,
-                    TextTable(("group", "slices removed", "share"), best, "The best network"),
-                    TextTable(head, [*map(_cells, self.trials)], "All trials")]),
-        ))  # fmt: skip
+        chart = StepCharts(
+            [Curve("accuracy", points, True)],
+            self.cost_of(self.dense),
+            heading="Accuracy by cost",
+            across=COSTS[self.cost],
+        )
+        best = [
+            (name, f"{count:,}", f"{100 * front[-1].amounts[name]:.0f} %")
+            for name, count in (front[-1].removed if front else {}).items()
+        ]
+        return Page(
+            "demask search",
+            (
+                TextTable(
+                    head,
+                    [*map(_cells, [self.dense, *front])],
+                    "Networks that no other beats",
+                    terminal_rows=[*map(_cells, [self.dense, *front[-SHOWN:]])],
+                ),
+                Lines([f"{words}. Removed: mean share of a group's slices."], is_wrapped=True, is_close=True),
+                OnPage(
+                    [
+                        chart,
+                        TextTable(("group", "slices removed", "share"), best, "The best network"),
+                        TextTable(head, [*map(_cells, self.trials)], "All trials"),
+                    ]
+                ),
+            ),
+        )
 
 
 def _cells(trial: SearchTrial) -> tuple[str, ...]:
@@ -224,14 +238,14 @@ def search(
         raise BadInput(f"expected a seed of 0 or more, got {seed}")
     _check_installed(client)
     options = PruningOptions(score or L1(), structure, skip if isinstance(skip, str) else [*skip])
-    task = TrialTask(model, evaluate, example_inputs, options, recover, cost, budget,
-                     torch.get_num_threads())  # fmt: skip
+    task = TrialTask(model, evaluate, example_inputs, options, recover, cost, budget, torch.get_num_threads())
     pruner = pruner_of_copy(model, example_inputs, options)
     sizes = {candidates.name: candidates.units for candidates in pruner.candidates}
     ranges = {n: (int(amounts[0] * k), min(int(amounts[1] * k), k - 1)) for n, k in sizes.items()}
     if not any(most for _, most in ranges.values()):
-        raise BadInput(f"expected amounts of one {structure} or more, got {amounts} of groups of "
-                       f"{sorted(set(sizes.values()))}")  # fmt: skip
+        raise BadInput(
+            f"expected amounts of one {structure} or more, got {amounts} of groups of {sorted(set(sizes.values()))}"
+        )
     identity = _identity(task, sizes) | {"amounts": list(amounts), "seed": seed, "batch": batch}
     store = TrialStore(None if storage is None else Path(storage), identity)
     with closing(store), share_captures():  # copies differ in the values of weights alone
@@ -262,9 +276,11 @@ class _Run:
         most = self._proposal(0, {name: largest for name, (_, largest) in self.ranges.items()})
         least = cost_of(self.task.cost, run_trial(replace(self.task, budget=0.0), most))
         if self.task.budget is not None and least > self.task.budget:
-            raise BadInput(f"no network fits the budget of {self.task.budget:g} {self.task.cost}: "
-                           f"with the largest amounts of all groups removed, {least:g} are left; "
-                           "give larger amounts, or a larger budget")  # fmt: skip
+            raise BadInput(
+                f"no network fits the budget of {self.task.budget:g} {self.task.cost}: "
+                f"with the largest amounts of all groups removed, {least:g} are left; "
+                "give larger amounts, or a larger budget"
+            )
 
     def until(self, count: int, batch: int) -> dict[int, SearchTrial]:
         """The trials by number, at least `count`; see `search`."""
@@ -291,8 +307,7 @@ class _Run:
         finished: Callable[[SearchTrial], None],
     ) -> None:
         history = [done[number] for number in range(numbers.start)]
-        proposals = propose(self.ranges, history, numbers, cost=self.task.cost,
-                            budget=self.task.budget, seed=self.seed)  # fmt: skip
+        proposals = propose(self.ranges, history, numbers, cost=self.task.cost, budget=self.task.budget, seed=self.seed)
         tasks = [
             self._proposal(number, removed)
             for number, removed in zip(numbers, proposals, strict=True)
@@ -314,17 +329,16 @@ def _dense(store: TrialStore, task: TrialTask, time: PredictedTime | None) -> Se
     """The network as it is, without a budget; measured once for each storage."""
     values = store.recall(DENSE)
     if values is None:
-        free = TrialTask(task.model, task.evaluate, task.example_inputs, task.options, None,
-                         task.cost, None, task.threads)  # fmt: skip
+        free = TrialTask(
+            task.model, task.evaluate, task.example_inputs, task.options, None, task.cost, None, task.threads
+        )
         milliseconds = None if time is None else time.milliseconds({})
         values = asdict(run_trial(free, Proposal(-1, {}, {}, milliseconds, 0)))
         store.remember(DENSE, values)
     return SearchTrial(**values)
 
 
-def _check(
-    trials: int, batch: int, amounts: tuple[float, float], cost: str, budget: float | None
-) -> None:
+def _check(trials: int, batch: int, amounts: tuple[float, float], cost: str, budget: float | None) -> None:
     if trials < 1 or batch < 1:
         raise BadInput(f"expected trials and batch of 1 or more, got {trials} and {batch}")
     if len(amounts) != 2 or not 0 <= amounts[0] <= amounts[1] < 1:
@@ -337,8 +351,10 @@ def _check(
 
 def _check_installed(client: Any) -> None:
     if client is not None and not (hasattr(client, "submit") and hasattr(client, "cancel")):
-        raise BadInput(f"expected client to be a distributed.Client, got {client!r:.60}: "
-                       "distributed.Client(address) connects to workers")  # fmt: skip
+        raise BadInput(
+            f"expected client to be a distributed.Client, got {client!r:.60}: "
+            "distributed.Client(address) connects to workers"
+        )
     for name in ("optuna", *(("distributed", "cloudpickle") if client is not None else ())):
         try:
             import_module(name)

@@ -50,8 +50,10 @@ class TrialStore:
             self._study.set_user_attr(IDENTITY, dict(identity))
         elif stored != identity:
             names = [name for name in identity if stored.get(name) != identity[name]]
-            raise BadInput(f"{path} is of another search ({', '.join(names)} differ): give another "
-                           "file, or the arguments of that search")  # fmt: skip
+            raise BadInput(
+                f"{path} is of another search ({', '.join(names)} differ): give another "
+                "file, or the arguments of that search"
+            )
 
     def trials(self) -> dict[int, SearchTrial]:
         """The finished trials by number; of two with one number, the first."""

@@ -12,11 +12,7 @@ import torch
 from torch import nn
 
 from demask.machine.threads import set_threads
-from demask.prune.masked_copies import (
-    PruningOptions,
-    call_evaluate,
-    masked_copy,
-)
+from demask.prune.masked_copies import PruningOptions, call_evaluate, masked_copy
 
 # Seeds and the number of threads are the process's: workers with several threads take turns.
 ONE_AT_A_TIME = Lock()
@@ -91,8 +87,9 @@ def run_trial(task: TrialTask, proposal: Proposal) -> SearchTrial:
     with ONE_AT_A_TIME, set_threads(task.threads), torch.random.fork_rng():
         torch.manual_seed(proposal.seed)
         copy, size = masked_copy(task.model, task.example_inputs, removed, task.options)
-        trial = SearchTrial(number, removed, dict(proposal.amounts), None, size.parameters,
-                            size.macs, proposal.milliseconds)  # fmt: skip
+        trial = SearchTrial(
+            number, removed, dict(proposal.amounts), None, size.parameters, size.macs, proposal.milliseconds
+        )
         if task.budget is not None and cost_of(task.cost, trial) > task.budget:
             return trial
         if task.recover is not None:

@@ -8,21 +8,13 @@ from typing import Any
 from uuid import uuid4
 
 from demask.errors import BadInput, DemaskError
-from demask.prune.searching.trial import (
-    Proposal,
-    SearchTrial,
-    TrialTask,
-    run_pickled_trial,
-)
+from demask.prune.searching.trial import Proposal, SearchTrial, TrialTask, run_pickled_trial
 
 TRIES = 3  # of a trial that the scheduler lost; dask itself tries those of workers that die
 
 
 def run_on_client(
-    client: Any,
-    task: TrialTask,
-    proposals: Iterable[Proposal],
-    finished: Callable[[SearchTrial], None],
+    client: Any, task: TrialTask, proposals: Iterable[Proposal], finished: Callable[[SearchTrial], None]
 ) -> None:
     """Run `run_trial(task, proposal)` for each of the proposals; `finished` is called with every
     result as it comes.

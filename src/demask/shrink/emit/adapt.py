@@ -55,12 +55,7 @@ class Adapter:
         return self.emitted[key].layout if key in self.emitted else None
 
     def adapt(
-        self,
-        source: fx.Node,
-        want: Layout,
-        *,
-        broadcast: bool = False,
-        run_time: RunTimeSupports = (),
+        self, source: fx.Node, want: Layout, *, broadcast: bool = False, run_time: RunTimeSupports = ()
     ) -> fx.Node:
         """The value of a node of the old graph, in layout `want`.
 
@@ -94,18 +89,14 @@ class Adapter:
                 whole = self.scatter_at(whole, axis, index, value.fill)
             self.whole[node, rest] = whole
         node = self.whole.get((node, rest), node)
-        return self.gather(
-            node, tuple(wanted for wanted in run_time if wanted not in value.run_time)
-        )
+        return self.gather(node, tuple(wanted for wanted in run_time if wanted not in value.run_time))
 
     def gather(self, node: fx.Node, run_time: RunTimeSupports) -> fx.Node:
         """A whole value, gathered at run-time indices of some axes."""
         for k in range(len(run_time)):
             if (node, run_time[: k + 1]) not in self.gathered:
                 axis, index = run_time[k]
-                gathered = self.editor.call(
-                    aten.index_select.default, node, axis, self.positions(index)
-                )
+                gathered = self.editor.call(aten.index_select.default, node, axis, self.positions(index))
                 self.gathered[node, run_time[: k + 1]] = mark_effect(gathered, "gather")
             node = self.gathered[node, run_time[: k + 1]]
         return node
@@ -130,9 +121,7 @@ class Adapter:
         both = self.editor.call(aten.add.Tensor, column, b)
         return self.editor.call(aten.reshape.default, both, [-1])
 
-    def scatter_at(
-        self, node: fx.Node, axis: int, index: RunTimeIndex, fill: Tensor | fx.Node
-    ) -> fx.Node:
+    def scatter_at(self, node: fx.Node, axis: int, index: RunTimeIndex, fill: Tensor | fx.Node) -> fx.Node:
         """A value stored at a run-time index of an axis, scattered to the whole axis. `fill`
         elsewhere: a constant that broadcasts, or a whole value of the new graph."""
         if isinstance(fill, fx.Node):
@@ -155,8 +144,7 @@ class Adapter:
         """Whether the value has any wanted position."""
         have = self.emitted[key].layout
         return all(
-            w != () and (h is None or w is None or bool(set(h) & set(w)))
-            for h, w in zip(have, want, strict=True)
+            w != () and (h is None or w is None or bool(set(h) & set(w))) for h, w in zip(have, want, strict=True)
         )
 
     def _convert(self, key: Key, source: fx.Node, value: EmittedValue, want: Layout) -> fx.Node:
@@ -164,15 +152,11 @@ class Adapter:
         sizes = [n if isinstance(n, int) else None for n in value_of(source).shape]
         # Gathers first: scatters then move less.
         for axis in range(len(want)):
-            node, layout[axis] = self._gather_wanted(
-                node, axis, layout[axis], want[axis], sizes[axis]
-            )
+            node, layout[axis] = self._gather_wanted(node, axis, layout[axis], want[axis], sizes[axis])
         for axis in range(len(want)):
             if layout[axis] != want[axis]:
                 fill = self.fill(key, want, axis, layout)
-                node = self._scatter_missing(
-                    node, axis, layout[axis], want[axis], sizes[axis], fill
-                )
+                node = self._scatter_missing(node, axis, layout[axis], want[axis], sizes[axis], fill)
                 layout[axis] = want[axis]
         return node
 
@@ -193,10 +177,7 @@ class Adapter:
         if broadcast:
             return constant
         real = value_of(source)
-        sizes = [
-            self.build_size(size) if want[k] is None else len(want[k] or ())
-            for k, size in enumerate(real.shape)
-        ]
+        sizes = [self.build_size(size) if want[k] is None else len(want[k] or ()) for k, size in enumerate(real.shape)]
         wide = self.editor.call(aten.expand.default, constant, sizes)
         return self.editor.call(aten.clone.default, wide)
 
@@ -232,13 +213,7 @@ class Adapter:
         return mark_effect(gathered, "gather")
 
     def _scatter_missing(
-        self,
-        node: fx.Node,
-        axis: int,
-        have: Positions,
-        want: Positions,
-        size: int | None,
-        fill: Tensor,
+        self, node: fx.Node, axis: int, have: Positions, want: Positions, size: int | None, fill: Tensor
     ) -> fx.Node:
         """The value with missing positions added. fill: over the wanted positions (or size 1)."""
         assert size is not None
@@ -254,9 +229,7 @@ class Adapter:
         distinct, which = torch.unique(filler, dim=axis, return_inverse=True)
         columns = self.store.constant(distinct, "fill")
         shape = [distinct.shape[axis] if k == axis else n for k, n in enumerate(self._sizes(node))]
-        both = self.editor.call(
-            aten.cat.default, [node, self.editor.call(aten.expand.default, columns, shape)], axis
-        )
+        both = self.editor.call(aten.cat.default, [node, self.editor.call(aten.expand.default, columns, shape)], axis)
         column = {k: len(available) + int(c) for k, c in zip(missing, which.tolist(), strict=True)}
         take = [column[k] if k in column else offsets[p] for k, p in enumerate(wanted)]
         if take == list(range(len(available) + distinct.shape[axis])):
@@ -264,9 +237,7 @@ class Adapter:
         scattered = self.editor.call(aten.index_select.default, both, axis, self.store.index(take))
         return mark_effect(scattered, "scatter")
 
-    def _pad_missing(
-        self, node: fx.Node, axis: int, available: list[int], wanted: list[int], value: float
-    ) -> fx.Node:
+    def _pad_missing(self, node: fx.Node, axis: int, available: list[int], wanted: list[int], value: float) -> fx.Node:
         """One value for all missing positions: a pad, indexed where it is not contiguous."""
         if available == wanted:
             return node
@@ -285,9 +256,7 @@ class Adapter:
         padded = self.editor.call(aten.index_select.default, one, axis, self.store.index(take))
         return mark_effect(padded, "scatter")
 
-    def scatter(
-        self, node: fx.Node, axis: int, positions: Sequence[int], size: int, value: float
-    ) -> fx.Node:
+    def scatter(self, node: fx.Node, axis: int, positions: Sequence[int], size: int, value: float) -> fx.Node:
         """A value with its entries at some positions of an axis, and `value` everywhere else."""
         offsets = {place: k for k, place in enumerate(positions)}
         wanted = [offsets.get(k, len(positions) + k) for k in range(size)]

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from demask.facts.carriers import one_value
-from demask.facts.known import (
-    Facts,
-    constant_sums,
-    contributions,
-    is_absorbing,
-    operand_facts,
-    sum_products,
-)
+from demask.facts.known import Facts, constant_sums, contributions, is_absorbing, operand_facts, sum_products
 from demask.facts.masks import Fact, project, spread
 from demask.ops import Relation
 from demask.shrink.layout.cells import Layout

@@ -80,8 +80,13 @@ class ClassRewriter(Rewriter):
         else:
             self._repeat(relation)
         added = list(itertools.islice(reversed(nodes), len(nodes) - before))
-        calls = [n for n in added if n.op == "call_function" and n.target is not operator.getitem
-                 and any(isinstance(value, Tensor) for value in schema.outputs(n))]  # fmt: skip
+        calls = [
+            n
+            for n in added
+            if n.op == "call_function"
+            and n.target is not operator.getitem
+            and any(isinstance(value, Tensor) for value in schema.outputs(n))
+        ]
         is_same = len(calls) == 1 and "effect" not in calls[0].meta
         if not (is_same and _family(calls[0]) == _family(node)):
             self.values |= {(node, k) for k in live}
@@ -111,9 +116,13 @@ class ClassRewriter(Rewriter):
         taken = []
         for layout, outs, moves in zip(layouts, relation.outs, relation.moves, strict=True):
             ((letter, move),) = moves.items()
-            moved = [next((d for d, axis in enumerate(axes)
-                           if any(re.split("[<>]", name)[0] == letter for name in axis)), None)
-                     for axes in (relation.ins[0], outs)]  # fmt: skip
+            moved = [
+                next(
+                    (d for d, axis in enumerate(axes) if any(re.split("[<>]", name)[0] == letter for name in axis)),
+                    None,
+                )
+                for axes in (relation.ins[0], outs)
+            ]
             if layout is None or moved[0] is None or moved[1] is None:
                 return False
             have, want = slot[moved[0]], layout[moved[1]]
@@ -131,9 +140,7 @@ class ClassRewriter(Rewriter):
         if is_slice:
             arguments |= {"start": taken[0][0], "end": taken[0][-1] + 1, "step": steps[0]}
         elif "split_size" in arguments:
-            arguments["split_size"] = (
-                sizes[0] if isinstance(arguments["split_size"], int) else sizes
-            )
+            arguments["split_size"] = sizes[0] if isinstance(arguments["split_size"], int) else sizes
         elif "split_sizes" in arguments:
             arguments["split_sizes"] = sizes
         elif "chunks" not in arguments or len(set(sizes)) > 1:
@@ -155,9 +162,7 @@ class ClassRewriter(Rewriter):
             if name == "size":
                 arguments[name] = self.sizes(node, 0, layout)
             else:
-                arguments[name] = (
-                    self.adapter.emitted[key_of(value)].node if is_value else self.argument(value)
-                )
+                arguments[name] = self.adapter.emitted[key_of(value)].node if is_value else self.argument(value)
         args, kwargs = schema.bind_arguments(node.target, arguments)
         self.finish(node, node.target, args, kwargs, [layout])
 

@@ -53,9 +53,7 @@ class ConstantStore:
             tied = (old.tensor.data_ptr(), old.tensor.shape, old.tensor.stride(), want)
             twin = self._cut.get(tied)
             constant = old.moved(lambda tensor: select(tensor, want).contiguous())
-            name = self.add(
-                replace(constant, tensor=self.constants[twin].tensor) if twin else constant
-            )
+            name = self.add(replace(constant, tensor=self.constants[twin].tensor) if twin else constant)
             self.cuts[name] = Cut(old.name, tuple(old.tensor.shape), want)
             self._cut[key] = name
             self._cut.setdefault(tied, name)
@@ -160,9 +158,7 @@ class ConstantStore:
         if kind in _REPEATED:
             return reduce(partial(self.editor.call, _REPEATED[kind]), args)
         if kind == "ModularIndexing":  # (a // b) % c
-            return self.editor.call(
-                operator.mod, self.editor.call(operator.floordiv, *args[:2]), args[2]
-            )
+            return self.editor.call(operator.mod, self.editor.call(operator.floordiv, *args[:2]), args[2])
         if kind in _FUNCTIONS and not (kind == "Pow" and args[1] not in range(1, 64)):
             return self.editor.call(_FUNCTIONS[kind], *args)
         raise DemaskError(
@@ -173,16 +169,24 @@ class ConstantStore:
 
 # Python functions of the functions of sizes (of sympy and torch): those applied to two or more
 # arguments in turn, and those of one or two.
-_REPEATED: dict[str, Any] = {
-    "Add": operator.add, "Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min,
-}  # fmt: skip
+_REPEATED: dict[str, Any] = {"Add": operator.add, "Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min}
 _FUNCTIONS: dict[str, Any] = {
-    "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod,
-    "PythonMod": operator.mod, "Pow": operator.pow, "PowByNatural": operator.pow,
-    "FloatPow": operator.pow, "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv,
-    "ToFloat": torch.sym_float, "TruncToInt": math.trunc, "FloorToInt": math.floor,
-    "CeilToInt": math.ceil, "floor": math.floor, "ceiling": math.ceil,
-}  # fmt: skip
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Pow": operator.pow,
+    "PowByNatural": operator.pow,
+    "FloatPow": operator.pow,
+    "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv,
+    "ToFloat": torch.sym_float,
+    "TruncToInt": math.trunc,
+    "FloorToInt": math.floor,
+    "CeilToInt": math.ceil,
+    "floor": math.floor,
+    "ceiling": math.ceil,
+}
 
 
 def select(tensor: Tensor, want: Layout) -> Tensor:
@@ -214,10 +218,7 @@ def _symbols(inputs: Sequence[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
 
 def _is_equal(a: Constant, b: Constant) -> bool:
     """Whether two constants are equal tensors that are trained in the same way."""
-    if (a.parameter, a.requires_grad) != (
-        b.parameter,
-        b.requires_grad,
-    ) or a.tensor.dtype != b.tensor.dtype:
+    if (a.parameter, a.requires_grad) != (b.parameter, b.requires_grad) or a.tensor.dtype != b.tensor.dtype:
         return False
     return a.tensor.shape == b.tensor.shape and torch.equal(a.tensor, b.tensor)
 

@@ -76,17 +76,13 @@ class EmitContext:
             self.adapter.emitted[node, k] = EmittedValue(new, full if layout is None else layout)
             self.store.read_sizes(new)
 
-    def reason(
-        self, node: fx.Node, axis: int, count: Any, text: str, *, barrier: bool = False
-    ) -> None:
+    def reason(self, node: fx.Node, axis: int, count: Any, text: str, *, barrier: bool = False) -> None:
         """Add a reason why known slices are computed. barrier: because the op has no rule."""
         count = count if isinstance(count, int) else 0
         op = op_name(node.target) if barrier else ""
         self.reasons.append(Reason(node.name, module_of(node), axis, count, text, op))
 
-    def finish(
-        self, node, target, args, kwargs, layouts: list[Layout | None] | None, *, same: Any = False
-    ) -> None:
+    def finish(self, node, target, args, kwargs, layouts: list[Layout | None] | None, *, same: Any = False) -> None:
         """Append the call that replaces `node`.
 
         layouts: of its outputs (None: whole). same: whether its value is that of `node`; a run on
@@ -123,11 +119,7 @@ class EmitContext:
         old, sizes = node.meta["val"], self.shape(node, layout)
         for arg in args:
             value = arg.meta.get("val") if isinstance(arg, fx.Node) else None
-            if (
-                not isinstance(value, Tensor)
-                or value.dtype != old.dtype
-                or value.ndim != len(sizes)
-            ):
+            if not isinstance(value, Tensor) or value.dtype != old.dtype or value.ndim != len(sizes):
                 continue
             if all(same_size(a, b) for a, b in zip(value.shape, sizes, strict=True)):
                 return arg

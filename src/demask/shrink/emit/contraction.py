@@ -47,11 +47,7 @@ def emit_contraction(context: EmitContext, relation: Relation) -> None:
         _emit_as(context, node, value, groups.layout)
         return
     constants = _without_dead_kernel(relation, _absorb_dropped(context, relation), layout)
-    if (
-        constants.kernel is not None
-        and is_fixed
-        and (rows := _reached_layout(context, relation, layout)) != layout
-    ):
+    if constants.kernel is not None and is_fixed and (rows := _reached_layout(context, relation, layout)) != layout:
         value = _emit_rows(context, relation, layout, rows, constants)
     else:
         value = _emit_dense(context, relation, layout, constants)
@@ -67,9 +63,7 @@ def emit_one_contraction(context: EmitContext, relation: Relation) -> None:
     node, layout = relation.node, context.placement.value[relation.node, 0]
     constants = _absorb_dropped(context, relation)
     if relation.is_grouped:
-        value, constants = _emit_groups(
-            context, relation, _packed_groups(context, relation), constants
-        )
+        value, constants = _emit_groups(context, relation, _packed_groups(context, relation), constants)
     else:
         value = _emit_dense(context, relation, layout, constants)
         if _fits_bias(relation, constants):
@@ -133,9 +127,7 @@ def _reached_layout(context: EmitContext, relation: Relation, layout: Layout) ->
     weight = context.facts[key_of(relation.operands[second].value)]
     live = ~spread(weight.zero, relation.ins[second], order, relation.size)
     inside = torch.ones([1] * len(order), dtype=torch.bool)
-    for positions, letters in zip(
-        context.placement.slot[relation.node, first], relation.ins[first], strict=True
-    ):
+    for positions, letters in zip(context.placement.slot[relation.node, first], relation.ins[first], strict=True):
         if positions is not None and set(letters) & relation.contracted:
             mask = torch.zeros(relation.size[letters[0]] or 1, dtype=torch.bool)
             mask[list(positions)] = True
@@ -148,9 +140,7 @@ def _reached_layout(context: EmitContext, relation: Relation, layout: Layout) ->
     return tuple(whole(rows, _size(relation)) if k == axis else p for k, p in enumerate(layout))
 
 
-def _emit_rows(
-    context: EmitContext, relation: Relation, layout: Layout, rows: Layout, constants: Absorbed
-) -> fx.Node:
+def _emit_rows(context: EmitContext, relation: Relation, layout: Layout, rows: Layout, constants: Absorbed) -> fx.Node:
     """Emit a border map for all channels, and add those that inputs reach at their positions."""
     node, editor, axis = relation.node, context.editor, output_channels(relation)
     offsets = {p: k for k, p in enumerate(layout[axis] or range(_size(relation)))}
@@ -175,9 +165,7 @@ def _emit_rows(
     return mark_effect(value, "scatter-add")
 
 
-def _absorb_dropped(
-    context: EmitContext, relation: Relation, slot: Layout | None = None
-) -> Absorbed:
+def _absorb_dropped(context: EmitContext, relation: Relation, slot: Layout | None = None) -> Absorbed:
     """What dropped channels add to a contraction that channels that stay do not carry. slot: the
     layout of the first factor, if it is not that of the placement."""
     slot = slot or context.placement.slot.get((relation.node, relation.factors[0]))
@@ -204,19 +192,14 @@ def _fits_bias(relation: Relation, constants: Absorbed) -> bool:
     return constants.bias.numel() == constants.bias.shape[output_channels(relation)]
 
 
-def _emit_dense(
-    context: EmitContext,
-    relation: Relation,
-    layout: Layout,
-    constants: Absorbed,
-) -> fx.Node:
+def _emit_dense(context: EmitContext, relation: Relation, layout: Layout, constants: Absorbed) -> fx.Node:
     """The contraction, its own bias with constants added."""
     bias_name = _bias_of(relation) if _fits_bias(relation, constants) else None
-    values = [None if operand.name == bias_name else _operand(context, relation, k, layout)
-              for k, operand in enumerate(relation.operands)]  # fmt: skip
-    more = (
-        {} if bias_name is None else {bias_name: _bias(context, relation, layout, constants.bias)}
-    )
+    values = [
+        None if operand.name == bias_name else _operand(context, relation, k, layout)
+        for k, operand in enumerate(relation.operands)
+    ]
+    more = {} if bias_name is None else {bias_name: _bias(context, relation, layout, constants.bias)}
     if _reads_no_channel(relation, values):
         sizes = context.sizes(relation.node, 0, layout)
         last = values[-1] if relation.operands[-1].name == "bias" else None
@@ -241,9 +224,7 @@ def _reads_no_channel(relation: Relation, values: list[Any]) -> bool:
     return not values[relation.factors[1]].meta["val"].shape[read]
 
 
-def _call(
-    context: EmitContext, relation: Relation, layout: Layout, args: Any, kwargs: Any
-) -> fx.Node:
+def _call(context: EmitContext, relation: Relation, layout: Layout, args: Any, kwargs: Any) -> fx.Node:
     """The contraction, its output in a layout."""
     node, target = relation.node, relation.node.target
     if any(layout[axis] is not None for axis in strided_axes(relation)):
@@ -298,8 +279,9 @@ def _constant(context: EmitContext, node: fx.Node) -> Tensor:
 
 
 def _weight(relation: Relation) -> fx.Node:
-    return next(o.value for k, o in enumerate(relation.operands)
-                if k in relation.factors and schema.is_constant(o.value))  # fmt: skip
+    return next(
+        o.value for k, o in enumerate(relation.operands) if k in relation.factors and schema.is_constant(o.value)
+    )
 
 
 def _sibling(name: str, leaf: str) -> str:
@@ -336,9 +318,7 @@ def add_constants(
     return context.editor.call(aten.add.Tensor, value, rest)
 
 
-def _constants(
-    context: EmitContext, relation: Relation, layout: Layout, constants: Absorbed
-) -> fx.Node:
+def _constants(context: EmitContext, relation: Relation, layout: Layout, constants: Absorbed) -> fx.Node:
     """The contribution of constant inputs: a map of one image, a vector, or both added."""
     value = None
     if constants.bias is not None:
@@ -355,9 +335,7 @@ def _cut_to(tensor: Tensor, layout: Layout) -> Tensor:
     return cut(tensor, tuple(p if tensor.shape[k] != 1 else None for k, p in enumerate(layout)))
 
 
-def _border_map(
-    context: EmitContext, relation: Relation, layout: Layout, kernel: Tensor
-) -> fx.Node:
+def _border_map(context: EmitContext, relation: Relation, layout: Layout, kernel: Tensor) -> fx.Node:
     """conv(ones [1, 1, H, W], kernel): the contribution of constant channels at every position."""
     node, editor = relation.node, context.editor
     arguments = schema.arguments(node)
@@ -368,11 +346,10 @@ def _border_map(
     live = layout[axis] if layout[axis] is not None else tuple(range(_size(relation)))
     rows = kernel.movedim(1, 0) if transposed else kernel
     positions = tuple(p for p in live or () if bool((rows[p] != 0).any()))
-    kernel = cut(
-        kernel.to(constant.tensor.dtype), (None, positions) if transposed else (positions,)
+    kernel = cut(kernel.to(constant.tensor.dtype), (None, positions) if transposed else (positions,))
+    name = context.store.add(
+        Constant(kernel, _sibling(constant.name, "border"), constant.parameter, constant.requires_grad)
     )
-    name = context.store.add(Constant(kernel, _sibling(constant.name, "border"), constant.parameter,
-                                  constant.requires_grad))  # fmt: skip
     value = source.meta["val"]
     space = [context.store.size(size) for size in value.shape[-(kernel.ndim - 2) :]]
     stored = context.store.read(name)
@@ -417,8 +394,9 @@ def _live_groups(context: EmitContext, relation: Relation) -> _ConvGroups:
         return tuple(whole(flat, size) if k == axis else p for k, p in enumerate(other))
 
     ins, outs = [i for i, _ in pairs], [o for _, o in pairs]
-    return _ConvGroups(ins, outs, with_groups(slot, x_axis, ins, count * fan_in),
-                   with_groups(layout, out_axis, outs, count * fan_out))  # fmt: skip
+    return _ConvGroups(
+        ins, outs, with_groups(slot, x_axis, ins, count * fan_in), with_groups(layout, out_axis, outs, count * fan_out)
+    )
 
 
 def _packed_groups(context: EmitContext, relation: Relation) -> _ConvGroups:
@@ -430,16 +408,12 @@ def _packed_groups(context: EmitContext, relation: Relation) -> _ConvGroups:
     ins = _per_group(slot[_axis_of(relation.ins[0])], count, fan_in)
     outs = _per_group(layout[_axis_of(relation.outs[0])], count, fan_out)
     packs = even_packs([len(i) for i in ins], [len(o) for o in outs])
-    inputs, outputs = ([[p for g in pack for p in groups[g]] for pack in packs]
-                       for groups in (ins, outs))  # fmt: skip
+    inputs, outputs = ([[p for g in pack for p in groups[g]] for pack in packs] for groups in (ins, outs))
     return _ConvGroups(inputs, outputs, slot, layout)
 
 
 def _emit_groups(
-    context: EmitContext,
-    relation: Relation,
-    groups: _ConvGroups,
-    constants: Absorbed,
+    context: EmitContext, relation: Relation, groups: _ConvGroups, constants: Absorbed
 ) -> tuple[fx.Node, Absorbed]:
     """A grouped convolution: one for each run of groups with equally many inputs and outputs,
     concatenated. Returns the value, and what its bias could not absorb."""
@@ -450,22 +424,15 @@ def _emit_groups(
     vector = None if bias is None else context.store.source.get(str(bias.target))
     if _fits_bias(relation, constants):
         assert constants.bias is not None
-        vector, constants = (_summed_bias(context, relation, constants.bias),
-                             replace(constants, bias=None))  # fmt: skip
+        vector, constants = (_summed_bias(context, relation, constants.bias), replace(constants, bias=None))
     pieces, start = [], 0
     for run in runs:
         width = sum(len(group) for group in run.inputs)
-        part = (
-            x
-            if len(runs) == 1
-            else context.editor.call(aten.slice.Tensor, x, x_axis, start, start + width)
-        )
+        part = x if len(runs) == 1 else context.editor.call(aten.slice.Tensor, x, x_axis, start, start + width)
         start += width
         suffix = "" if len(runs) == 1 else f"_g{run.outputs[0][0] // _counts(relation)[2]}"
         pieces.append(_emit_run(context, relation, run, part, groups.layout, vector, suffix))
-    value = (
-        pieces[0] if len(pieces) == 1 else context.editor.call(aten.cat.default, pieces, out_axis)
-    )
+    value = pieces[0] if len(pieces) == 1 else context.editor.call(aten.cat.default, pieces, out_axis)
     return value, constants
 
 
@@ -531,16 +498,8 @@ def _emit_run(
         bias_name = context.store.add(replace(short, name=f"{vector.name}{suffix}"))
         context.store.cuts[bias_name] = Cut(vector.name, tuple(vector.tensor.shape), (flat,))
         bias = context.store.read(bias_name)
-    plain = {
-        k: v if k in ("input", "weight", "bias") else context.argument(v)
-        for k, v in arguments.items()
-    }
-    plain |= {
-        "input": x,
-        "weight": context.store.read(name),
-        "bias": bias,
-        "groups": len(run.inputs),
-    }
+    plain = {k: v if k in ("input", "weight", "bias") else context.argument(v) for k, v in arguments.items()}
+    plain |= {"input": x, "weight": context.store.read(name), "bias": bias, "groups": len(run.inputs)}
     args, kwargs = schema.bind_arguments(node.target, plain)
     axis = _axis_of(relation.outs[0])
     layout = tuple(flat if k == axis else p for k, p in enumerate(layout))

@@ -31,24 +31,19 @@ def emit_join(context: EmitContext, relation: Relation) -> None:
         return
     value = None
     if node.target in SUM_SIGNS:
-        value = _concatenate_disjoint(context, relation, layout) or _emit_sum(
-            context, relation, layout
-        )
+        value = _concatenate_disjoint(context, relation, layout) or _emit_sum(context, relation, layout)
     if value is not None:
         value.meta = {**node.meta, **value.meta}
         context.emit(node, 0, value, layout)
         return
     broadcast = relation.entry.affine is None  # statistics and scales are vectors
-    values = [context.operand(relation, k, broadcast=broadcast)
-              for k in range(len(relation.operands))]  # fmt: skip
+    values = [context.operand(relation, k, broadcast=broadcast) for k in range(len(relation.operands))]
     values = _expand_constants(context, relation, values, layout)
     args, kwargs = context.arguments(relation, values, [layout])
     context.finish(node, node.target, args, kwargs, [layout])
 
 
-def _expand_constants(
-    context: EmitContext, relation: Relation, values: list[Any], layout: Layout
-) -> list[Any]:
+def _expand_constants(context: EmitContext, relation: Relation, values: list[Any], layout: Layout) -> list[Any]:
     """The operands, of which constants broadcast. They are expanded if only they have some axis, or
     if a number without axes would not decide the dtype as its operand did."""
     sizes = context.sizes(relation.node, 0, layout)
@@ -93,9 +88,7 @@ def _emit_sum(context: EmitContext, relation: Relation, layout: Layout) -> fx.No
     return _add_at(context, relation, layout, axis, base, signs)
 
 
-def _concatenate_disjoint(
-    context: EmitContext, relation: Relation, layout: Layout
-) -> fx.Node | None:
+def _concatenate_disjoint(context: EmitContext, relation: Relation, layout: Layout) -> fx.Node | None:
     """a + b, each zero where the other is not, as a concatenation along one axis; else None."""
     sources = [operand.value for operand in relation.operands]
     if relation.node.target is not aten.add.Tensor or schema.arguments(relation.node)["alpha"] != 1:
@@ -138,9 +131,7 @@ def _concatenate(context, relation, layout: Layout, axis: int, parts, wanted: li
     if flat == wanted:
         return joined
     index = context.store.index([flat.index(p) for p in wanted])
-    return mark_effect(
-        context.editor.call(aten.index_select.default, joined, axis, index), "scatter"
-    )
+    return mark_effect(context.editor.call(aten.index_select.default, joined, axis, index), "scatter")
 
 
 def _layout_of(context: EmitContext, relation: Relation, k: int) -> Layout | None:
@@ -157,9 +148,7 @@ def _same_shape(relation: Relation) -> bool:
     return relation.ins[0] == relation.outs[0] == relation.ins[1]
 
 
-def find_unchanged_operand(
-    context: EmitContext, relation: Relation, layout: Layout
-) -> fx.Node | None:
+def find_unchanged_operand(context: EmitContext, relation: Relation, layout: Layout) -> fx.Node | None:
     """The operand that a call returns unchanged, or None: x + 0 and x · 1 are x. Does not apply to
     a neutral parameter, which training may change."""
     if relation.entry.neutral is None or len(relation.operands) != 2:
@@ -174,9 +163,7 @@ def find_unchanged_operand(
         other = relation.operands[1 - k].value
         if not isinstance(other, fx.Node) or other.op == "get_attr":
             continue
-        same = (
-            other.meta["val"].dtype == _dtype(relation) and relation.ins[1 - k] == relation.outs[0]
-        )
+        same = other.meta["val"].dtype == _dtype(relation) and relation.ins[1 - k] == relation.outs[0]
         if same and _is_all(context, relation, k, value):
             return context.operand(relation, 1 - k)
     return None
@@ -227,9 +214,7 @@ def _is_run(positions: Any, want: Any) -> bool:
     first = positions[0] if offsets is None else offsets.get(positions[0])
     if first is None:
         return False
-    return all(
-        (p if offsets is None else offsets.get(p)) == first + k for k, p in enumerate(positions)
-    )
+    return all((p if offsets is None else offsets.get(p)) == first + k for k, p in enumerate(positions))
 
 
 def _add_at(context, relation, layout: Layout, axis: int, base: int, signs: list[Any]) -> fx.Node:
@@ -256,14 +241,10 @@ def _add_at(context, relation, layout: Layout, axis: int, base: int, signs: list
         return context.editor.call(aten.add.Tensor, laid_out, value, alpha=signs[other])
     index = context.store.index(targets)
     args = (laid_out, axis, index, value)
-    return mark_effect(
-        context.editor.call(aten.index_add.default, *args, alpha=signs[other]), "scatter-add"
-    )
+    return mark_effect(context.editor.call(aten.index_add.default, *args, alpha=signs[other]), "scatter-add")
 
 
-def _extend_prefix(
-    context, relation, layout: Layout, axis: int, base: int, signs, delta
-) -> fx.Node | None:
+def _extend_prefix(context, relation, layout: Layout, axis: int, base: int, signs, delta) -> fx.Node | None:
     """A sum of which the base is a prefix and the rest is the other operand alone: the base with
     the common positions added, then the rest. None where that is not so."""
     editor, adapter = context.editor, context.adapter
@@ -282,9 +263,7 @@ def _extend_prefix(
     if common:
         part = adapter.select(second, axis, range(len(common)))
         index = context.store.index([own_places[p] for p in common])
-        first = mark_effect(
-            editor.call(aten.index_add.default, first, axis, index, part), "scatter-add"
-        )
+        first = mark_effect(editor.call(aten.index_add.default, first, axis, index, part), "scatter-add")
         second = adapter.select(second, axis, range(len(common), len(other)))
     return editor.call(aten.cat.default, [first, second], axis)
 
@@ -310,16 +289,11 @@ def _delta(context, relation, layout, axis: int, signs, wanted: list[int]) -> Te
         available = set(wanted) if available is None else set(available)
         missing = torch.tensor([p not in available for p in wanted])
         shape = [len(wanted) if d == axis else 1 for d in range(fill.ndim)]
-        total = (
-            total
-            + torch.where(missing.view(shape), fill, torch.zeros((), dtype=fill.dtype)) * signs[k]
-        )
+        total = total + torch.where(missing.view(shape), fill, torch.zeros((), dtype=fill.dtype)) * signs[k]
     return total.to(_dtype(relation))
 
 
-def _lay_out(
-    context, source: fx.Node, layout, axis: int, wanted: list[int], delta: Tensor
-) -> fx.Node:
+def _lay_out(context, source: fx.Node, layout, axis: int, wanted: list[int], delta: Tensor) -> fx.Node:
     """The base operand in the output's layout, with the constants of the join added."""
     adapter = context.adapter
     available = adapter.have(key_of(source))[axis]

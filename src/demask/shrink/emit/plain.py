@@ -27,8 +27,7 @@ def is_untouched(context: EmitContext, relation: Relation, live: list[int]) -> b
         return True
     for k in live:
         layout = context.placement.value[relation.node, k]
-        if any(p is not None and set(a) & relation.moved
-               for p, a in zip(layout, relation.outs[k], strict=True)):  # fmt: skip
+        if any(p is not None and set(a) & relation.moved for p, a in zip(layout, relation.outs[k], strict=True)):
             return False
     for k, operand in enumerate(relation.operands):
         available = context.adapter.have(key_of(operand.value))
@@ -54,9 +53,7 @@ def _emit_moved(context: EmitContext, relation: Relation, out: int) -> None:
     want: Any = list(context.placement.slot[node, 0])
     pads: Any = []
     for base, move in relation.moves[out].items():
-        source = next(
-            k for k, a in enumerate(relation.ins[0]) if any(x.startswith(f"{base}<") for x in a)
-        )
+        source = next(k for k, a in enumerate(relation.ins[0]) if any(x.startswith(f"{base}<") for x in a))
         wanted: Positions = layout[axes[base]] if base in axes else None
         sources, positions = move.source.tolist(), move.position.tolist()
         rows = list(range(len(sources))) if wanted is None else list(wanted)
@@ -80,8 +77,9 @@ def _emit_moved(context: EmitContext, relation: Relation, out: int) -> None:
 
 def _moved_axes(relation: Relation, out: int) -> list[tuple[int, str]]:
     suffix = ">"
-    return [(k, "".join(a).partition(suffix)[0]) for k, a in enumerate(relation.outs[out])
-            if a and a[0] in relation.moved]  # fmt: skip
+    return [
+        (k, "".join(a).partition(suffix)[0]) for k, a in enumerate(relation.outs[out]) if a and a[0] in relation.moved
+    ]
 
 
 def _is_removed(relation: Relation, out: int, axis: tuple[str, ...]) -> bool:
@@ -91,9 +89,7 @@ def _is_removed(relation: Relation, out: int, axis: tuple[str, ...]) -> bool:
     return all(base != other for _, other in _moved_axes(relation, out))
 
 
-def _pad_back(
-    context: EmitContext, value: fx.Node, axis: int, rows: list[int], move: Any
-) -> fx.Node:
+def _pad_back(context: EmitContext, value: fx.Node, axis: int, rows: list[int], move: Any) -> fx.Node:
     """The value with its live padded positions (on an axis of several cells) added again."""
     sources = move.source.tolist()
     padded = [k for k, r in enumerate(rows) if sources[r] < 0]

@@ -49,9 +49,7 @@ def _is_zero(context: EmitContext, relation: Relation, operand: int, zero: Tenso
     """Whether all that the call reads of an operand is known to be 0 (or it reads nothing)."""
     for axis, positions in enumerate(context.placement.slot[relation.node, operand]):
         if positions is not None and (zero.shape[axis] != 1 or not positions):
-            zero = zero.index_select(
-                axis, torch.tensor(positions, dtype=torch.long)[: zero.shape[axis]]
-            )
+            zero = zero.index_select(axis, torch.tensor(positions, dtype=torch.long)[: zero.shape[axis]])
     return bool(zero.all())
 
 
@@ -59,9 +57,7 @@ def _sizes(context: EmitContext, relation: Relation, operand: int) -> list[Any]:
     """The sizes of an operand as it is read, as call arguments."""
     slot = context.placement.slot[relation.node, operand]
     shape = relation.operands[operand].value.meta["val"].shape
-    return [
-        context.store.size(n) if p is None else len(p) for n, p in zip(shape, slot, strict=True)
-    ]
+    return [context.store.size(n) if p is None else len(p) for n, p in zip(shape, slot, strict=True)]
 
 
 def _shift(context: EmitContext, relation: Relation) -> Tensor | None:

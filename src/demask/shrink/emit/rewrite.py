@@ -136,10 +136,7 @@ def emit_plain(context: EmitContext, relation: Relation, live: list[int]) -> Non
     layouts = [context.placement.value.get((node, k)) for k in range(len(relation.outs))]
     known = [tuple(None for _ in axes) for axes in relation.outs]
     filled = [layout if layout is not None else known[k] for k, layout in enumerate(layouts)]
-    if (
-        layouts[0] is not None
-        and (same := find_unchanged_operand(context, relation, layouts[0])) is not None
-    ):
+    if layouts[0] is not None and (same := find_unchanged_operand(context, relation, layouts[0])) is not None:
         context.emit(node, 0, same, layouts[0])
         return
     for k in range(len(relation.operands)):

@@ -32,9 +32,7 @@ def space_evenly(relation: Relation, layout: Layout) -> Layout:
     """
     axes = strided_axes(relation)
     sizes = relation.node.meta["val"].shape
-    return tuple(
-        whole(_progression(p), sizes[k]) if k in axes and p else p for k, p in enumerate(layout)
-    )
+    return tuple(whole(_progression(p), sizes[k]) if k in axes and p else p for k, p in enumerate(layout))
 
 
 def _progression(positions: tuple[int, ...]) -> range:
@@ -53,17 +51,12 @@ def strided_arguments(
     axes = strided_axes(relation)
     windows = [_window(geometry(relation, 0, axis), layout[axis]) for axis in axes]
     steps, pads = [step for step, _ in windows], [pad for _, pad in windows]
-    own = [
-        _symmetric_padding(geometry(relation, 0, k), w, layout[k])
-        for k, w in zip(axes, windows, strict=True)
-    ]
+    own = [_symmetric_padding(geometry(relation, 0, k), w, layout[k]) for k, w in zip(axes, windows, strict=True)]
     padding = [n or 0 for n in own]
     if None in own:
         edges = [(0, 0) if n is not None else pad for n, pad in zip(own, pads, strict=True)]
         flat = [n for pair in reversed(edges) for n in pair]
-        arguments["input"] = context.editor.call(
-            aten.constant_pad_nd.default, arguments["input"], flat, 0
-        )
+        arguments["input"] = context.editor.call(aten.constant_pad_nd.default, arguments["input"], flat, 0)
     return schema.bind_arguments(target, arguments | {"stride": steps, "padding": padding})
 
 
@@ -79,9 +72,7 @@ def _window(axis: Geometry, taken: Positions) -> tuple[int, tuple[int, int]]:
     return axis.step * step, (before, after)
 
 
-def _symmetric_padding(
-    axis: Geometry, window: tuple[int, tuple[int, int]], taken: Positions
-) -> int | None:
+def _symmetric_padding(axis: Geometry, window: tuple[int, tuple[int, int]], taken: Positions) -> int | None:
     """The convolution's own padding, if equal on both sides and for as many windows; else None."""
     stride, (before, _) = window
     count = axis.output if taken is None else len(taken)

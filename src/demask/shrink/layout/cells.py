@@ -210,8 +210,7 @@ class Cells:
 
     def counts(self) -> list[int | None]:
         """The number of live positions of every cell; None where all are."""
-        return [None if cell.forced or cell.live is None else int(cell.live.sum())
-                for cell in self._cells]  # fmt: skip
+        return [None if cell.forced or cell.live is None else int(cell.live.sum()) for cell in self._cells]
 
     def support(self, cell: int) -> Tensor | None:
         """The support of a cell, bool [size]; None where dynamic."""

@@ -30,8 +30,18 @@ from demask.shrink.layout.placement import CellAxes, Placer
 
 Operand = tuple[fx.Node, int]  # a call, and the number of one of its operands
 # Arguments that say sizes, which the code of a module may have as numbers.
-_SIZES = {"size", "shape", "split_size", "split_sizes", "chunks", "sizes", "start", "end",
-          "normalized_shape", "repeats"}  # fmt: skip
+_SIZES = {
+    "size",
+    "shape",
+    "split_size",
+    "split_sizes",
+    "chunks",
+    "sizes",
+    "start",
+    "end",
+    "normalized_shape",
+    "repeats",
+}
 
 
 EVERYTHING = ""  # the path of the network itself
@@ -153,8 +163,7 @@ class ClassPlacer(Placer):
             self.carried.append(_CarriedAxis(cells, outs, channels))
         if is_sum and relation.is_grouped:
             pairs = ((relation.ins[0], self.slot[node, 0]), (relation.outs[0], self.value[node, 0]))
-            ins, outs = (next(c for a, c in zip(axes, cells, strict=True) if len(a) > 1)
-                         for axes, cells in pairs)  # fmt: skip
+            ins, outs = (next(c for a, c in zip(axes, cells, strict=True) if len(a) > 1) for axes, cells in pairs)
             taps = math.prod(schema.arguments(node)["weight"].meta["val"].shape[2:])
             self.groups.append(_GroupedAxes(count, (ins, outs), taps))
         for k in range(len(relation.outs)):
@@ -201,9 +210,7 @@ class ClassPlacer(Placer):
         else:
             self._force([() if out is None else out, *parts.values()])
 
-    def _step_of_part(
-        self, move: IndexMap, parts: dict[int, tuple[int, ...]], out: tuple[int, ...]
-    ) -> int:
+    def _step_of_part(self, move: IndexMap, parts: dict[int, tuple[int, ...]], out: tuple[int, ...]) -> int:
         """The distance between positions that an output takes: 1 if it is one of several equal
         parts of an axis, as of a chunk; n if it is every n-th position; 0 if it is neither."""
         ((_, cells),) = parts.items()
@@ -303,8 +310,7 @@ class ClassPlacer(Placer):
         living = [g for g, pair in enumerate(zip(ins, outs, strict=True)) if any(pair)]
         packs = group.packs
         sizes = [max([1, *(sum(n[g] for g in pack) for pack in packs)]) for n in (ins, outs)]
-        room = [len(pack) * part.shape[1] >= size
-                for part, size in zip(parts, sizes, strict=True) for pack in packs]  # fmt: skip
+        room = [len(pack) * part.shape[1] >= size for part, size in zip(parts, sizes, strict=True) for pack in packs]
         if not all(room) or not {*living} <= {g for pack in packs for g in pack}:
             packs = [[g] for g in living]
             sizes = [max([1, *n]) for n in (ins, outs)]
@@ -332,8 +338,11 @@ class ClassPlacer(Placer):
 
 def _is_opaque(node: fx.Node) -> bool:
     """Whether a node is a call that the table says nothing of, and that may read values."""
-    return (node.op == "call_function" and node.target is not operator.getitem
-            and node.target is not torch.ops.aten.sym_size.int)  # fmt: skip
+    return (
+        node.op == "call_function"
+        and node.target is not operator.getitem
+        and node.target is not torch.ops.aten.sym_size.int
+    )
 
 
 def _has_sizes(node: fx.Node) -> bool:

@@ -57,13 +57,9 @@ def choose_packs(
     return min(counted, key=lambda pair: pair[0])[1] if counted else living
 
 
-def _balanced(
-    ins: Sequence[int], outs: Sequence[int], weights: tuple[int, int, int]
-) -> Iterator[list[list[int]]]:
+def _balanced(ins: Sequence[int], outs: Sequence[int], weights: tuple[int, int, int]) -> Iterator[list[list[int]]]:
     """Packs of all groups with about equally many channels, fewer and fewer of them."""
-    loads = [
-        i * max(weights[1], 1) + o * max(weights[2], 1) for i, o in zip(ins, outs, strict=True)
-    ]
+    loads = [i * max(weights[1], 1) + o * max(weights[2], 1) for i, o in zip(ins, outs, strict=True)]
     limit, previous = float(max(loads)), 0
     while previous != 1:
         packs, load = [[]], 0.0

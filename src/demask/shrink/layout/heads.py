@@ -90,9 +90,7 @@ class HeadGroups:
                     self.excluded.add(inner)
                     continue
                 group.live |= self._live_pairs(key, axes, group)
-                if isinstance(relation, Relation) and self.is_raw(
-                    relation, relation.outs[key[1]][d]
-                ):
+                if isinstance(relation, Relation) and self.is_raw(relation, relation.outs[key[1]][d]):
                     self._add_edge(group, axis, (key, d), group.enters)
 
     @staticmethod
@@ -108,9 +106,7 @@ class HeadGroups:
             if schema.is_constant(relation.operands[k].value)
         )
 
-    def _add_edge(
-        self, group: HeadGroup, axis: tuple[int, ...], where: Any, into: set[Any]
-    ) -> None:
+    def _add_edge(self, group: HeadGroup, axis: tuple[int, ...], where: Any, into: set[Any]) -> None:
         """Add an axis to gather along. It must have both heads and positions, positions last."""
         if axis[-2:] == (group.outer, group.inner):
             into.add(where)
@@ -129,15 +125,11 @@ class HeadGroups:
                     if inner in groups:
                         self._add_operand(groups[inner], relation, k, d, mine, theirs)
 
-    def _add_operand(
-        self, group: HeadGroup, relation: Relation, k: int, d: int, mine: Any, theirs: Any
-    ) -> None:
+    def _add_operand(self, group: HeadGroup, relation: Relation, k: int, d: int, mine: Any, theirs: Any) -> None:
         node, value = relation.node, relation.operands[k].value
         if relation.entry.fill == "sum" and schema.is_constant(value):
             return  # Weights and biases stay; the other operand, or the output, is reordered.
-        if (
-            schema.is_constant(value) or key_of(value) not in self.value
-        ):  # known everywhere: a constant
+        if schema.is_constant(value) or key_of(value) not in self.value:  # known everywhere: a constant
             self._add_edge(group, mine, (node, k, d), group.constants)
             return
         if group.inner not in theirs:
@@ -149,19 +141,12 @@ class HeadGroups:
     def _summed_with_weight(self, relation: Relation, k: int, d: int) -> bool:
         letters = set(relation.ins[k][d]) & relation.contracted
         others = [o for j, o in enumerate(relation.operands) if j in relation.factors and j != k]
-        return (
-            bool(letters)
-            and relation.entry.fill == "sum"
-            and any(schema.is_constant(o.value) for o in others)
-        )
+        return bool(letters) and relation.entry.fill == "sum" and any(schema.is_constant(o.value) for o in others)
 
     def _exclude_others(self, groups: dict[int, HeadGroup]) -> None:
         """Exclude what outputs, and ops without an entry, read: they need the plain order."""
         for node in self.placer.graph.nodes:
-            if isinstance(self.relations.get(node), Relation) or node.op in (
-                "placeholder",
-                "get_attr",
-            ):
+            if isinstance(self.relations.get(node), Relation) or node.op in ("placeholder", "get_attr"):
                 continue
             for source in node.all_input_nodes:
                 for axis in self.value.get(key_of(source), ()):

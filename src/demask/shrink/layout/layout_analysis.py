@@ -32,12 +32,7 @@ class LayoutAnalysis(Analysis):
 
     @classmethod
     def of(
-        cls,
-        program: Program,
-        table: Table,
-        *,
-        borders: bool = True,
-        fixed: FixedSizes | None = None,
+        cls, program: Program, table: Table, *, borders: bool = True, fixed: FixedSizes | None = None
     ) -> LayoutAnalysis:
         """The analysis of a program. borders: as in `Analysis`."""
         is_class = fixed is not None

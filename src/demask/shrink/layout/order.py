@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 
-def rank_positions(
-    component: Iterable[int], supports: Mapping[int, Tensor], fixed: bool
-) -> list[int] | None:
+def rank_positions(component: Iterable[int], supports: Mapping[int, Tensor], fixed: bool) -> list[int] | None:
     """One order for all cells of a component (cells joined by adds): every position, by first
     appearance; None for the natural order.
 

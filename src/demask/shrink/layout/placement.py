@@ -160,17 +160,11 @@ class Placer:
         output_letters = letters
         if norm:
             # A norm reads whole axes; only needed positions are scaled and shifted.
-            output_letters = letters | {
-                a: self.cells.new(relation.size[a]) for a in relation.complete
-            }
-            self._add_need(
-                self._axes(relation.outs[0], letters, relation, False), self.needs.live[node, 0]
-            )
+            output_letters = letters | {a: self.cells.new(relation.size[a]) for a in relation.complete}
+            self._add_need(self._axes(relation.outs[0], letters, relation, False), self.needs.live[node, 0])
         output_letters = output_letters | self._strided_letters(relation)
         for k in outs:
-            self.value[node, k] = self._axes(
-                relation.outs[k], output_letters, relation, flat or norm
-            )
+            self.value[node, k] = self._axes(relation.outs[k], output_letters, relation, flat or norm)
         for k, operand in enumerate(relation.operands):
             if isinstance(operand.value, fx.Node) and not relation.entry.free:
                 axes = self._axes(relation.ins[k], letters, relation, flat)
@@ -218,9 +212,7 @@ class Placer:
         for axis, cells in zip(relation.ins[operand], axes, strict=True):
             if set(axis) & relation.contracted:
                 others = set(order) - set(axis)
-                line = any_over(mask, order, others).reshape(
-                    [mask.shape[order.index(a)] for a in axis]
-                )
+                line = any_over(mask, order, others).reshape([mask.shape[order.index(a)] for a in axis])
                 sizes = [relation.size[a] or 1 for a in axis]
                 if relation.entry.fill == "mix" and not bool(line.any()):
                     line[:1] = True  # Weights computed from no product still need one, of zeros.
@@ -232,9 +224,7 @@ class Placer:
         if projection is None:
             return
         units, cells = self.slot[relation.node, projection]
-        unit_support, support = (
-            self.cells.support(self.cells.leaves(c)[0]) for c in (units, cells)
-        )
+        unit_support, support = (self.cells.support(self.cells.leaves(c)[0]) for c in (units, cells))
         assert unit_support is not None
         assert support is not None
         missing = int(unit_support.sum()) + 1 - int(support.sum())
@@ -260,9 +250,7 @@ class Placer:
         source = relation.operands[operand].value
         key = key_of(source)
         if source.op == "get_attr" and self.tied:
-            for mine, theirs in zip(
-                axes, self.weights.setdefault(source.target, axes), strict=True
-            ):
+            for mine, theirs in zip(axes, self.weights.setdefault(source.target, axes), strict=True):
                 self.cells.unify(mine, theirs)
         if schema.is_constant(source) or key not in self.value:
             return
@@ -305,11 +293,7 @@ class Placer:
         part, product = live.reshape([n or 1 for n in sizes]), torch.ones((), dtype=torch.bool)
         for k in range(len(cells)):
             rest = [d for d in range(len(cells)) if d != k]
-            mine = (
-                any_along(part, rest)
-                if not whole[k]
-                else torch.ones(part.shape[k], dtype=torch.bool)
-            )
+            mine = any_along(part, rest) if not whole[k] else torch.ones(part.shape[k], dtype=torch.bool)
             product = product.unsqueeze(-1) & mine
         return product.reshape(-1)
 
@@ -329,9 +313,7 @@ class Placer:
             supports = {c: s for c in component if (s := self.cells.support(c)) is not None}
             if len(supports) < len(component):
                 continue  # Dynamic axes are never cut, nor reordered.
-            rank = rank_positions(
-                component, supports, any(self.cells.ordered(c) for c in component)
-            )
+            rank = rank_positions(component, supports, any(self.cells.ordered(c) for c in component))
             if rank is not None:
                 result |= dict.fromkeys(component, rank)
         above, below = self._order_constraints()
@@ -350,9 +332,7 @@ class Placer:
             relation = self.relations.get(node)
             if not isinstance(relation, Relation):
                 written |= self._cells_of((node, 0))
-                read |= {
-                    c for source in node.all_input_nodes for c in self._cells_of(key_of(source))
-                }
+                read |= {c for source in node.all_input_nodes for c in self._cells_of(key_of(source))}
                 continue
             for k, operand in enumerate(relation.operands):
                 if (node, k) in self.slot and key_of(operand.value) in self.value:
@@ -367,9 +347,7 @@ class Placer:
     def _cells_of(self, key: Key) -> set[int]:
         return {c for cells in self.value.get(key, ()) for c in self.cells.leaves(cells)}
 
-    def _add_constraints(
-        self, relation: Relation, k: int, written: set[int], read: set[int], moves: list
-    ) -> None:
+    def _add_constraints(self, relation: Relation, k: int, written: set[int], read: set[int], moves: list) -> None:
         """Add the constraints of one operand on the order of its cells."""
         node, value_axes = relation.node, self.value[key_of(relation.operands[k].value)]
         factors = relation.factors if relation.entry.fill == "sum" else ()
@@ -401,11 +379,7 @@ class Placer:
             for k in range(len(axes)):
                 leaf = self._free_cell(key, k, orders)
                 leaf = None if leaf in above else leaf
-                parts = (
-                    []
-                    if leaf is None
-                    else [self._positions_taken(u, key[0], k, orders) for u in users]
-                )
+                parts = [] if leaf is None else [self._positions_taken(u, key[0], k, orders) for u in users]
                 if leaf is None or not parts or None in parts:
                     continue
                 flat = [p for part in parts for p in part or ()]
@@ -443,12 +417,7 @@ class Placer:
                 base = "".join(letters).partition(">")[0]
                 move = relation.moves[0].get(base) if set(letters) & relation.moved else None
                 leaf = None if move is None else self._free_cell((node, 0), axis, orders)
-                if (
-                    move is None
-                    or leaf is None
-                    or leaf in below
-                    or len(move.source) != self.cells.size(leaf)
-                ):
+                if move is None or leaf is None or leaf in below or len(move.source) != self.cells.size(leaf):
                     continue
                 ranks = [self._ranks(o.value, axis, orders) for o in relation.operands]
                 pairs = zip(move.source.tolist(), move.position.tolist(), strict=True)

@@ -29,12 +29,8 @@ def with_carried_points(relation: Relation | Declined) -> Relation | Declined:
         names = tuple(letter.partition("<")[0].partition(">")[0] for letter in axis)
         return () if set(axis) & kernel else names
 
-    ins, outs = (
-        tuple(tuple(map(carried, axes)) for axes in side) for side in (relation.ins, relation.outs)
-    )
+    ins, outs = (tuple(tuple(map(carried, axes)) for axes in side) for side in (relation.ins, relation.outs))
     size = {
-        letter.partition("<")[0].partition(">")[0]: n
-        for letter, n in relation.size.items()
-        if letter not in kernel
+        letter.partition("<")[0].partition(">")[0]: n for letter, n in relation.size.items() if letter not in kernel
     }
     return replace(relation, ins=ins, outs=outs, size=size, window=frozenset())

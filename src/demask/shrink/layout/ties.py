@@ -21,13 +21,10 @@ def strided_axes(relation: Relation) -> list[int]:
     """The output axes along which a call could compute only every s-th position: the windows of a
     convolution, by its stride."""
     arguments = schema.arguments(relation.node)
-    strided = (
-        relation.entry.fill == "sum" and "stride" in arguments and "output_padding" not in arguments
-    )
+    strided = relation.entry.fill == "sum" and "stride" in arguments and "output_padding" not in arguments
     if not strided or isinstance(arguments["padding"], str) or "pads" in arguments:
         return []
-    return [k for k, letters in enumerate(relation.outs[0])
-            if len(letters) == 1 and set(letters) & relation.window]  # fmt: skip
+    return [k for k, letters in enumerate(relation.outs[0]) if len(letters) == 1 and set(letters) & relation.window]
 
 
 def needed_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:
@@ -39,9 +36,7 @@ def needed_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:
     order = list(relation.size)
     inputs = operand_facts(relation, facts)
     live = spread(needs.live[relation.node, 0], relation.outs[0], order, relation.size)
-    mask = any_over(live, order, relation.window) & contributions(
-        relation, inputs, absorb=relation.entry.fill == "sum"
-    )
+    mask = any_over(live, order, relation.window) & contributions(relation, inputs, absorb=relation.entry.fill == "sum")
     if (edge := needs.edge.get((relation.node, relation.factors[0]))) is not None:
         mask = mask & spread(edge, relation.ins[relation.factors[0]], order, relation.size)
     return any_over(mask, order, relation.window)

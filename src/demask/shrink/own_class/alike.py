@@ -67,8 +67,13 @@ def count_saved(program: Program, shapes: Sequence[PreservedShape]) -> int:
 
 def _count_saved(program: Program, layers: frozenset[str]) -> int:
     read = {node: _parameters(program, node) for node in program.graph.nodes}
-    rows = [_size(node, 1 if w.ndim > 2 else -1) for node, weights in read.items()
-            if path_of(node) in layers for w in weights.values() if w.ndim > 1]  # fmt: skip
+    rows = [
+        _size(node, 1 if w.ndim > 2 else -1)
+        for node, weights in read.items()
+        if path_of(node) in layers
+        for w in weights.values()
+        if w.ndim > 1
+    ]
     stays, saved = max(rows, default=0), dict[str, float]()
     shares: dict[fx.Node, float] = {}  # of the channels of a value, those that would stay
     for node, weights in read.items():
@@ -94,8 +99,7 @@ def _count_saved(program: Program, layers: frozenset[str]) -> int:
 def _parameters(program: Program, node: fx.Node) -> dict[str, Tensor]:
     """The parameters that a call reads, by name."""
     names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
-    return {name: program.constants[name].tensor for name in names
-            if program.constants[name].parameter}  # fmt: skip
+    return {name: program.constants[name].tensor for name in names if program.constants[name].parameter}
 
 
 def _size(node: fx.Node, axis: int) -> int:

@@ -22,12 +22,7 @@ from demask.graph.program import Constant, Program, copy_tensors
 from demask.graph.provenance import Cut, Positions
 from demask.graph.result.computed_tensors import remove_parametrizations
 from demask.graph.result.demasked_module import Demasked
-from demask.graph.result.resize import (
-    assign_tensor,
-    numbers_of,
-    tensors_of,
-    update_attributes,
-)
+from demask.graph.result.resize import assign_tensor, numbers_of, tensors_of, update_attributes
 from demask.shrink.emit.constant_store import cut, select
 from demask.shrink.own_class.numbers import calls_of, fit_numbers
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
@@ -59,9 +54,7 @@ def resize(model: nn.Module, proof: Proof) -> nn.Module:
     calls = calls_of(proof.after)
     for path, module in copy.named_modules(remove_duplicate=False):
         if isinstance(module, nn.MultiheadAttention) and not _is_whole(module):
-            raise ProgramMismatch(
-                f"{path} has no attribute for heads that are narrower than its input", path
-            )
+            raise ProgramMismatch(f"{path} has no attribute for heads that are narrower than its input", path)
         if any(n is not None for n in module._parameters.values()) or path in calls:
             update_attributes(module, calls.get(path, ()))
     return copy
@@ -73,8 +66,9 @@ def changed_numbers(model: Any, own: nn.Module) -> dict[str, dict[str, Any]]:
     for path, module in model.named_modules():
         twin = modules.get(path)
         attributes = vars(twin) if twin is not None else {}
-        new = {name: attributes[name] for name, value in numbers_of(module).items()
-               if attributes.get(name, value) != value}  # fmt: skip
+        new = {
+            name: attributes[name] for name, value in numbers_of(module).items() if attributes.get(name, value) != value
+        }
         if new:
             changed[path] = new
     return changed
@@ -91,8 +85,14 @@ def find_branch(program: Program) -> str:
 def find_number(program: Program) -> str:
     """An input that is a number, of other values of which nothing is proved; "" if there is
     none."""
-    return next((str(node.target) for node in program.graph.find_nodes(op="placeholder")
-                 if type(node.meta.get("val")) in (int, float, complex)), "")  # fmt: skip
+    return next(
+        (
+            str(node.target)
+            for node in program.graph.find_nodes(op="placeholder")
+            if type(node.meta.get("val")) in (int, float, complex)
+        ),
+        "",
+    )
 
 
 def _is_whole(module: nn.MultiheadAttention) -> bool:
@@ -128,8 +128,7 @@ def _assign(copy: nn.Module, proof: Proof) -> list[str]:
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and not any(value is new for new in assigned.values()):
                 vars(module)[name] = value.detach().clone()
-    read = {plain_name(alias) for name, c in before.constants.items() if c.parameter
-            for alias in c.aliases or (name,)}  # fmt: skip
+    read = {plain_name(alias) for name, c in before.constants.items() if c.parameter for alias in c.aliases or (name,)}
     return sorted(name for name in read - assigned.keys() if name in own)
 
 
@@ -137,9 +136,7 @@ def _cut_value(own: Tensor | None, constant: Constant, how: Cut | None, before: 
     """The tensor for a constant of the program: a cut of the network's own tensor, if the constant
     is computed from it (one plus a scale, the rows of a table), so that the code computes the same
     from the cut; else the constant itself."""
-    positions = (
-        None if own is None or how is None else _remaining_positions(own, constant, how, before)
-    )
+    positions = None if own is None or how is None else _remaining_positions(own, constant, how, before)
     if own is None or positions is None:
         tensor = constant.tensor
         return nn.Parameter(tensor, constant.requires_grad) if constant.parameter else tensor
@@ -148,9 +145,7 @@ def _cut_value(own: Tensor | None, constant: Constant, how: Cut | None, before: 
     return _as_parameter_like(tensor if is_equal else cut(own.detach(), wanted), own)
 
 
-def _remaining_positions(
-    own: Tensor, constant: Constant, how: Cut, before: Program
-) -> tuple[Positions, ...] | None:
+def _remaining_positions(own: Tensor, constant: Constant, how: Cut, before: Program) -> tuple[Positions, ...] | None:
     """The positions that remain of the network's own tensor; None if the program's constant
     differs.
 

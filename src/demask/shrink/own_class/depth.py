@@ -38,15 +38,14 @@ class ShorterNetwork:
         layers = ", ".join(self.removed)
         return replace(
             record,
-            cuts={name: replace(cut, source=self._original(cut.source))
-                  for name, cut in record.cuts.items()},
-            removed={**{self._original(path): n for path, n in record.removed.items()},
-                     **self.removed},
-            modules={**{self._original(path): sizes for path, sizes in record.modules.items()},
-                     **{path: ModuleSizes((n, 0), (0, 0)) for path, n in self.removed.items()}},
-            notes=(f"layers that add nothing were removed, and later ones renumbered: {layers}",
-                   *record.notes),
-        )  # fmt: skip
+            cuts={name: replace(cut, source=self._original(cut.source)) for name, cut in record.cuts.items()},
+            removed={**{self._original(path): n for path, n in record.removed.items()}, **self.removed},
+            modules={
+                **{self._original(path): sizes for path, sizes in record.modules.items()},
+                **{path: ModuleSizes((n, 0), (0, 0)) for path, n in self.removed.items()},
+            },
+            notes=(f"layers that add nothing were removed, and later ones renumbered: {layers}", *record.notes),
+        )
 
     def _original(self, name: str) -> str:
         for new, old in self.names.items():
@@ -63,14 +62,16 @@ def without_dead_layers(
 
     smaller: the graph that computes a module; a layer is removed if that has no calls.
     """
-    lists = {path: part for path, part in model.named_modules()
-             if isinstance(part, nn.ModuleList) and len(part) > 1}  # fmt: skip
+    lists = {path: part for path, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1}
     layers = [f"{path}.{k}".lstrip(".") for path, part in lists.items() for k in range(len(part))]
     inputs = args, dict(kwargs or {})
     if not layers:
         return None
-    dead = [path for path, call in _find_unchanging(model, inputs, layers)
-            if _is_identity(smaller, model.get_submodule(path), *call)]  # fmt: skip
+    dead = [
+        path
+        for path, call in _find_unchanging(model, inputs, layers)
+        if _is_identity(smaller, model.get_submodule(path), *call)
+    ]
     gone: dict[str, set[int]] = defaultdict(set)
     for path in dead:
         holder, _, k = path.rpartition(".")
@@ -79,8 +80,11 @@ def without_dead_layers(
     if not gone:
         return None
     copy, names = structural_copy(model, share=True), {}
-    removed = {f"{path}.{k}".lstrip("."): sum(p.numel() for p in lists[path][k].parameters())
-               for path, which in gone.items() for k in sorted(which)}  # fmt: skip
+    removed = {
+        f"{path}.{k}".lstrip("."): sum(p.numel() for p in lists[path][k].parameters())
+        for path, which in gone.items()
+        for k in sorted(which)
+    }
     for path, which in gone.items():
         names |= _shorten(copy, path, which)
     try:
@@ -90,9 +94,7 @@ def without_dead_layers(
     return None if differs else ShorterNetwork(copy, names, removed)
 
 
-def _find_unchanging(
-    model: nn.Module, inputs: Inputs, layers: list[str]
-) -> list[tuple[str, Inputs]]:
+def _find_unchanging(model: nn.Module, inputs: Inputs, layers: list[str]) -> list[tuple[str, Inputs]]:
     """The layers that return their first input in every call of a run, with the inputs of the first
     call."""
     calls: dict[str, list[tuple[Inputs, bool]]] = defaultdict(list)
@@ -103,9 +105,13 @@ def _find_unchanging(
             first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
             returned = output[0] if isinstance(output, tuple) and output else output
             rest = output[1:] if isinstance(output, tuple) else ()
-            same = (isinstance(first, Tensor) and isinstance(returned, Tensor)
-                    and first.shape == returned.shape and torch.equal(first, returned)
-                    and all(x is None for x in rest))  # fmt: skip
+            same = (
+                isinstance(first, Tensor)
+                and isinstance(returned, Tensor)
+                and first.shape == returned.shape
+                and torch.equal(first, returned)
+                and all(x is None for x in rest)
+            )
             calls[path].append(((args, kwargs), same))
 
         return note
@@ -116,14 +122,10 @@ def _find_unchanging(
         run_seeded(work, inputs)
     except Exception:  # the caller's code: what runs it next says why
         return []
-    return [
-        (path, several[0][0]) for path, several in calls.items() if all(same for _, same in several)
-    ]
+    return [(path, several[0][0]) for path, several in calls.items() if all(same for _, same in several)]
 
 
-def _is_identity(
-    smaller: Smaller, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
+def _is_identity(smaller: Smaller, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a layer is proved to return its first input."""
     if not any(True for _ in layer.parameters()):
         return False
@@ -146,8 +148,7 @@ def _is_input(node: Any) -> bool:
     value = node.meta.get("val")
     if node.op != "placeholder" or not isinstance(value, Tensor):
         return False
-    wide = all((d.is_floating_point and d.itemsize > value.dtype.itemsize) or d == value.dtype
-               for d in dtypes)  # fmt: skip
+    wide = all((d.is_floating_point and d.itemsize > value.dtype.itemsize) or d == value.dtype for d in dtypes)
     return wide and dtypes[:1] in ([], [value.dtype])
 
 
@@ -168,8 +169,11 @@ def _shorten(network: nn.Module, path: str, gone: set[int]) -> dict[str, str]:
                     vars(part)[name] = new
     configs = {id(c): c for m in network.modules() if (c := getattr(m, "config", None)) is not None}
     for config in configs.values():
-        counts = [name for name, value in vars(config).items()
-                  if _COUNT.fullmatch(name) and type(value) is int and value == count]  # fmt: skip
+        counts = [
+            name
+            for name, value in vars(config).items()
+            if _COUNT.fullmatch(name) and type(value) is int and value == count
+        ]
         part = next((word for word in ("encoder", "decoder") if word in path), "")
         for name in [name for name in counts if part and part in name] or counts:
             setattr(config, name, len(remaining))

@@ -98,14 +98,13 @@ def _choices(network: nn.Module, proof: Proof) -> list[_NumberChoice]:
             continue
         sizes = _sizes(path, old, new, proof.cuts)
         options = [_options(value, sizes) for value in numbers.values()]
-        if all(len(values) == 1 and values[0] == value
-               for values, value in zip(options, numbers.values(), strict=True)):  # fmt: skip
+        if all(
+            len(values) == 1 and values[0] == value for values, value in zip(options, numbers.values(), strict=True)
+        ):
             continue
         key = (type(module), repr(numbers), repr(options))
         if key not in choices:
-            choices[key] = _NumberChoice(
-                [], tuple(numbers), _combinations(tuple(numbers.values()), options)
-            )
+            choices[key] = _NumberChoice([], tuple(numbers), _combinations(tuple(numbers.values()), options))
         choices[key].modules.append(module)
         choices[key].paths.append(path)
     return list(choices.values())
@@ -123,10 +122,7 @@ def _combinations(old: tuple[Any, ...], options: Sequence[Sequence[Any]]) -> lis
 
 
 def _sizes(
-    path: str,
-    old: Mapping[str, list[fx.Node]],
-    new: Mapping[str, list[fx.Node]],
-    cuts: Mapping[str, Cut],
+    path: str, old: Mapping[str, list[fx.Node]], new: Mapping[str, list[fx.Node]], cuts: Mapping[str, Cut]
 ) -> dict[int, list[int]]:
     """New sizes in a module by old size: of its tensors, its layers, and computed values."""
     new_sizes: dict[int, dict[int, None]] = defaultdict(dict)

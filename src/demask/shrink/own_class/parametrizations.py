@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Cut, Positions
-from demask.graph.result.computed_tensors import (
-    ComputedTensor,
-    computed_tensors,
-    remove_parametrizations,
-)
+from demask.graph.result.computed_tensors import ComputedTensor, computed_tensors, remove_parametrizations
 from demask.graph.result.resize import module_at
 from demask.numerics import RELATIVE, ULPS
 from demask.shrink.emit.constant_store import cut
@@ -26,9 +22,7 @@ Axes = tuple[Positions, ...]  # the positions that remain of each axis of a tens
 DRAWS = 2  # of other weights, for which the parametrization must commute with the cut, too
 
 
-def keep_parametrizations(
-    own: nn.Module, model: nn.Module, cuts: Mapping[str, Cut]
-) -> dict[str, Cut]:
+def keep_parametrizations(own: nn.Module, model: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
     """Let the layers of a smaller network compute their weights as those of `model` do, in place,
     where a cut of what they compute them from is the cut of the weights; returns these cuts.
 
@@ -57,9 +51,7 @@ def keep_parametrizations(
     return below
 
 
-def find_source_cuts(
-    computed: ComputedTensor, axes: Axes, value: Tensor
-) -> Mapping[str, Axes] | None:
+def find_source_cuts(computed: ComputedTensor, axes: Axes, value: Tensor) -> Mapping[str, Axes] | None:
     """By name in `computed.part`, how to cut what a tensor is computed from, such that the result
     is the tensor cut to `axes`, which has this `value`; None where that is not so.
 
@@ -134,9 +126,7 @@ def _other(buffer: Tensor) -> Tensor:
     return ~buffer if buffer.dtype == torch.bool else buffer + 1
 
 
-def _commutes(
-    computed: ComputedTensor, choice: Mapping[str, Axes], axes: Axes, value: Tensor
-) -> bool:
+def _commutes(computed: ComputedTensor, choice: Mapping[str, Axes], axes: Axes, value: Tensor) -> bool:
     """Whether cut sources compute the cut tensor, of this value."""
     sources = computed.sources()
     for training, k in itertools.product((False, True), range(DRAWS + 1)):
@@ -172,8 +162,10 @@ def _draw(source: Tensor, cuts: Axes | None, k: int) -> Tensor:
 def _remaining(source: Tensor, cuts: Axes) -> Tensor:
     """Which elements of a tensor remain."""
     inside = torch.zeros(source.shape, dtype=torch.bool, device=source.device)
-    index = [torch.arange(n) if p is None else torch.tensor(p, dtype=torch.long)
-             for n, p in zip(source.shape, cuts, strict=True)]  # fmt: skip
+    index = [
+        torch.arange(n) if p is None else torch.tensor(p, dtype=torch.long)
+        for n, p in zip(source.shape, cuts, strict=True)
+    ]
     inside[torch.meshgrid(*index, indexing="ij") if index else ()] = True
     return inside
 
@@ -181,9 +173,10 @@ def _remaining(source: Tensor, cuts: Axes) -> Tensor:
 def _cut_all(sources: Mapping[str, Tensor], choice: Mapping[str, Axes]) -> dict[str, Tensor]:
     """All sources, cut."""
     parts = {name: cut(source.detach(), choice[name]) for name, source in sources.items()}
-    return {name: nn.Parameter(part, sources[name].requires_grad)
-            if isinstance(sources[name], nn.Parameter) else part
-            for name, part in parts.items()}  # fmt: skip
+    return {
+        name: nn.Parameter(part, sources[name].requires_grad) if isinstance(sources[name], nn.Parameter) else part
+        for name, part in parts.items()
+    }
 
 
 def _is_close(a: Tensor, b: Tensor, relative: float) -> bool:

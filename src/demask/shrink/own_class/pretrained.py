@@ -91,12 +91,17 @@ def _computes_otherwise(model: nn.Module, fresh: nn.Module, first: nn.Module) ->
     modules, before = dict(model.named_modules()), dict(first.named_modules())
     for path, module in fresh.named_modules():
         own, old = vars(modules.get(path, module)), vars(before.get(path, module))
-        if any(type(value) is float and value != old.get(name) and value != own.get(name)
-               for name, value in vars(module).items()):  # fmt: skip
+        if any(
+            type(value) is float and value != old.get(name) and value != own.get(name)
+            for name, value in vars(module).items()
+        ):
             return True
     written, shapes = fresh.state_dict(), {n: t.shape for n, t in first.named_buffers()}
-    return any(shapes.get(name) != buffer.shape for name, buffer in fresh.named_buffers()
-               if name not in written or is_never_written(fresh, name))  # fmt: skip
+    return any(
+        shapes.get(name) != buffer.shape
+        for name, buffer in fresh.named_buffers()
+        if name not in written or is_never_written(fresh, name)
+    )
 
 
 def _configs(config: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
@@ -153,8 +158,7 @@ def _count_misfits(model: nn.Module, other: nn.Module | None) -> int:
         return 10**9
     total = 0
     for weight, kind in ((1, "named_parameters"), (10**6, "named_buffers")):
-        mine, theirs = ({name: tuple(t.shape) for name, t in getattr(m, kind)()}
-                        for m in (model, other))  # fmt: skip
+        mine, theirs = ({name: tuple(t.shape) for name, t in getattr(m, kind)()} for m in (model, other))
         names = mine.keys() | theirs.keys()
         total += weight * sum(mine.get(name) != theirs.get(name) for name in names)
     return total
@@ -234,9 +238,7 @@ def _has_room(fresh: nn.Module | None, model: nn.Module, most: nn.Module) -> boo
     those of a third, of which some are larger."""
     if fresh is None:
         return False
-    own, least, full = (
-        {name: tuple(t.shape) for name, t in m.state_dict().items()} for m in (fresh, model, most)
-    )
+    own, least, full = ({name: tuple(t.shape) for name, t in m.state_dict().items()} for m in (fresh, model, most))
     if not own.keys() == least.keys() == full.keys() or own == full:
         return False
     return all(

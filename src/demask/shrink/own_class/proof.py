@@ -86,8 +86,7 @@ class Proof:
 def _dynamic_sizes(program: Program) -> list[list[bool]]:
     """Which sizes of a program's inputs are dynamic."""
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
-    return [[not isinstance(size, int) for size in v.shape] for v in values
-            if isinstance(v, Tensor)]  # fmt: skip
+    return [[not isinstance(size, int) for size in v.shape] for v in values if isinstance(v, Tensor)]
 
 
 # Errors that a network's own code raises for sizes or modules that it does not expect.
@@ -98,8 +97,12 @@ _NETWORK_ERRORS = (DemaskError, RuntimeError, ValueError, AttributeError, IndexE
 def _locate_errors(network: nn.Module) -> Iterator[None]:
     """Convert errors of a network to ProgramMismatch, with the path of the module that raised."""
     stack: list[str] = []
-    handles = [handle for path, module in network.named_modules() if not is_holder(module)
-               for handle in _track_calls(module, path, stack)]  # fmt: skip
+    handles = [
+        handle
+        for path, module in network.named_modules()
+        if not is_holder(module)
+        for handle in _track_calls(module, path, stack)
+    ]
     try:
         yield
     except (MemoryError, ProgramMismatch):

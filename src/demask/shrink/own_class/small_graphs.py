@@ -57,10 +57,11 @@ def with_small_graphs(
     remove_parametrizations(plain)
     zeros, sizes, by_macs = _count_zeros(plain), _count_parameters(own), objective == "macs"
     # Of MACs, how many zeros cost is known of the graph.
-    least = {path: max(LEAST_OF_MODULE * size, 0 if by_macs else LEAST_OF_NETWORK * sizes[""])
-             for path, size in sizes.items()}  # fmt: skip
-    wanted = [path for path, count in zeros.items()
-              if path and count * VISIBLE >= max(least[path], 1)]  # fmt: skip
+    least = {
+        path: max(LEAST_OF_MODULE * size, 0 if by_macs else LEAST_OF_NETWORK * sizes[""])
+        for path, size in sizes.items()
+    }
+    wanted = [path for path, count in zeros.items() if path and count * VISIBLE >= max(least[path], 1)]
     calls = _record_calls(own, inputs, wanted) if wanted else {}
     graphs: dict[str, nn.Module] = {}
     for path in sorted(calls, key=lambda path: -path.count(".")):
@@ -77,11 +78,7 @@ def with_small_graphs(
         record = provenance_of(graph)
         full, whole, fewer = sizes[path], sizes[""], _count_parameters(graph)[""]
         if by_macs:
-            full, fewer, whole = (
-                record.before.macs,
-                record.after.macs,
-                provenance_of(own).after.macs,
-            )
+            full, fewer, whole = (record.before.macs, record.after.macs, provenance_of(own).after.macs)
         if full - fewer >= max(LEAST_OF_MODULE * full, LEAST_OF_NETWORK * whole):
             graphs[path] = graph
     copy = structural_copy(own, share=True) if graphs else own
@@ -92,8 +89,11 @@ def with_small_graphs(
 
 def _take_hooks(module: nn.Module) -> dict[str, Any]:
     """Remove the hooks of a module itself, in place; returns them by the attributes they are in."""
-    names = [name for name, value in vars(module).items() if isinstance(value, dict)
-             and "hooks" in name and "state_dict" not in name]  # fmt: skip
+    names = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, dict) and "hooks" in name and "state_dict" not in name
+    ]
     hooks = {name: vars(module)[name] for name in names}
     vars(module).update({name: type(value)() for name, value in hooks.items()})
     return hooks

@@ -28,8 +28,7 @@ def find_uncalled(model: nn.Module, program: Program, inputs: Inputs) -> list[st
     graphs = [path for path, module in model.named_modules() if isinstance(module, GraphModule)]
     if "" in graphs:
         return []
-    read = {plain_name(alias) for name, c in program.constants.items()
-            for alias in c.aliases or (name,)}  # fmt: skip
+    read = {plain_name(alias) for name, c in program.constants.items() for alias in c.aliases or (name,)}
     plain = structural_copy(model, share=True)
     remove_parametrizations(plain)
     paths: list[str] = []
@@ -46,8 +45,9 @@ def in_train_mode(model: nn.Module, paths: Sequence[str]) -> nn.Module | None:
     others in eval mode, so that code calls what it calls in train mode alone and computes what does
     not depend on chance. None where that is the network already."""
     copy = copy_in_eval(model)
-    around = [module for path, module in copy.named_modules()
-              if not path or any(p.startswith(f"{path}.") for p in paths)]  # fmt: skip
+    around = [
+        module for path, module in copy.named_modules() if not path or any(p.startswith(f"{path}.") for p in paths)
+    ]
     if copy.training or any(map(parametrize.is_parametrized, around)):
         return None
     for module in around:
@@ -102,9 +102,7 @@ def let_uncalled_follow(
     return {}, list(uncalled)
 
 
-def describe_uncalled(
-    model: nn.Module, paths: Sequence[str], cuts: Mapping[str, Cut]
-) -> tuple[str, ...]:
+def describe_uncalled(model: nn.Module, paths: Sequence[str], cuts: Mapping[str, Cut]) -> tuple[str, ...]:
     """Notes on modules that keep their sizes, where they may read an axis that was cut."""
     axes = (axis for how in cuts.values() for axis in zip(how.shape, how.kept, strict=True))
     sizes = {size for size, remain in axes if remain is not None and len(remain) < size}
@@ -113,8 +111,10 @@ def describe_uncalled(
         shapes = {n for p in model.get_submodule(path).parameters() for n in p.shape}
         if read := sorted(shapes & sizes):
             numbers = " or ".join(map(str, read))
-            notes.append(f"{path} is not called for these inputs in eval mode and keeps its sizes: "
-                         f"what it reads of {numbers} channels may have fewer now")  # fmt: skip
+            notes.append(
+                f"{path} is not called for these inputs in eval mode and keeps its sizes: "
+                f"what it reads of {numbers} channels may have fewer now"
+            )
     return tuple(notes)
 
 
@@ -130,10 +130,7 @@ def _find_called(network: nn.Module, inputs: Inputs, paths: Sequence[str]) -> se
 
 
 def _differ(
-    own: nn.Module,
-    original: nn.Module,
-    uncalled: Sequence[str],
-    differ: Callable[[nn.Module, nn.Module], str],
+    own: nn.Module, original: nn.Module, uncalled: Sequence[str], differ: Callable[[nn.Module, nn.Module], str]
 ) -> bool:
     """Whether a smaller network differs from `original` in the same mode, or fails there."""
     try:

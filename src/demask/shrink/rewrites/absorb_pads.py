@@ -41,8 +41,7 @@ def absorb_pads(analysis: LayoutAnalysis) -> Program | None:
         if _constant_pad(node):
             _postpone_pad(editor, node, analysis.table)
     program = editor.finish()
-    pads = [n for n in editor.graph.nodes
-            if _constant_pad(n) and all(reader.target in PADDED for reader in n.users)]  # fmt: skip
+    pads = [n for n in editor.graph.nodes if _constant_pad(n) and all(reader.target in PADDED for reader in n.users)]
     if not pads:
         return None
     analysis = analysis.again(program)
@@ -76,9 +75,7 @@ def _postpone_pad(editor: GraphEditor, node: fx.Node, table: Table) -> None:
             if later is not None:
                 if later[1] != value or not _is_nonnegative([*pads, *later[0]]):
                     return
-                node = _replace_with_pad(
-                    editor, reader, node.args[0], _add_pads(pads, later[0]), value
-                )
+                node = _replace_with_pad(editor, reader, node.args[0], _add_pads(pads, later[0]), value)
             elif (new := _value_after(reader, node, value, table)) is not None:
                 args = [node.args[0] if a is node else a for a in reader.args]
                 moved = editor.call_for(reader, reader.target, *args, **reader.kwargs)
@@ -97,9 +94,7 @@ def _add_pads(a: list[int], b: list[int]) -> list[int]:
     return [m + n for m, n in zip(a, b, strict=True)]
 
 
-def _replace_with_pad(
-    editor: GraphEditor, node: fx.Node, x: Any, pads: list[Any], value: float
-) -> fx.Node:
+def _replace_with_pad(editor: GraphEditor, node: fx.Node, x: Any, pads: list[Any], value: float) -> fx.Node:
     new = editor.call(aten.constant_pad_nd.default, x, pads, value)
     editor.replace(node, new, inherit=True)
     return new
@@ -176,8 +171,10 @@ def _window_rank(window: fx.Node) -> int:
 def _reads_input(window: fx.Node, pads: list[Any]) -> bool:
     """Whether every window of a maximum reads a position that is not padding."""
     call, rank = schema.arguments(window), _window_rank(window)
-    wide = {name: [v] * rank if isinstance(v := call[name], int) else list(v) * (rank // len(v))
-            for name in ("kernel_size", "padding", "dilation")}  # fmt: skip
+    wide = {
+        name: [v] * rank if isinstance(v := call[name], int) else list(v) * (rank // len(v))
+        for name in ("kernel_size", "padding", "dilation")
+    }
     if call["ceil_mode"] or any(n != 1 for n in wide["dilation"]):
         return False
     ends = [max(pads[k], pads[k + 1]) if k < len(pads) else 0 for k in range(0, 2 * rank, 2)]
@@ -205,9 +202,7 @@ def _shift_input(editor: GraphEditor, call: dict[str, Any], value: float) -> dic
     bias = editor.call(aten.mul.Tensor, editor.call(aten.sum.dim_IntList, weight, dims), value)
     if call["bias"] is not None:
         bias = editor.call(aten.add.Tensor, call["bias"], bias)
-    return {
-        "input": editor.call(aten.sub.Tensor, call["input"], value), "bias": bias, "pad_value": 0.0,
-    }  # fmt: skip
+    return {"input": editor.call(aten.sub.Tensor, call["input"], value), "bias": bias, "pad_value": 0.0}
 
 
 def restore_pads(program: Program) -> Program:

@@ -90,9 +90,7 @@ class _Grouper:
         parts: dict[fx.Node, list[fx.Node]] = {}
         for node in inside:
             with self.graph.inserting_before(self.copies[node].next):
-                parts[node] = [
-                    self._call_for_group(node, k, cell, groups, parts) for k in range(len(groups))
-                ]
+                parts[node] = [self._call_for_group(node, k, cell, groups, parts) for k in range(len(groups))]
         for node in inside:
             self._join(node, cell, groups, parts, set(inside))
         return True
@@ -122,9 +120,7 @@ class _Grouper:
             return False
         axis = self._head_axis(node, cell)
         letters = set(relation.outs[0][axis])
-        own = [
-            self._axis(self.head_groups.slot.get((node, k)), cell) for k in range(len(relation.ins))
-        ]
+        own = [self._axis(self.head_groups.slot.get((node, k)), cell) for k in range(len(relation.ins))]
         read = [set(relation.ins[k][d]) & letters for k, d in enumerate(own) if d is not None]
         plain = not letters & (relation.complete | relation.window)
         return bool(read) and all(read) and plain

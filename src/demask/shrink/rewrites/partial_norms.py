@@ -42,8 +42,7 @@ def condense_axes(analysis: LayoutAnalysis) -> Program | None:
     axes = {
         node: axis
         for node, relation in relations.items()
-        if isinstance(relation, Relation)
-        and (axis := _find_partly_known(relation, facts)) is not None
+        if isinstance(relation, Relation) and (axis := _find_partly_known(relation, facts)) is not None
     }
     if not axes:
         return None
@@ -133,9 +132,7 @@ class _Condenser:
             readers = self._readers(node, axis.dim)
             if readers is None and not (kind != "softmax" and self._is_scaled_away(node, axis)):
                 return False
-            shared = {"softmax": self._softmax, "layer": self._layer_norm, "rms": self._rms_norm}[
-                kind
-            ](node, axis)
+            shared = {"softmax": self._softmax, "layer": self._layer_norm, "rms": self._rms_norm}[kind](node, axis)
             output = self._apply_scale(node, shared) if kind != "softmax" else shared.scattered
         self._replace(node, output)
         for reader in readers or ():
@@ -165,10 +162,7 @@ class _Condenser:
             return self.editor.call(aten.clamp_max.default, reduced, float(axis.fill.min()))
         total = float(axis.fill.sum())
         if kind == "mean":
-            reduced, total = (
-                self.editor.call(aten.mul.Tensor, reduced, axis.share),
-                total / axis.size,
-            )
+            reduced, total = (self.editor.call(aten.mul.Tensor, reduced, axis.share), total / axis.size)
         return self.editor.call(aten.add.Tensor, reduced, total) if total else reduced
 
     def _softmax(self, node: fx.Node, axis: _CompleteAxis) -> _Shared:
@@ -177,15 +171,11 @@ class _Condenser:
         live, k = self._select_live(node, axis), len(values)
         pads = [0, 0] * (node.meta["val"].ndim - axis.dim - 1)
         if k == 1:
-            both = self.editor.call(
-                aten.constant_pad_nd.default, live, [*pads, 0, 1], float(logits[0])
-            )
+            both = self.editor.call(aten.constant_pad_nd.default, live, [*pads, 0, 1], float(logits[0]))
         else:
             shape = [k if d == axis.dim else n for d, n in enumerate(self.editor.sizes(live))]
             line = logits.view([-1 if d == axis.dim else 1 for d in range(len(shape))])
-            merged = self.store.constant_here(
-                line.to(node.meta["val"].dtype), f"{node.name}_merged"
-            )
+            merged = self.store.constant_here(line.to(node.meta["val"].dtype), f"{node.name}_merged")
             both = self.editor.call(aten.expand.default, merged, shape)
             both = self.editor.call(aten.cat.default, [live, both], axis.dim)
         arguments = schema.arguments(self.copies[node]) | {"self": both}
@@ -209,9 +199,7 @@ class _Condenser:
         offset = call(aten.sub.Tensor, mean, whole)
         var = call(aten.add.Tensor, var, call(aten.mul.Tensor, offset, offset))
         known_offset = call(aten.sub.Tensor, whole, known_mean) if known_mean else whole
-        rest = call(
-            aten.mul.Tensor, call(aten.mul.Tensor, known_offset, known_offset), dead / axis.size
-        )
+        rest = call(aten.mul.Tensor, call(aten.mul.Tensor, known_offset, known_offset), dead / axis.size)
         var = call(aten.add.Tensor, call(aten.mul.Tensor, var, axis.share), rest)
         var = call(aten.add.Tensor, var, known_variance + schema.arguments(node)["eps"])
         scale = call(aten.rsqrt.default, var)
@@ -231,12 +219,7 @@ class _Condenser:
         return self._share(node, axis, call(aten.mul.Tensor, live, scale), None, scale)
 
     def _share(
-        self,
-        node: fx.Node,
-        axis: _CompleteAxis,
-        normalized: fx.Node,
-        shift: fx.Node | None,
-        scale: fx.Node,
+        self, node: fx.Node, axis: _CompleteAxis, normalized: fx.Node, shift: fx.Node | None, scale: fx.Node
     ) -> _Shared:
         """What known positions depend on, -m/s and 1/s, and their factors g and g · f."""
         gains = self._gains(node)[list(axis.dead)]
@@ -244,10 +227,8 @@ class _Condenser:
         pairs = [(v, c) for v, c in pairs if v is not None and bool((c != 0).any())]
         values = [v for v, _ in pairs]
         both = (
-            self.editor.call(aten.cat.default, values, axis.dim)
-            if len(values) > 1
-            else values[0] if values else None
-        )  # fmt: skip
+            self.editor.call(aten.cat.default, values, axis.dim) if len(values) > 1 else values[0] if values else None
+        )
         columns = torch.stack([c for _, c in pairs], 1) if pairs else torch.zeros(len(axis.dead), 0)
         return _Shared(self._scatter(normalized, axis), both, columns)
 
@@ -349,8 +330,9 @@ class _Condenser:
         before = next(o.value for o in relation.operands if isinstance(o.value, fx.Node))
         arguments = schema.arguments(copy) | {relation.operands[0].name: value}
         if relation.entry.args is not None:
-            axis = next(d for d, n in enumerate(value.meta["val"].shape)
-                        if not schema.same_size(n, before.meta["val"].shape[d]))  # fmt: skip
+            axis = next(
+                d for d, n in enumerate(value.meta["val"].shape) if not schema.same_size(n, before.meta["val"].shape[d])
+            )
             out = relation.outs[0].index(relation.ins[0][axis])
             sizes = self.editor.sizes(copy)
             sizes[out] = k

@@ -104,9 +104,7 @@ def _reshape(editor: GraphEditor, node: fx.Node, value: fx.Node) -> None:
     editor.replace(node, shaped, inherit=True)
 
 
-def _merged(
-    editor: GraphEditor, node: fx.Node, rank: int, merged: dict[fx.Node, fx.Node]
-) -> fx.Node:
+def _merged(editor: GraphEditor, node: fx.Node, rank: int, merged: dict[fx.Node, fx.Node]) -> fx.Node:
     """A value whose last axes are merged into the first of them; the others have size one."""
     if node not in merged:
         sizes = editor.sizes(editor.copies[node])
@@ -147,6 +145,4 @@ def _carries(analysis: LayoutAnalysis, node: fx.Node, near: fx.Node, rank: int) 
     if relation.entry.args is not None and not is_point_convolution(relation):
         return False
     letters = {axis[0] for axis in space}
-    return all(
-        axes[-rank:] == space or not letters & relation.letters(axes) for axes in relation.ins
-    )
+    return all(axes[-rank:] == space or not letters & relation.letters(axes) for axes in relation.ins)

@@ -47,9 +47,7 @@ def _reorder(group: HeadGroup, editor: GraphEditor, store: ConstantStore) -> Non
         for value in _values(copies[node], k):
             with editor.graph.inserting_before(value.next):
                 gathered = _gather(value, axis, order, editor, store)
-            value.replace_all_uses_with(
-                gathered, delete_user_cb=lambda user, gathered=gathered: user is not gathered
-            )
+            value.replace_all_uses_with(gathered, delete_user_cb=lambda user, gathered=gathered: user is not gathered)
     for node, k, axis in group.leaves:
         _gather_operand(copies[node], k, axis, inverse, editor, store)
     for node, k, axis in group.constants:
@@ -63,9 +61,7 @@ def _values(node: fx.Node, k: int) -> list[fx.Node]:
     return [user for user in node.users if user.args[1] == k]
 
 
-def _gather_operand(
-    node: fx.Node, k: int, axis: int, order: Tensor, editor: GraphEditor, store: ConstantStore
-) -> None:
+def _gather_operand(node: fx.Node, k: int, axis: int, order: Tensor, editor: GraphEditor, store: ConstantStore) -> None:
     """Make a call read operand k gathered along an axis."""
     operand = schema.operands(node)[k]
     with editor.graph.inserting_before(node):
@@ -75,9 +71,7 @@ def _gather_operand(
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _gather(
-    value: fx.Node, axis: int, order: Tensor, editor: GraphEditor, store: ConstantStore
-) -> fx.Node:
+def _gather(value: fx.Node, axis: int, order: Tensor, editor: GraphEditor, store: ConstantStore) -> fx.Node:
     """The entries of an axis (..., head, position), positions of each head in a new order."""
     heads, size = order.shape
     whole = order + torch.arange(heads).unsqueeze(1) * size

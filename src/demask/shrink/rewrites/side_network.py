@@ -20,13 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from demask.facts.input_independent import (
-    IndependentMasks,
-    as_known,
-    batch_sizes,
-    finite_argument,
-    has_batch_symbol,
-)
+from demask.facts.input_independent import IndependentMasks, as_known, batch_sizes, finite_argument, has_batch_symbol
 from demask.facts.known import Facts, Key, Relations, key_of
 from demask.facts.needed import Needs, needed
 from demask.graph.editor import GraphEditor
@@ -51,22 +45,14 @@ def split_side_network(analysis: LayoutAnalysis) -> Program | None:
         return None
     needs = needed(program.graph, relations, as_known(facts, independent))
     parts = _side_positions(varying, facts, independent, needs, batch)
-    parts = {
-        key: part
-        for key, part in parts.items()
-        if _is_computed_per_image(key, relations, varying, batch)
-    }
+    parts = {key: part for key, part in parts.items() if _is_computed_per_image(key, relations, varying, batch)}
     if not parts:
         return None
     return _Splitter(program, relations, facts, independent, needs, batch, parts).run()
 
 
 def _side_positions(
-    varying: set[Key],
-    facts: Facts,
-    independent: IndependentMasks,
-    needs: Needs,
-    batch: set[sympy.Symbol],
+    varying: set[Key], facts: Facts, independent: IndependentMasks, needs: Needs, batch: set[sympy.Symbol]
 ) -> dict[Key, Tensor]:
     """Per value, its positions that are read and input-independent but not known, as a mask that
     varies along one axis at most."""
@@ -81,9 +67,7 @@ def _side_positions(
     return parts
 
 
-def _is_computed_per_image(
-    key: Key, relations: Relations, varying: set[Key], batch: set[sympy.Symbol]
-) -> bool:
+def _is_computed_per_image(key: Key, relations: Relations, varying: set[Key], batch: set[sympy.Symbol]) -> bool:
     """Whether input-independent positions are computed for every image, instead of only moved from
     a side network to their readers."""
     if key not in varying or not _has_batch_axis(key, batch):
@@ -92,9 +76,7 @@ def _is_computed_per_image(
     if not isinstance(relation, Relation) or relation.entry.fill != "same" or relation.window:
         return True
     sources = [o.value for o in relation.operands if isinstance(o.value, fx.Node)]
-    return any(
-        _is_computed_per_image(key_of(source), relations, varying, batch) for source in sources
-    )
+    return any(_is_computed_per_image(key_of(source), relations, varying, batch) for source in sources)
 
 
 def _has_batch_axis(key: Key, batch: set[sympy.Symbol]) -> bool:
@@ -250,9 +232,7 @@ class _Splitter:
             outside = self.store.constant(~mask * torch.tensor(number).to(dtype), "mask")
             masked = self.editor.call(aten.mul.Tensor, values[k], inside)
             values[k] = self.editor.call(aten.add.Tensor, masked, outside)
-        return schema.bind_arguments(
-            relation.node.target, schema.replace_operands(for_one, relation.operands, values)
-        )
+        return schema.bind_arguments(relation.node.target, schema.replace_operands(for_one, relation.operands, values))
 
     def _for_one(self, value: Any) -> Any:
         """An argument of a call, for a batch of one."""

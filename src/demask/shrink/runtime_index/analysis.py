@@ -85,12 +85,7 @@ class IndexPlan:
 
 
 def plan_indices(
-    graph: fx.Graph,
-    relations: Relations,
-    facts: Facts,
-    picks: Mapping[Key, IndexedSupport],
-    *,
-    push: bool,
+    graph: fx.Graph, relations: Relations, facts: Facts, picks: Mapping[Key, IndexedSupport], *, push: bool
 ) -> IndexPlan:
     """The plan of which call uses which index.
 
@@ -159,8 +154,7 @@ def _count(relation: Relation, letters: Sequence[str]) -> int | None:
 def _visit_forward(plan: IndexPlan, node: fx.Node, push: bool) -> None:
     """Forward: the outputs of a call whose operands are constant outside an index."""
     relation = plan.relations.get(node)
-    picks = {k: plan.picks[node, k] for k in range(len(schema.outputs(node)))
-            if (node, k) in plan.picks}  # fmt: skip
+    picks = {k: plan.picks[node, k] for k in range(len(schema.outputs(node))) if (node, k) in plan.picks}
     sources = {pick.index.source for pick in picks.values()}
     if push and isinstance(relation, Relation):
         for index in _indices(plan, relation):
@@ -327,18 +321,14 @@ def _is_axis_shared(plan: IndexPlan, relation: Relation, letter: str) -> bool:
     return any({letter, other} <= set(axis) for axes in relation.ins for axis in axes)
 
 
-def _is_rest_known(
-    plan: IndexPlan, relation: Relation, letters: dict[int, str], letter: str
-) -> bool:
+def _is_rest_known(plan: IndexPlan, relation: Relation, letters: dict[int, str], letter: str) -> bool:
     """Whether the contribution outside the index is known; adds it to the plan if not 0."""
     factors = [k for k, a in letters.items() if a == letter and k in relation.factors]
     fills = [plan.fills[key_of(relation.operands[k].value)][1] for k in factors]
     if any(bool((fill == 0).all()) for fill in fills):
         return True
     other = [k for k in relation.factors if k not in factors]
-    if factors != [relation.factors[0]] or not all(
-        schema.is_constant(relation.operands[k].value) for k in other
-    ):
+    if factors != [relation.factors[0]] or not all(schema.is_constant(relation.operands[k].value) for k in other):
         return False
     fact = _fact(fills[0])
     summed = is_absorbing(relation) and bool(one_value(relation, fact).known.all())
@@ -358,11 +348,7 @@ def _add_at(plan: IndexPlan, relation: Relation, wants: list[RunTimeSupports]) -
     dtype = relation.node.meta["val"].dtype
     for k in (1, 0):
         value, other = relation.operands[k].value, relation.operands[1 - k].value
-        if (
-            schema.is_constant(value)
-            or schema.is_constant(other)
-            or key_of(value) not in plan.fills
-        ):
+        if schema.is_constant(value) or schema.is_constant(other) or key_of(value) not in plan.fills:
             continue
         supports, fill = plan.fills[key_of(value)]
         same = value.meta["val"].dtype == other.meta["val"].dtype == dtype

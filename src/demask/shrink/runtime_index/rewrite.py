@@ -108,9 +108,7 @@ class _IndexRewriter(EmitContext):
 
     def __init__(self, program: Program, plan: IndexPlan):
         whole = {key: _whole(schema.outputs(key[0])[key[1]]) for key in plan.reads}
-        super().__init__(
-            program, plan.relations, plan.facts, Needs({}, {}, {}), Placement(whole, {})
-        )
+        super().__init__(program, plan.relations, plan.facts, Needs({}, {}, {}), Placement(whole, {}))
         self.plan = plan
 
     def emit(self, node: fx.Node, k: int, new: fx.Node, layout: Layout | None) -> None:
@@ -120,23 +118,17 @@ class _IndexRewriter(EmitContext):
             return
         supports, pick = self.plan.output_supports(node, k), self.plan.picks.get((node, k))
         fill = self.plan.fills.get((node, k))
-        self.adapter.emitted[node, k] = EmittedValue(
-            new, _whole(value), supports, fill[1] if fill else None
-        )
+        self.adapter.emitted[node, k] = EmittedValue(new, _whole(value), supports, fill[1] if fill else None)
         if pick is None:
             return
         support: RunTimeSupports = ((pick.axis, pick.index),)
         small = self.adapter.adapt(self._output_node(node, k), _whole(value), run_time=support)
         if isinstance(pick.fill, Tensor):
             shape = [1] * (value.ndim - pick.fill.ndim) + list(pick.fill.shape)
-            emitted = EmittedValue(
-                small, _whole(value), support, pick.fill.to(value.dtype).reshape(shape)
-            )
+            emitted = EmittedValue(small, _whole(value), support, pick.fill.to(value.dtype).reshape(shape))
         else:
             base = self.adapter.emitted[pick.fill, 0].node
-            emitted = EmittedValue(
-                self.adapter.scatter_at(small, pick.axis, pick.index, base), _whole(value)
-            )
+            emitted = EmittedValue(self.adapter.scatter_at(small, pick.axis, pick.index, base), _whole(value))
         self.adapter.emitted[node, k] = emitted
 
     def _output_node(self, node: fx.Node, k: int) -> fx.Node:
@@ -170,8 +162,7 @@ class _IndexRewriter(EmitContext):
     def sizes(self, node: fx.Node, k: int, layout: Layout) -> list[Any]:
         supports = dict(self.plan.output_supports(node, k))
         value = schema.outputs(node)[k]
-        return [self.length(supports[a]) if a in supports else self.store.size(n)
-                for a, n in enumerate(value.shape)]  # fmt: skip
+        return [self.length(supports[a]) if a in supports else self.store.size(n) for a, n in enumerate(value.shape)]
 
     def length(self, index: RunTimeIndex) -> Any:
         """The number of positions in an index, as a call argument."""
@@ -205,9 +196,7 @@ class _IndexRewriter(EmitContext):
     def shape(self, node: fx.Node, layout: Layout | None) -> list[Any]:
         supports = dict(self.plan.output_supports(node, 0))
         return [
-            n
-            if axis not in supports
-            else supports[axis].outer * supports[axis].inner * self._length(supports[axis])
+            n if axis not in supports else supports[axis].outer * supports[axis].inner * self._length(supports[axis])
             for axis, n in enumerate(node.meta["val"].shape)
         ]
 
@@ -223,9 +212,7 @@ class _IndexRewriter(EmitContext):
         names = {operand.name for operand in relation.operands}
         arguments = schema.arguments(node)
         plain = {name: v if name in names else self.argument(v) for name, v in arguments.items()}
-        return schema.bind_arguments(
-            node.target, schema.replace_operands(plain, relation.operands, values)
-        )
+        return schema.bind_arguments(node.target, schema.replace_operands(plain, relation.operands, values))
 
     def _groups(self, relation: Relation) -> dict[str, Any]:
         """The number of groups of a grouped convolution of which some groups are computed."""
@@ -258,9 +245,7 @@ class _IndexRewriter(EmitContext):
         layout = tuple(() if letter in axis else None for axis in relation.ins[first])
         whole = _whole(relation.node.meta["val"])
         constants = absorb_constants(relation, facts, layout)
-        return add_constants(
-            self, relation, whole, value, constants, self.plan.output_supports(relation.node, 0)
-        )
+        return add_constants(self, relation, whole, value, constants, self.plan.output_supports(relation.node, 0))
 
     def _emit_added(self, relation: Relation) -> None:
         """Emit a + scatter(b): b is added at its positions."""

@@ -26,8 +26,7 @@ def carry_average(slim: nn.Module, ema: Any, origin: Origin) -> Callable[[], Non
     if isinstance(ema, MutableMapping):
         return _carry_dict(slim, ema, origin)
     if not isinstance(ema, nn.Module):
-        raise BadInput("ema: expected an AveragedModel, a module or a state dict, got "
-                       f"{type(ema).__name__}")  # fmt: skip
+        raise BadInput(f"ema: expected an AveragedModel, a module or a state dict, got {type(ema).__name__}")
     inner = getattr(ema, "module", None)
     average = inner if isinstance(inner, nn.Module) else ema
     small = _average(slim, _without_prefix(NetworkTensors.of(average).values), origin)
@@ -46,9 +45,7 @@ def carry_average(slim: nn.Module, ema: Any, origin: Origin) -> Callable[[], Non
     return replace_module
 
 
-def _carry_dict(
-    slim: nn.Module, ema: MutableMapping[str, Any], origin: Origin
-) -> Callable[[], None]:
+def _carry_dict(slim: nn.Module, ema: MutableMapping[str, Any], origin: Origin) -> Callable[[], None]:
     tensors = {name: value for name, value in ema.items() if isinstance(value, Tensor)}
     plain = _without_prefix(tensors)
     prefix = _PREFIX if plain.keys() != tensors.keys() else ""
@@ -57,8 +54,11 @@ def _carry_dict(
         mask = plain.get(f"{name.removesuffix('_orig')}_mask") if name.endswith("_orig") else None
         values[plain_name(name)] = value if mask is None else value * mask
     # Of what parametrizations compute, no entry is the average.
-    computed = {piece.source for piece in origin.pieces.values() if len(piece.parameters) > 0
-                and not piece.has_state and piece.source not in piece.parameters}  # fmt: skip
+    computed = {
+        piece.source
+        for piece in origin.pieces.values()
+        if len(piece.parameters) > 0 and not piece.has_state and piece.source not in piece.parameters
+    }
     values = {name: value for name, value in values.items() if name not in computed} | plain
     new = {prefix + name: t for name, t in _average(slim, values, origin).state_dict().items()}
     own = {prefix + name for name in plain}

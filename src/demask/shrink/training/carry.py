@@ -14,12 +14,7 @@ from demask.graph.capture.fold_constants import plain_name
 from demask.graph.provenance import provenance_of
 from demask.graph.result.origin import Origin, Piece, get_origin
 from demask.shrink.training.averages import carry_average
-from demask.shrink.training.pieces import (
-    NetworkTensors,
-    find_origin,
-    find_trained,
-    sliced_shape,
-)
+from demask.shrink.training.pieces import NetworkTensors, find_origin, find_trained, sliced_shape
 from demask.shrink.training.states import cut_states
 
 Names = list[list[str | None]]  # per group, the original's parameters; None: of another network
@@ -118,8 +113,7 @@ def _check_kind(optimizer: Any) -> None:
     else:
         fits = hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")
     if not fits:
-        raise BadInput("expected an optimizer or the state dict of one, got "
-                       f"{type(optimizer).__name__}")  # fmt: skip
+        raise BadInput(f"expected an optimizer or the state dict of one, got {type(optimizer).__name__}")
 
 
 def _origin_of(slim: nn.Module, model: Any) -> Origin:
@@ -251,8 +245,7 @@ class _Plan:
         rows: list[Any] = [new(name) for name in self.added[k]]
         first = next((i for i, name in enumerate(self.names[k]) if name is not None), len(old))
         others = [i for i, name in enumerate(self.names[k]) if name is None]
-        return [*(old[i] for i in others if i < first), *rows,
-                *(old[i] for i in others if i > first)]  # fmt: skip
+        return [*(old[i] for i in others if i < first), *rows, *(old[i] for i in others if i > first)]
 
     def labels(self, k: int, old: Sequence[str]) -> list[str]:
         """The new `param_names` of group k, with the prefix that the original's names had."""
@@ -285,8 +278,7 @@ def _new_dict(old: Mapping[str, Any], plan: _Plan, states: Mapping[str, Any]) ->
         for index, (name, key) in enumerate(members, count):
             state = states.get(name) if name else old["state"].get(key)
             if state is not None:
-                new_states[index] = {n: v.clone() if isinstance(v, Tensor) else v
-                                     for n, v in state.items()}  # fmt: skip
+                new_states[index] = {n: v.clone() if isinstance(v, Tensor) else v for n, v in state.items()}
         if "param_names" in group:
             new["param_names"] = plan.labels(k, group["param_names"])
         groups.append(new)

@@ -105,8 +105,9 @@ def _pieces(
         value = original.values.get(piece.source)
         if value is None or tuple(value.shape) != piece.shape:
             got = "none" if value is None else str(tuple(value.shape))
-            raise BadInput(f"model: expected the network that was demasked, with {piece.source} of "
-                           f"shape {piece.shape}, got {got}")  # fmt: skip
+            raise BadInput(
+                f"model: expected the network that was demasked, with {piece.source} of shape {piece.shape}, got {got}"
+            )
     return origin.pieces, origin.masks
 
 
@@ -121,9 +122,8 @@ def _refuse_trained_additions(own: Mapping[str, Tensor], origin: Origin) -> None
 
 
 def _fill(
-    large: nn.Module, own: Mapping[str, Tensor], pieces: Mapping[str, Piece],
-    masks: Mapping[str, Tensor],
-) -> None:  # fmt: skip
+    large: nn.Module, own: Mapping[str, Tensor], pieces: Mapping[str, Piece], masks: Mapping[str, Tensor]
+) -> None:
     """Write the tensors of the small network, and zeros under `masks`, into the large one."""
     with torch.no_grad():
         for name, mask in masks.items():
@@ -181,8 +181,7 @@ def _write_computed(module: Any, leaf: str, piece: Piece, part: Tensor) -> None:
             if tensor.shape[:1] == piece.shape[:1]:
                 tensor.data[removed] = before[name][removed]
     if not torch.allclose(getattr(module, leaf), value, rtol=1e-4, atol=1e-6):
-        raise BadInput(f"the parametrizations of {piece.source} cannot compute what it was trained "
-                       "to")  # fmt: skip
+        raise BadInput(f"the parametrizations of {piece.source} cannot compute what it was trained to")
 
 
 def _set_part(tensor: Tensor, piece: Piece, part: Tensor) -> None:

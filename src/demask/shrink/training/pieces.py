@@ -41,8 +41,7 @@ class NetworkTensors:
         computed_from: dict[str, str] = {}
         if isinstance(network, ExportedProgram):
             named: list[tuple[str, Any]] = list(network.named_parameters())
-            values = {plain_name(name): tensor.detach()
-                      for name, tensor in [*named, *network.named_buffers()]}  # fmt: skip
+            values = {plain_name(name): tensor.detach() for name, tensor in [*named, *network.named_buffers()]}
         else:
             named = list(network.named_parameters(remove_duplicate=False))
             plain = structural_copy(network, share=True)
@@ -50,8 +49,7 @@ class NetworkTensors:
             values = {name: tensor.detach() for name, tensor in tensors_of(plain)}
             for computed in parametrized_tensors(network):
                 computed_from |= dict.fromkeys(computed.source_names(), computed.name)
-            values |= {name: tensor.detach() for name, tensor in tensors_of(network)
-                       if name in computed_from}  # fmt: skip
+            values |= {name: tensor.detach() for name, tensor in tensors_of(network) if name in computed_from}
         first: dict[int, str] = {}
         raw: dict[str, tuple[str, ...]] = {}
         for name, parameter in named:
@@ -62,9 +60,7 @@ class NetworkTensors:
         return cls(values, raw, {name: p for name, p in named if first[id(p)] == name})
 
 
-def remember_original(
-    slim: nn.Module, model: nn.Module | ExportedProgram, masked: Any, masks: Masks
-) -> nn.Module:
+def remember_original(slim: nn.Module, model: nn.Module | ExportedProgram, masked: Any, masks: Masks) -> nn.Module:
     """`slim`, with the link to the network that it was computed from. masked: `model` with the
     masks that were passed to `demask()`; it differs from `model` only if there are any."""
     origin = None
@@ -107,10 +103,12 @@ def find_origin(
         if bias in pieces:
             pieces[bias] = replace(pieces[bias], carries=True)
     return Origin(
-        {name: OriginalParameter(weakref.ref(p), tuple(p.shape), p.requires_grad)
-         for name, p in parameters.items()},
-        pieces, added, masks, weakref.ref(model) if isinstance(model, nn.Module) else None,
-    )  # fmt: skip
+        {name: OriginalParameter(weakref.ref(p), tuple(p.shape), p.requires_grad) for name, p in parameters.items()},
+        pieces,
+        added,
+        masks,
+        weakref.ref(model) if isinstance(model, nn.Module) else None,
+    )
 
 
 def find_trained(origin: Origin, values: Mapping[str, Tensor]) -> str:
@@ -129,9 +127,8 @@ def find_trained(origin: Origin, values: Mapping[str, Tensor]) -> str:
 
 
 def _find_piece(
-    name: str, tensor: Tensor, how: Cut | None, original: NetworkTensors,
-    parameters: Mapping[str, Tensor], is_new: bool,
-) -> Piece | None:  # fmt: skip
+    name: str, tensor: Tensor, how: Cut | None, original: NetworkTensors, parameters: Mapping[str, Tensor], is_new: bool
+) -> Piece | None:
     """The piece that a tensor is; None if the original has nothing like it."""
     source = how.source if how is not None else name
     value = original.values.get(source)
@@ -158,8 +155,7 @@ def _find_piece(
     )
     offset = torch.where(tensor == 0, torch.zeros_like(part), tensor - part) if is_shifted else None
     fits = bool(agreeing) or is_shifted
-    return Piece(source, shape, positions, raw, is_masked and fits, fits, offset,
-                 carries and is_shifted)  # fmt: skip
+    return Piece(source, shape, positions, raw, is_masked and fits, fits, offset, carries and is_shifted)
 
 
 def _cuts_of(record: Provenance) -> dict[str, Cut]:

@@ -25,8 +25,7 @@ def cut_states(name: str, states: Mapping[str, Any], piece: Piece, own: Tensor) 
     devices and are new, in the memory format of `own` if they have its shape. Raises BadInput for
     states whose axes are unknown.
     """
-    return {key: _cut_state(f"{key!r} of {name}", key, value, piece, own)
-            for key, value in states.items()}  # fmt: skip
+    return {key: _cut_state(f"{key!r} of {name}", key, value, piece, own) for key, value in states.items()}
 
 
 def _cut_state(where: str, key: str, value: Any, piece: Piece, own: Tensor) -> Any:

@@ -97,8 +97,7 @@ class CalledOp:
         if self.constants == PARAMETERS:
             module, dot, layer = name.rpartition(".")
             return [f"{module}{dot}{leaf}_{layer}" for leaf in PARAMETER_NAMES]
-        return [f"{name}.{leaf}" for leaf in
-                (FACTOR_NAMES if self.constants == FACTORS else (POSITIONS,))]  # fmt: skip
+        return [f"{name}.{leaf}" for leaf in (FACTOR_NAMES if self.constants == FACTORS else (POSITIONS,))]
 
 
 def axis_of(shape: Shape, axis: Any) -> int:

@@ -21,23 +21,14 @@ from torch import fx
 
 from demask.errors import BadInput
 from demask.ops.entries.recurrent import GATES
-from demask.sparse.calls.called_op import (
-    PARAMETERS,
-    RECURRENT,
-    CalledOp,
-    Match,
-    Numbers,
-    Shape,
-    with_size,
-)
+from demask.sparse.calls.called_op import PARAMETERS, RECURRENT, CalledOp, Match, Numbers, Shape, with_size
 from demask.sparse.calls.recurrent_rows import initial_states, recurrence_of
 
 aten = torch.ops.aten
 LARGEST_HIDDEN = 2**16
 
 
-def _rows(op: Any, states: int, operands: Sequence[Any], params: Sequence[Any],
-          numbers: Numbers) -> Any:  # fmt: skip
+def _rows(op: Any, states: int, operands: Sequence[Any], params: Sequence[Any], numbers: Numbers) -> Any:
     """The rows of a layer. states: how many the op has. Operands may be tensors or proxies."""
     hidden, biases, batch_first, backwards = numbers
     x, time = operands[0], int(batch_first)
@@ -97,13 +88,19 @@ def _recurrence(op: Any, states: int) -> CalledOp:
     """The entry of an op. states: how many it has."""
     gates = GATES[str(op)]
     return CalledOp(
-        partial(_rows, op, states), lambda xs, n, c: (list(xs), list(c), n), (aten.cat.default,),
-        partial(_match, op), partial(_shape, gates, states), RECURRENT, operands=None, numbers=4,
-        constants=PARAMETERS, parts=partial(_parts, gates), kinds=("tokens",))  # fmt: skip
+        partial(_rows, op, states),
+        lambda xs, n, c: (list(xs), list(c), n),
+        (aten.cat.default,),
+        partial(_match, op),
+        partial(_shape, gates, states),
+        RECURRENT,
+        operands=None,
+        numbers=4,
+        constants=PARAMETERS,
+        parts=partial(_parts, gates),
+        kinds=("tokens",),
+    )
 
 
 #: name in the texts of programs -> the op
-RECURRENCES: dict[str, CalledOp] = {
-    "lstm": _recurrence(aten.lstm.input, 2),
-    "gru": _recurrence(aten.gru.input, 1),
-}
+RECURRENCES: dict[str, CalledOp] = {"lstm": _recurrence(aten.lstm.input, 2), "gru": _recurrence(aten.gru.input, 1)}

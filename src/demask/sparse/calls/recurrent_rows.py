@@ -128,8 +128,7 @@ def _read_rows(editor: GraphEditor, node: fx.Node) -> None:
     if count == 2:
         spans[1] = spans[2]
     parts = [editor.call(aten.slice.Tensor, rows, time, *span) for span in spans[:count]]
-    parts[1:] = [editor.call(aten.transpose.int, part, 0, 1) if time else part
-                 for part in parts[1:]]  # fmt: skip
+    parts[1:] = [editor.call(aten.transpose.int, part, 0, 1) if time else part for part in parts[1:]]
     for user in flips if backwards else ():
         user.replace_all_uses_with(parts[0])
     for read in reads:
@@ -170,9 +169,11 @@ def _are_rows(call: RecurrentCall, rows: fx.Node, last: Any) -> bool:
     )
     is_first = (out.args[0] if call.backwards else out).args == (call.node, 0)
     return (
-        is_last and is_first and is_flipped
+        is_last
+        and is_first
+        and is_flipped
         and is_transposed == bool(call.time)
         and arguments["dim"] == call.time
         and schema.arguments(call.node)["num_layers"] == 1
         and not schema.arguments(call.node)["bidirectional"]
-    )  # fmt: skip
+    )

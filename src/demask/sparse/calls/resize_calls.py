@@ -32,8 +32,7 @@ def sizes_and_factors(numbers: Numbers, flags: int) -> tuple[list[int] | None, l
 
 def resized_sizes(sizes: Sequence[Any], numbers: Numbers, flags: int) -> list[Any]:
     """The new size of each axis, from the old ones, which may be symbolic."""
-    return [n if type(n) is int else torch.sym_int(size * n)
-            for size, n in zip(sizes, numbers[flags:], strict=True)]  # fmt: skip
+    return [n if type(n) is int else torch.sym_int(size * n) for size, n in zip(sizes, numbers[flags:], strict=True)]
 
 
 def _arguments(flags: int, xs: Sequence[Any], n: Numbers, c: Any) -> tuple[Any, ...]:
@@ -80,8 +79,16 @@ def _shape(axes: int, flags: int, shapes: Sequence[Shape], n: Numbers, count: in
 def _resize(op: Any, axes: int, lowering: str, flags: int = 0) -> CalledOp:
     """The entry of an op. flags: whether it has `align_corners`."""
     return CalledOp(
-        op, partial(_arguments, flags), (op,), partial(_match, flags), partial(_shape, axes, flags),
-        lowering, numbers=axes + flags, reals=True, kinds=SPATIAL)  # fmt: skip
+        op,
+        partial(_arguments, flags),
+        (op,),
+        partial(_match, flags),
+        partial(_shape, axes, flags),
+        lowering,
+        numbers=axes + flags,
+        reals=True,
+        kinds=SPATIAL,
+    )
 
 
 #: name in the texts of programs -> the op

@@ -12,16 +12,7 @@ from torch import fx
 from demask.errors import BadInput
 from demask.ops.schema import same_size
 from demask.ops.traits import PRODUCTS_OF_VALUES
-from demask.sparse.calls.called_op import (
-    FACTORS,
-    OVER_CHANNELS,
-    PRODUCT,
-    CalledOp,
-    Match,
-    Numbers,
-    Shape,
-    same_shape,
-)
+from demask.sparse.calls.called_op import FACTORS, OVER_CHANNELS, PRODUCT, CalledOp, Match, Numbers, Shape, same_shape
 from demask.sparse.segment_steps import CHANNELS_LAST
 
 aten = torch.ops.aten

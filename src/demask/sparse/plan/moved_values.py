@@ -65,8 +65,7 @@ class MovedValues:
         origins: dict[int, None] = {}
         for x in reads(step):
             inner = self.step(x)
-            origins |= dict.fromkeys((x,) if inner is None or not is_move(inner)
-                                   else self.sources(inner))  # fmt: skip
+            origins |= dict.fromkeys((x,) if inner is None or not is_move(inner) else self.sources(inner))
         return tuple(origins)
 
     @property
@@ -121,9 +120,7 @@ class MovedValues:
             if count >= NUMBERS:
                 raise NoPlan(f"value {value} has {count} elements")
             first = value * NUMBERS + 1
-            return torch.arange(first, first + count, dtype=torch.float64).reshape(
-                self.shapes[value]
-            )
+            return torch.arange(first, first + count, dtype=torch.float64).reshape(self.shapes[value])
         if value not in self.numbered:
             operands = [self.numbers(x) for x in reads(step)]
             kind = self.program.kinds[reads(step)[0]]
@@ -142,9 +139,7 @@ class MovedValues:
             return None
         own, source = self.by_channel(value), self.by_channel(sources[0])
         first = (source[0, :, 0, 0] == own[0, 0, 0, 0]).nonzero().flatten().tolist()
-        is_range = len(first) == 1 and torch.equal(
-            own, source[:, first[0] : first[0] + own.shape[1]]
-        )
+        is_range = len(first) == 1 and torch.equal(own, source[:, first[0] : first[0] + own.shape[1]])
         return (sources[0], first[0]) if is_range else None
 
     def factor_source(self, value: int) -> int:
@@ -278,8 +273,14 @@ class MoveWriter:
         if tail:
             self._write((slot, 0), rows, lines, [np.array([full])], tail)
 
-    def _write(self, out: tuple[Buffer | int, int], rows: np.ndarray, lines: np.ndarray,
-               picked: Sequence[np.ndarray], tail: int = 0) -> None:  # fmt: skip
+    def _write(
+        self,
+        out: tuple[Buffer | int, int],
+        rows: np.ndarray,
+        lines: np.ndarray,
+        picked: Sequence[np.ndarray],
+        tail: int = 0,
+    ) -> None:
         """Write lines of elements. rows: their numbers; picked: the lines of each thread."""
         owner, number = np.divmod(rows.astype(np.int64), NUMBERS)
         owner = np.where(rows == 0, -1, owner)
@@ -298,7 +299,17 @@ class MoveWriter:
                     if len(k):
                         kernel = ElementGather(partial, tail)
                         buffers = {"x": (source, 0), "out": out}
-                        self.tape.add(thread, KernelCall(kernel, CALL, buffers, {
-                            "count": len(k), "table": table[k].astype(np.int32),
-                            "lines": lines[k].astype(np.int32)}))  # fmt: skip
+                        self.tape.add(
+                            thread,
+                            KernelCall(
+                                kernel,
+                                CALL,
+                                buffers,
+                                {
+                                    "count": len(k),
+                                    "table": table[k].astype(np.int32),
+                                    "lines": lines[k].astype(np.int32),
+                                },
+                            ),
+                        )
             is_first &= ~is_read

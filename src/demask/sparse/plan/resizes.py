@@ -42,16 +42,18 @@ class ResizedAxis:
     def fields(self, name: str, picked: np.ndarray, whole: bool) -> dict[str, Any]:
         """The fields of a call for some of the outputs."""
         taps = self.whole if whole else self.elements
-        return {f"{name}s": len(picked), f"{name}_taps": aligned(taps[picked], np.int32),
-                f"{name}_weights": aligned(self.weights[picked]),
-                f"{name}_lines": aligned(self.lines[picked], np.int32)}  # fmt: skip
+        return {
+            f"{name}s": len(picked),
+            f"{name}_taps": aligned(taps[picked], np.int32),
+            f"{name}_weights": aligned(self.weights[picked]),
+            f"{name}_lines": aligned(self.lines[picked], np.int32),
+        }
 
 
 def write_resize(step: CallStep, moves: Moves, x: Buffer, out: Buffer) -> None:
     """Write a resize to the last phase of a tape, without borders."""
     channels, grid, threads = out.layout.size[1], out.layout.grid, moves.tape.threads
-    taps = [_taps(step, axis, x.layout.size[2 + axis], out.layout.size[2 + axis])
-            for axis in range(2)]  # fmt: skip
+    taps = [_taps(step, axis, x.layout.size[2 + axis], out.layout.size[2 + axis]) for axis in range(2)]
     for part in range(grid.parts):
         axes = _axes(x.layout, out.layout, part, taps)
         if grid.parts == threads:
@@ -62,15 +64,15 @@ def write_resize(step: CallStep, moves: Moves, x: Buffer, out: Buffer) -> None:
                 _write(moves, (x, out), (thread, begin, end), axes)
 
 
-def _write(moves: Moves, buffers: tuple[Buffer, Buffer], share: tuple[int, int, int],
-           axes: Sequence[ResizedAxis]) -> None:  # fmt: skip
+def _write(
+    moves: Moves, buffers: tuple[Buffer, Buffer], share: tuple[int, int, int], axes: Sequence[ResizedAxis]
+) -> None:
     """Write the calls of a thread: of rows and columns that read whole lines, and of the others."""
     thread, begin, end = share
     whole = [np.flatnonzero((axis.whole >= 0).all(1)) for axis in axes]
     others = [np.flatnonzero((axis.whole < 0).any(1)) for axis in axes]
     every = np.arange(len(axes[1].lines))
-    for is_whole, picked in ((True, whole), (False, (whole[0], others[1])),
-                             (False, (others[0], every))):  # fmt: skip
+    for is_whole, picked in ((True, whole), (False, (whole[0], others[1])), (False, (others[0], every))):
         if not all(map(len, picked)):
             continue
         kernel = ResizeKernel(axes[0].weights.shape[1], axes[1].weights.shape[1], is_whole)
@@ -187,7 +189,6 @@ class _Probe:
         if self.axis == 1:
             x, sizes, scales = x.transpose(2, 3).contiguous(), sizes[::-1], scales[::-1]
         op = CALLED[self.step.call].op.overloadpacket.default
-        result = op(x if axes == 2 else x[..., 0], sizes[:axes], bool(self.step.numbers[0]),
-                    *scales[:axes])  # fmt: skip
+        result = op(x if axes == 2 else x[..., 0], sizes[:axes], bool(self.step.numbers[0]), *scales[:axes])
         result = result.reshape(len(x), *sizes)
         return result.transpose(1, 2) if self.axis == 1 else result

@@ -64,9 +64,8 @@ class Batch:
             slots = np.zeros((self.runs, tensors), np.int64)
             ready, own_slots = self.ready, slots if self.alone else None
             return SegmentMemory(
-                Job(ready.entries, ready.ends, ready.threads, addresses, own_slots, steady=True),
-                arenas, slots,
-            )  # fmt: skip
+                Job(ready.entries, ready.ends, ready.threads, addresses, own_slots, steady=True), arenas, slots
+            )
 
     def run(self, threads: int, tensors: Sequence[Tensor]) -> bool:
         """Compute the batch; whether no kernel has set `INEXACT`. tensors: inputs, then outputs."""
@@ -115,8 +114,10 @@ class SpareOutputs:
         try:
             return ready.pop()
         except IndexError:
-            new = [[torch.empty(shape, dtype=torch.float32, device="cpu") for shape in self.shapes]
-                   for _ in range(self.count)]  # fmt: skip
+            new = [
+                [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in self.shapes]
+                for _ in range(self.count)
+            ]
             ready += new[1:]
             return new[0]
 
@@ -131,16 +132,29 @@ class SegmentPlan:
     once: 1, then 2, 4 and so on.
     """
 
-    def __init__(self, batches: list[Batch], shapes: list[tuple[int, ...]], threads: int,
-                 cuts: list[tuple[str, Tiling]], planned: PlanArguments | None):  # fmt: skip
+    def __init__(
+        self,
+        batches: list[Batch],
+        shapes: list[tuple[int, ...]],
+        threads: int,
+        cuts: list[tuple[str, Tiling]],
+        planned: PlanArguments | None,
+    ):
         self.batches, self.shapes, self.threads, self.cuts = batches, shapes, threads, cuts
         self.outputs = SpareOutputs(shapes)
         self.planned, self.definition = planned, None
         self.avoided, self.next = 0, 1  # calls by the definition: now, and after the next failure
 
     @classmethod
-    def of(cls, program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
-           threads: int, isa: Isa | None = None, filters: bool = True) -> SegmentPlan:  # fmt: skip
+    def of(
+        cls,
+        program: SegmentProgram,
+        weights: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        threads: int,
+        isa: Isa | None = None,
+        filters: bool = True,
+    ) -> SegmentPlan:
         """The plan for inputs with these sizes and strides.
 
         isa: instructions to use; all of this machine by default. filters: whether layers may be
@@ -163,9 +177,7 @@ class SegmentPlan:
             part = replace(program, static=numbers)
             own_threads = 1 if alone else threads
             builder = TapeBuilder(part, weights, batch_inputs, isa, own_threads, filters, read)
-            builder.build(
-                [_strides(kind, x) for kind, x in zip(program.inputs, batch_inputs, strict=True)]
-            )
+            builder.build([_strides(kind, x) for kind, x in zip(program.inputs, batch_inputs, strict=True)])
             static = None
             if numbers:
                 static_tape = builder.static_tape.done(isa)
@@ -202,9 +214,7 @@ class PlanArguments:
     isa: Isa
 
     @classmethod
-    def of(
-        cls, program: SegmentProgram, weights: Sequence[Tensor], threads: int, isa: Isa
-    ) -> PlanArguments:
+    def of(cls, program: SegmentProgram, weights: Sequence[Tensor], threads: int, isa: Isa) -> PlanArguments:
         return cls(program, list(map(weakref.ref, weights)), threads, isa)
 
     def definition(self, inputs: Sequence[Tensor]) -> SegmentPlan:
@@ -216,8 +226,9 @@ class PlanArguments:
         return SegmentPlan.of(*arguments, filters=False)
 
 
-def _batches(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
-             threads: int, isa: Isa, read: Weights) -> list[tuple[int, int, int]]:  # fmt: skip
+def _batches(
+    program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor], threads: int, isa: Isa, read: Weights
+) -> list[tuple[int, int, int]]:
     """(first image, images at once, runs) of each part of a batch; images 0: all at once.
 
     A batch is split if its images are independent: threads with different images need no barriers.
@@ -244,8 +255,7 @@ def _independent(program: SegmentProgram, inputs: Sequence[Tensor]) -> int | Non
     if any(kind == "tokens" for kind in program.inputs):
         return None
     input_counts = {x.shape[0] for x in inputs}
-    output_counts = {shape[0] for shape in (program.shapes([x.shape for x in inputs])[v]
-                                   for v in program.outputs)}  # fmt: skip
+    output_counts = {shape[0] for shape in (program.shapes([x.shape for x in inputs])[v] for v in program.outputs)}
     return input_counts.pop() if len(input_counts) == 1 and output_counts == input_counts else None
 
 

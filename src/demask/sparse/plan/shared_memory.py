@@ -14,9 +14,7 @@ from demask.sparse.segment_steps import ConcatStep, SelectStep
 Place = tuple[int, int]  # a value and one of its channels
 
 
-def find_parts(
-    moved: MovedValues, channels: Sequence[int], grids: Sequence[TileGrid]
-) -> dict[int, Place]:
+def find_parts(moved: MovedValues, channels: Sequence[int], grids: Sequence[TileGrid]) -> dict[int, Place]:
     """Values that are channels of others, with the value and the first channel.
 
     Operands of concatenations are written into their results. A concatenation of values that are in

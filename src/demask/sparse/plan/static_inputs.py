@@ -73,8 +73,7 @@ class StaticInputs:
     header. first: the first image that the tape computes.
     """
 
-    def __init__(self, numbers: Sequence[int], inputs: Sequence[Tensor], tape: EncodedTape,
-                 size: int, first: int):  # fmt: skip
+    def __init__(self, numbers: Sequence[int], inputs: Sequence[Tensor], tape: EncodedTape, size: int, first: int):
         self.numbers, self.tape, self.size, self.first = numbers, tape, size, first
         self.layouts = [(inputs[k].shape, inputs[k].stride()) for k in numbers]
         self.converted: ConvertedInputs | None = None  # replaced as a whole: read without a lock
@@ -94,8 +93,9 @@ class StaticInputs:
         return converted.arena
 
     def _convert(self, tensors: Sequence[Tensor], threads: int) -> TapeArena:
-        if any(t.dtype is not torch.float32 or t.device.type != "cpu"
-               or t.layout is not torch.strided for t in tensors):  # fmt: skip
+        if any(
+            t.dtype is not torch.float32 or t.device.type != "cpu" or t.layout is not torch.strided for t in tensors
+        ):
             raise NoPlan("inputs are not dense float32 on the CPU")
         if [(t.shape, t.stride()) for t in tensors] != self.layouts:
             raise NoPlan("static inputs have other sizes or strides")

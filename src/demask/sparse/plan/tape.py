@@ -134,18 +134,12 @@ class Tape:
             if buffer.layout.bytes > 4 * MOST:
                 raise NoPlan(f"a value has {buffer.layout.bytes} bytes, more than {4 * MOST}")
         for is_per_thread in (False, True):
-            selected = {
-                k: b for k, b in buffers.items() if (b.layout.grid.parts > 1) is is_per_thread
-            }
+            selected = {k: b for k, b in buffers.items() if (b.layout.grid.parts > 1) is is_per_thread}
             plan = plan_arena([Block(b.layout.bytes, b.start, b.end) for b in selected.values()])
             offsets |= {key: first + o for key, o in zip(selected, plan.offsets, strict=True)}
             if is_per_thread and plan.size > self.thread_bytes:
                 raise NoPlan(f"a thread needs {plan.size} bytes at once")
-            size = (
-                first
-                + plan.size
-                + (self.threads - 1) * self.thread_bytes * (is_per_thread and bool(selected))
-            )
+            size = first + plan.size + (self.threads - 1) * self.thread_bytes * (is_per_thread and bool(selected))
             first += plan.size
         return offsets, size
 
@@ -158,9 +152,7 @@ class Tape:
                 value = value.ctypes.data
             fields[key] = value
         for key, (location, offset) in call.buffers.items():
-            slot, first = (
-                (location, 0) if isinstance(location, int) else _address(location, offsets)
-            )
+            slot, first = (location, 0) if isinstance(location, int) else _address(location, offsets)
             fields[f"{key}_slot"], fields[key] = slot, first + offset
         return fields
 

@@ -20,13 +20,7 @@ from demask.sparse.plan.layers.layer_windows import as_conv, is_pixelwise, reach
 from demask.sparse.plan.layers.pack_weights import selected
 from demask.sparse.plan.layers.tiling import Tiling, TilingProblem, best
 from demask.sparse.plan.layers.window_piece import WindowPiece, pieces, shape_of
-from demask.sparse.plan.moved_values import (
-    MovedValues,
-    MoveWriter,
-    factors_of,
-    is_move,
-    reads_own_grids,
-)
+from demask.sparse.plan.moved_values import MovedValues, MoveWriter, factors_of, is_move, reads_own_grids
 from demask.sparse.plan.needs import Need, grid_of_input
 from demask.sparse.plan.shared_memory import Place, find_parts, owner_of
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
@@ -190,8 +184,10 @@ class TapeBuilder:
         if isinstance(step, ScaleStep):
             return [Need(x, grid, NO_BORDER, 0.0), Need(step.z, self.grids[step.z], NO_BORDER, 0.0)]
         factors = factors_of(step)
-        return [Need(s, self.grids[s] if v in factors else grid, NO_BORDER, 0.0)
-                for v, s in zip(reads(step), self.moved.sources(step), strict=True)]  # fmt: skip
+        return [
+            Need(s, self.grids[s] if v in factors else grid, NO_BORDER, 0.0)
+            for v, s in zip(reads(step), self.moved.sources(step), strict=True)
+        ]
 
     def _input_grid(self, step: ConvStep | PoolStep | SelectStep, grid: TileGrid) -> TileGrid:
         """The grid in which a step reads its input: that of the input where tiles are equal."""
@@ -290,8 +286,7 @@ class TapeBuilder:
         pixel = [np.where(is_inside, a, 0) for a in (image, y, x)]
         numbers = np.where(is_inside, source.layout.element(*pixel), -1)
         rows = rows_of(to.layout, at, numbers)
-        moves.moved(move.Gather(to.fill), (source, 0), (to, 0), to.layout,
-                    (moves.pitch(source), moves.pitch(to)), rows)  # fmt: skip
+        moves.moved(move.Gather(to.fill), (source, 0), (to, 0), to.layout, (moves.pitch(source), moves.pitch(to)), rows)
 
     # -- steps
 
@@ -347,8 +342,7 @@ class TapeBuilder:
 
     def largest(self) -> int:
         """Bytes of the largest value."""
-        return max(size[1] * grid.positions for size, grid in
-                   zip(self.shapes, self.grids, strict=True)) * self.isa.line  # fmt: skip
+        return max(size[1] * grid.positions for size, grid in zip(self.shapes, self.grids, strict=True)) * self.isa.line
 
     def _shape(self, value: int) -> TilingProblem:
         """The tiling problem of the layer that computes a value."""
@@ -370,9 +364,7 @@ class TapeBuilder:
             window_pieces += self._pieces(value, sources, self._out(value, earlier))
         self.tape.phase()
         tilings = emit_chain(self.tape, self.isa, window_pieces)
-        self.cuts += [
-            (p.step.name, tiling) for p, tiling in zip(window_pieces, tilings, strict=True)
-        ]
+        self.cuts += [(p.step.name, tiling) for p, tiling in zip(window_pieces, tilings, strict=True)]
         for piece in window_pieces:
             Moves(self.tape, self.isa).borders(piece.out)
 
@@ -401,11 +393,7 @@ class TapeBuilder:
             return self.main(value)
         key = (value, self.grids[value], 0.0)
         add_buffer = self.buffers.get((add, self.grids[value], 0.0))
-        if (
-            add_buffer is not None
-            and key not in self.buffers
-            and add_buffer.layout.border == self._border(value)
-        ):
+        if add_buffer is not None and key not in self.buffers and add_buffer.layout.border == self._border(value):
             self.buffers[key] = add_buffer
         return self.main(value)
 
@@ -413,16 +401,13 @@ class TapeBuilder:
         """Write the gather of an input."""
         to, moves = self.main(value), self._moves(value)
         rows = elements(to.layout, stride, to.layout.around())
-        moves.moved(move.Gather(to.fill), (1 + value, 0), (to, 0), to.layout,
-                    (4 * stride[1], moves.pitch(to)), rows)  # fmt: skip
+        moves.moved(move.Gather(to.fill), (1 + value, 0), (to, 0), to.layout, (4 * stride[1], moves.pitch(to)), rows)
 
     def _store(self, value: int, slot: int) -> None:
         """Write the scatter to an output."""
         self.tape.phase()  # also for a static input, which the other tape has only converted
         step, kind = self.moved.step(value), self.program.kinds[value]
-        if step is not None and (
-            kind == "matrices" or (is_move(step) and value not in self.moved.written)
-        ):
+        if step is not None and (kind == "matrices" or (is_move(step) and value not in self.moved.written)):
             owners = self.moved.sources(step) if is_move(step) else (value,)
             sources = {v: self.main(v) for v in owners}
             MoveWriter(self.tape, self.moved, sources, self.isa.lanes).to_output(value, slot)
@@ -430,11 +415,9 @@ class TapeBuilder:
         source, moves = self.main(value), Moves(self.tape, self.isa)
         _, channels, height, width = self.shapes[value]
         image = channels * height * width
-        stride = ((image, 1, width * channels, channels) if kind in CHANNELS_LAST
-                  else (image, height * width, width, 1))  # fmt: skip
+        stride = (image, 1, width * channels, channels) if kind in CHANNELS_LAST else (image, height * width, width, 1)
         rows = elements(source.layout, stride, source.layout.inside())
-        moves.moved(move.Scatter(), (source, 0), (slot, 0), source.layout,
-                    (moves.pitch(source), 4 * stride[1]), rows)  # fmt: skip
+        moves.moved(move.Scatter(), (source, 0), (slot, 0), source.layout, (moves.pitch(source), 4 * stride[1]), rows)
 
     def _step(self, step: Step, value: int) -> None:
         """Write one step."""

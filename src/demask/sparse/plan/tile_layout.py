@@ -56,8 +56,9 @@ class TileGrid:
 
     def rounded_up(self, factors: tuple[int, int]) -> TileGrid:
         """The grid with height and width of tiles rounded up to multiples."""
-        return replace(self, height=-(-self.height // factors[0]) * factors[0],
-                       width=-(-self.width // factors[1]) * factors[1])  # fmt: skip
+        return replace(
+            self, height=-(-self.height // factors[0]) * factors[0], width=-(-self.width // factors[1]) * factors[1]
+        )
 
     @property
     def by_rows(self) -> bool:
@@ -91,8 +92,9 @@ def commons(lanes: int) -> Iterator[tuple[int, int]]:
 
 
 @functools.cache
-def grid_for(batch: int, height: int, width: int, lanes: int, threads: int,
-             common: tuple[int, int] | None = None, unit: int = 1) -> TileGrid:  # fmt: skip
+def grid_for(
+    batch: int, height: int, width: int, lanes: int, threads: int, common: tuple[int, int] | None = None, unit: int = 1
+) -> TileGrid:
     """The grid with the fewest positions outside of the image, then with the smallest borders.
 
     common: rows and columns of tiles to use instead, unless they compute many more positions.
@@ -109,14 +111,11 @@ def grid_for(batch: int, height: int, width: int, lanes: int, threads: int,
     return common_grid if common_grid.positions <= WASTE * best.positions else best
 
 
-def _best(
-    batch: int, height: int, width: int, tiles: list[tuple[int, int]], threads: int, unit: int
-) -> TileGrid:
+def _best(batch: int, height: int, width: int, tiles: list[tuple[int, int]], threads: int, unit: int) -> TileGrid:
     """The best grid among these numbers of tile rows and columns."""
     best: tuple[tuple[int, int, int], TileGrid] | None = None
     for rows, columns in tiles:
-        tile = tuple(-(-size // (count * unit)) * unit
-                     for size, count in ((height, rows), (width, columns)))  # fmt: skip
+        tile = tuple(-(-size // (count * unit)) * unit for size, count in ((height, rows), (width, columns)))
         used = -(-height // tile[0]), -(-width // tile[1])  # without empty tiles
         unsplit = TileGrid(batch, *used, *tile, unit=unit)
         grid = replace(unsplit, parts=threads) if unsplit.positions >= LEAST * threads else unsplit
@@ -212,9 +211,7 @@ class GridLayout:
         split_position = i if grid.by_rows else j
         part = np.searchsorted(firsts, split_position, side="right") - 1
         part_i, part_j = (i - firsts[part], j) if grid.by_rows else (i, j - firsts[part])
-        return (
-            part * self.part_pitch + (part_i + self.border[0]) * self.row + part_j + self.border[2]
-        )
+        return part * self.part_pitch + (part_i + self.border[0]) * self.row + part_j + self.border[2]
 
 
 def widened(a: Border, b: Border) -> Border:

@@ -43,8 +43,9 @@ class Moves:
         """Bytes from channel to channel."""
         return buffer.layout.pitch * self.isa.line
 
-    def moved(self, kernel: Any, x: Location, out: Location, layout: GridLayout,
-              pitches: tuple[int, int], rows: Sequence[Row]) -> None:  # fmt: skip
+    def moved(
+        self, kernel: Any, x: Location, out: Location, layout: GridLayout, pitches: tuple[int, int], rows: Sequence[Row]
+    ) -> None:
         """Write a gather or scatter of `rows`. layout: of the value in vectors."""
         is_out = isinstance(kernel, move.Scatter)
         is_channels_last = 4 in (pitches if is_out else pitches[:1])
@@ -54,14 +55,11 @@ class Moves:
             if isinstance(x[0], Buffer) and isinstance(out[0], Buffer):
                 whole = _whole_lines(table)
                 copied = whole >= 0
-                self._copied((x, out), (thread, begin, end), pitches,
-                             np.stack([whole, whole, lines], 1)[copied])  # fmt: skip
+                self._copied((x, out), (thread, begin, end), pitches, np.stack([whole, whole, lines], 1)[copied])
                 table, lines = table[~copied], lines[~copied]
                 if not len(table):
                     continue
-            whole_channels = (
-                (end - begin) // self.isa.lanes * self.isa.lanes if is_channels_last else 0
-            )
+            whole_channels = (end - begin) // self.isa.lanes * self.isa.lanes if is_channels_last else 0
             middle = begin + whole_channels
             calls: list[tuple[Any, ...]] = []
             calls.append((move.TransposedKernel(is_out), begin, middle, table, lines))
@@ -72,21 +70,52 @@ class Moves:
             calls.append((kernel, middle, end, table[rest], lines[rest]))
             for chosen, first, last, numbers, at in calls:
                 if first < last and len(numbers):
-                    self.tape.add(thread, KernelCall(chosen, move.CALL, {"x": x, "out": out}, {
-                        "x_pitch": pitches[0], "out_pitch": pitches[1], "begin": first,
-                        "end": last, "count": len(numbers), "table": numbers,
-                        "lines": at}))  # fmt: skip
+                    self.tape.add(
+                        thread,
+                        KernelCall(
+                            chosen,
+                            move.CALL,
+                            {"x": x, "out": out},
+                            {
+                                "x_pitch": pitches[0],
+                                "out_pitch": pitches[1],
+                                "begin": first,
+                                "end": last,
+                                "count": len(numbers),
+                                "table": numbers,
+                                "lines": at,
+                            },
+                        ),
+                    )
 
-    def _copied(self, places: tuple[Location, Location], share: tuple[int, int, int],
-                pitches: tuple[int, int], table: np.ndarray) -> None:  # fmt: skip
+    def _copied(
+        self,
+        places: tuple[Location, Location],
+        share: tuple[int, int, int],
+        pitches: tuple[int, int],
+        table: np.ndarray,
+    ) -> None:
         """Write copies of whole lines, for the share of a thread (thread, begin, end)."""
         (x, out), (thread, begin, end) = places, share
         if len(table):
             kernel = move.Pointwise(None, False)
-            self.tape.add(thread, KernelCall(kernel, move.CALL, {"x": x, "z": x, "out": out}, {
-                "x_pitch": pitches[0], "z_pitch": pitches[0], "out_pitch": pitches[1],
-                "begin": begin, "end": end, "count": len(table),
-                "table": table.astype(np.int32)}))  # fmt: skip
+            self.tape.add(
+                thread,
+                KernelCall(
+                    kernel,
+                    move.CALL,
+                    {"x": x, "z": x, "out": out},
+                    {
+                        "x_pitch": pitches[0],
+                        "z_pitch": pitches[0],
+                        "out_pitch": pitches[1],
+                        "begin": begin,
+                        "end": end,
+                        "count": len(table),
+                        "table": table.astype(np.int32),
+                    },
+                ),
+            )
 
     def _work(self, layout: GridLayout, parts: Sequence[int]) -> Iterator[MovePart]:
         """The share of each thread of work on all channels of positions in these parts.
@@ -113,35 +142,49 @@ class Moves:
             return
         self.tape.phase()
         numbered_moves = [
-            (k, *lane_move)
-            for k, same_lanes in enumerate(lane_moves.values())
-            for lane_move in same_lanes
+            (k, *lane_move) for k, same_lanes in enumerate(lane_moves.values()) for lane_move in same_lanes
         ]
-        for thread, picked, begin, end in self._work(
-            buffer.layout, [at[0] for _, at, _, _ in numbered_moves]
-        ):
-            kernel = move.BorderKernel(
-                tuple(lane_moves), _runs([numbered_moves[k] for k in picked]), buffer.fill
+        for thread, picked, begin, end in self._work(buffer.layout, [at[0] for _, at, _, _ in numbered_moves]):
+            kernel = move.BorderKernel(tuple(lane_moves), _runs([numbered_moves[k] for k in picked]), buffer.fill)
+            self.tape.add(
+                thread,
+                KernelCall(
+                    kernel,
+                    move.CALL,
+                    {"out": (buffer, 0)},
+                    {"out_pitch": self.pitch(buffer), "begin": begin, "end": end},
+                ),
             )
-            self.tape.add(thread, KernelCall(kernel, move.CALL, {"out": (buffer, 0)}, {
-                "out_pitch": self.pitch(buffer), "begin": begin, "end": end}))  # fmt: skip
 
     def pointwise(self, kernel: Any, sources: list[Buffer], out: Buffer) -> None:
         """Write a kernel of one or two values of the same grid."""
         x, z = sources[0], sources[-1]
-        rows = [(x.layout.line(*at), z.layout.line(*at), out.layout.line(*at))
-                for at in out.layout.inside()]  # fmt: skip
+        rows = [(x.layout.line(*at), z.layout.line(*at), out.layout.line(*at)) for at in out.layout.inside()]
         table = np.array(rows, np.int32)
         parts = [at[0] for at in out.layout.inside()]
         for thread, picked, begin, end in self._work(x.layout, parts):
             buffers = {"x": (x, 0), "z": (z, 0), "out": (out, 0)}
-            self.tape.add(thread, KernelCall(kernel, move.CALL, buffers, {
-                "x_pitch": self.pitch(x), "z_pitch": self.pitch(z),
-                "out_pitch": self.pitch(out), "begin": begin, "end": end,
-                "count": len(picked), "table": table[picked]}))  # fmt: skip
+            self.tape.add(
+                thread,
+                KernelCall(
+                    kernel,
+                    move.CALL,
+                    buffers,
+                    {
+                        "x_pitch": self.pitch(x),
+                        "z_pitch": self.pitch(z),
+                        "out_pitch": self.pitch(out),
+                        "begin": begin,
+                        "end": end,
+                        "count": len(picked),
+                        "table": table[picked],
+                    },
+                ),
+            )
 
-    def over_channels(self, kernel: Any, x: Buffer, out: Buffer, groups: int = 1,
-                      factors: np.ndarray | None = None) -> None:  # fmt: skip
+    def over_channels(
+        self, kernel: Any, x: Buffer, out: Buffer, groups: int = 1, factors: np.ndarray | None = None
+    ) -> None:
         """Write a kernel that computes each position from all of its channels.
 
         groups: of channels that are independent. factors: float32, which the kernel reads.
@@ -172,8 +215,7 @@ class Moves:
         table = np.stack([reads, out_layout.line(*at.T)], 1).astype(np.int32)
         scale = np.where(is_inside, 1 / np.maximum(counts, 1), 0)
         for thread, picked, begin, end in self._work(out_layout, parts):
-            self._add(kernel, x, out, (thread, begin, end), table[picked],
-                      {"weights": aligned(scale[picked])})  # fmt: skip
+            self._add(kernel, x, out, (thread, begin, end), table[picked], {"weights": aligned(scale[picked])})
 
     def scale(self, act: Any, factors: tuple[Buffer, Buffer], out: Buffer) -> None:
         """Write act(x * z). factors: x and z; z: images of one pixel."""
@@ -191,10 +233,23 @@ class Moves:
         table = np.array([(x.layout.line(*at), out.layout.line(*at)) for at in positions], np.int32)
         for thread, picked, begin, end in self._work(x.layout, [at[0] for at in positions]):
             buffers = {"x": (x, 0), "z": (z, line * self.isa.line), "out": (out, 0)}
-            self.tape.add(thread, KernelCall(kernel, move.CALL, buffers, {
-                "x_pitch": self.pitch(x), "z_pitch": self.pitch(z),
-                "out_pitch": self.pitch(out), "begin": begin, "end": end,
-                "count": len(picked), "table": table[picked]}))  # fmt: skip
+            self.tape.add(
+                thread,
+                KernelCall(
+                    kernel,
+                    move.CALL,
+                    buffers,
+                    {
+                        "x_pitch": self.pitch(x),
+                        "z_pitch": self.pitch(z),
+                        "out_pitch": self.pitch(out),
+                        "begin": begin,
+                        "end": end,
+                        "count": len(picked),
+                        "table": table[picked],
+                    },
+                ),
+            )
 
     def select(self, step: SelectStep, channels: np.ndarray, x: Buffer, out: Buffer) -> None:
         """Write the selected channels of x. channels: int32, -1 for zeros."""
@@ -204,11 +259,17 @@ class Moves:
         reads = first + first_read(window, x.layout, out.layout, at)
         table = np.stack([reads, out.layout.line(*at.T)], 1).astype(np.int32)
         for thread, picked, begin, end in self._work(out.layout, at[:, 0].tolist()):
-            self._add(move.SelectKernel(), x, out, (thread, begin, end), table[picked],
-                      {"lines": channels})  # fmt: skip
+            self._add(move.SelectKernel(), x, out, (thread, begin, end), table[picked], {"lines": channels})
 
-    def _add(self, kernel: Any, x: Buffer, out: Buffer, share: tuple[int, int, int],
-             table: np.ndarray, fields: dict[str, Any]) -> None:  # fmt: skip
+    def _add(
+        self,
+        kernel: Any,
+        x: Buffer,
+        out: Buffer,
+        share: tuple[int, int, int],
+        table: np.ndarray,
+        fields: dict[str, Any],
+    ) -> None:
         """Write one call of a kernel for the share of a thread (thread, begin, end)."""
         thread, begin, end = share
         self.tape.add(thread, KernelCall(kernel, move.CALL, {"x": (x, 0), "out": (out, 0)}, {
@@ -228,17 +289,28 @@ class Moves:
         table = x.layout.line(*at[order].T).astype(np.int32)
         lines = tuple(table.tolist()) if count <= FEW else ()
         fields = {
-            "x_pitch": self.pitch(x), "out_pitch": self.pitch(out), "whole": whole, "count": count,
-            "table": table, "masks": aligned(-is_inside[order[whole:]].astype(np.int32), np.int32),
-            "outs": self._pixel_elements(out, batch).astype(np.int32), "pixels": height * width,
+            "x_pitch": self.pitch(x),
+            "out_pitch": self.pitch(out),
+            "whole": whole,
+            "count": count,
+            "table": table,
+            "masks": aligned(-is_inside[order[whole:]].astype(np.int32), np.int32),
+            "outs": self._pixel_elements(out, batch).astype(np.int32),
+            "pixels": height * width,
             "exponent": exponent(height * width),
-        }  # fmt: skip
+        }
         kernel, buffers = MeanKernel(groups, lines, whole if lines else 0), {"x": x, "out": out}
         for thread, (begin, end) in enumerate(by_thread(channels, self.tape.threads)):
             if begin < end:
-                self.tape.add(thread, KernelCall(
-                    kernel, MEAN_CALL, {key: (buffer, 0) for key, buffer in buffers.items()},
-                    {**fields, "begin": begin, "end": end}))  # fmt: skip
+                self.tape.add(
+                    thread,
+                    KernelCall(
+                        kernel,
+                        MEAN_CALL,
+                        {key: (buffer, 0) for key, buffer in buffers.items()},
+                        {**fields, "begin": begin, "end": end},
+                    ),
+                )
 
     def _pixel_elements(self, out: Buffer, batch: int) -> np.ndarray:
         """The element of the only pixel of each image; tokens are pixels of one row."""
@@ -256,12 +328,17 @@ class Moves:
         lines = sorted({int(element) // self.isa.lanes for element in to})
         table = np.full((lines[-1] + 1, self.isa.lanes), -1)
         table.reshape(-1)[to] = source
-        self.moved(move.Gather(), (x, 0), (out, 0), out.layout, (self.pitch(x), self.pitch(out)),
-                    [(0, line, table[line]) for line in lines])  # fmt: skip
+        self.moved(
+            move.Gather(),
+            (x, 0),
+            (out, 0),
+            out.layout,
+            (self.pitch(x), self.pitch(out)),
+            [(0, line, table[line]) for line in lines],
+        )
 
 
-def elements(layout: GridLayout, stride: tuple[int, int, int, int],
-              positions: Iterator[At]) -> list[Row]:  # fmt: skip
+def elements(layout: GridLayout, stride: tuple[int, int, int, int], positions: Iterator[At]) -> list[Row]:
     """Positions with their lines and the elements of a strided tensor."""
     at = at_array(positions)
     image, y, x, is_inside = layout.pixels(at)

@@ -28,9 +28,7 @@ WIDE = 8  # lines of a tile with many registers; half as many with few
 MOST_ROWS = 8  # outputs of a block
 
 
-def write_call(
-    value: int, moves: Moves, moved: MovedValues, sources: Sequence[Buffer], out: Buffer
-) -> None:
+def write_call(value: int, moves: Moves, moved: MovedValues, sources: Sequence[Buffer], out: Buffer) -> None:
     """Write the call of an op to a tape, without borders. sources: as in `MovedValues.sources`."""
     step = moved.step(value)
     assert isinstance(step, CallStep)
@@ -58,8 +56,7 @@ def call_cycles(moved: MovedValues) -> float:
     return recurrent_cycles(moved)
 
 
-def _move_pixels(moves: Moves, moved: MovedValues, same: tuple[int, np.ndarray], source: Buffer,
-                 out: Buffer) -> None:  # fmt: skip
+def _move_pixels(moves: Moves, moved: MovedValues, same: tuple[int, np.ndarray], source: Buffer, out: Buffer) -> None:
     """Write a value that has the same elements of each channel of its source."""
     layout, (x, numbers) = out.layout, same
     numbers = numbers.reshape(layout.size[0], *layout.size[2:])
@@ -69,13 +66,10 @@ def _move_pixels(moves: Moves, moved: MovedValues, same: tuple[int, np.ndarray],
     pixel = tuple(np.where(is_inside, a, 0) for a in (image, y, column))
     read = np.where(numbers[pixel] < 0, -1, flat[pixel])
     rows = rows_of(layout, at, np.where(is_inside, read, ANY_VALUE))
-    moves.moved(Gather(), (source, 0), (out, 0), layout,
-                (moves.pitch(source), moves.pitch(out)), rows)  # fmt: skip
+    moves.moved(Gather(), (source, 0), (out, 0), layout, (moves.pitch(source), moves.pitch(out)), rows)
 
 
-def _over_channels(
-    value: int, step: CallStep, moves: Moves, moved: MovedValues, x: Buffer, out: Buffer
-) -> None:
+def _over_channels(value: int, step: CallStep, moves: Moves, moved: MovedValues, x: Buffer, out: Buffer) -> None:
     """Write a norm or a softmax."""
     shape, kind = moved.shapes[value], moved.program.kinds[value]
     groups = prod(shape[:-2]) if kind == "matrices" else 1
@@ -126,14 +120,19 @@ class _ValueProducts:
     def write(self) -> None:
         x, out = self.sources[0], self.out
         shapes = [self.moved.shapes[v] for v in self.step.xs]
-        factors = [self._factors(k, transposed=k == 1 and self.step.call == "attention")
-                   for k in range(1, len(shapes[:3]))]  # fmt: skip
+        factors = [
+            self._factors(k, transposed=k == 1 and self.step.call == "attention") for k in range(1, len(shapes[:3]))
+        ]
         columns, out_columns = shapes[0][-1], out.layout.size[1] // max(prod(shapes[0][:-2]), 1)
         for share in self._shares(prod(shapes[0][:-2])):
             if self.step.call != "attention":
                 for item in share.items:
-                    self._product(share, _ColumnRange(x, item * columns), (1, factors[0][item]),
-                                  _ColumnRange(out, item * out_columns))  # fmt: skip
+                    self._product(
+                        share,
+                        _ColumnRange(x, item * columns),
+                        (1, factors[0][item]),
+                        _ColumnRange(out, item * out_columns),
+                    )
                 continue
             keys = shapes[1][-2]
             scaled, scores = self._scratch(columns), self._scratch(keys)
@@ -143,9 +142,7 @@ class _ValueProducts:
                 self._times(share, _ColumnRange(x, item * columns), first[0], columns**-0.5)
                 self._product(share, first[0], (1, factors[0][item]), first[1], add)
                 self._softmax(share, scores)
-                self._product(
-                    share, first[1], (2, factors[1][item]), _ColumnRange(out, item * out_columns)
-                )
+                self._product(share, first[1], (2, factors[1][item]), _ColumnRange(out, item * out_columns))
 
     def _shares(self, items: int) -> Iterator[_RowShare]:
         """The shares of threads: positions of their parts, or else whole matrices."""
@@ -189,8 +186,14 @@ class _ValueProducts:
         at = 4 * elements_of(self.sources[operand].layout, kind, shape, flat)
         return [(np.ascontiguousarray(a[:, 0]), a[0] - a[0, 0]) for a in at]
 
-    def _product(self, share: _RowShare, x: _ColumnRange, factor: tuple[int, _FactorPlaces],
-                 out: _ColumnRange, add: _ColumnRange | None = None) -> None:  # fmt: skip
+    def _product(
+        self,
+        share: _RowShare,
+        x: _ColumnRange,
+        factor: tuple[int, _FactorPlaces],
+        out: _ColumnRange,
+        add: _ColumnRange | None = None,
+    ) -> None:
         """Write one product for a share."""
         tape, isa = self.moves.tape, self.moves.isa
         operand, (terms, outputs) = factor
@@ -206,15 +209,31 @@ class _ValueProducts:
             tiles = np.zeros(len(begins), TILE)
             for key, first in zip(("x", "out", "add"), firsts, strict=True):
                 tiles[key] = first + np.array(begins)
-            buffers = {"x": self._location(x), "y": (self.sources[operand], 0),
-                       "out": self._location(out), "add": self._location(added)}  # fmt: skip
-            tape.add(share.thread, KernelCall(
-                ValueProductKernel(lines, rows, add is not None), PRODUCT_CALL, buffers, {
-                    "x_pitch": self.moves.pitch(x.buffer),
-                    "out_pitch": self.moves.pitch(out.buffer),
-                    "add_pitch": self.moves.pitch(added.buffer), "terms": len(terms),
-                    "outputs": len(outputs), "term_offsets": terms, "output_offsets": outputs,
-                    "tiles": tiles, "count": len(tiles)}))  # fmt: skip
+            buffers = {
+                "x": self._location(x),
+                "y": (self.sources[operand], 0),
+                "out": self._location(out),
+                "add": self._location(added),
+            }
+            tape.add(
+                share.thread,
+                KernelCall(
+                    ValueProductKernel(lines, rows, add is not None),
+                    PRODUCT_CALL,
+                    buffers,
+                    {
+                        "x_pitch": self.moves.pitch(x.buffer),
+                        "out_pitch": self.moves.pitch(out.buffer),
+                        "add_pitch": self.moves.pitch(added.buffer),
+                        "terms": len(terms),
+                        "outputs": len(outputs),
+                        "term_offsets": terms,
+                        "output_offsets": outputs,
+                        "tiles": tiles,
+                        "count": len(tiles),
+                    },
+                ),
+            )
 
     def _times(self, share: _RowShare, x: _ColumnRange, out: _ColumnRange, factor: float) -> None:
         """Write the product of some columns and a number."""
@@ -222,24 +241,41 @@ class _ValueProducts:
         table = np.zeros((count, 3), np.int32)
         for k, columns in enumerate((x, x, out)):
             table[:, k] = self._line(columns.buffer, share) + np.arange(count)
-        self._call(PointwiseKernel("times", (factor,)), share, (x, out), table,
-                   out.buffer.layout.size[1])  # fmt: skip
+        self._call(PointwiseKernel("times", (factor,)), share, (x, out), table, out.buffer.layout.size[1])
 
     def _softmax(self, share: _RowShare, scores: Buffer) -> None:
         """Write the softmax of scores, over them."""
         count, columns = share.end - share.begin, _ColumnRange(scores, 0)
         table = self._line(scores, share) + np.arange(count, dtype=np.int32).repeat(2)
-        self._call(SoftmaxKernel(True), share, (columns, columns), table.reshape(-1, 2),
-                   scores.layout.size[1])  # fmt: skip
+        self._call(SoftmaxKernel(True), share, (columns, columns), table.reshape(-1, 2), scores.layout.size[1])
 
-    def _call(self, kernel: Any, share: _RowShare, columns: tuple[_ColumnRange, _ColumnRange],
-              table: np.ndarray, channels: int) -> None:  # fmt: skip
+    def _call(
+        self,
+        kernel: Any,
+        share: _RowShare,
+        columns: tuple[_ColumnRange, _ColumnRange],
+        table: np.ndarray,
+        channels: int,
+    ) -> None:
         """Write a call of a kernel of all channels."""
         x, out = columns
         buffers = {"x": self._location(x), "z": self._location(x), "out": self._location(out)}
         pitches = self.moves.pitch(x.buffer), self.moves.pitch(out.buffer)
         if len(table):
-            self.moves.tape.add(share.thread, KernelCall(kernel, CALL, buffers, {
-                "x_pitch": pitches[0], "z_pitch": pitches[0], "out_pitch": pitches[1],
-                "begin": 0, "end": channels, "count": len(table),
-                "table": table.astype(np.int32)}))  # fmt: skip
+            self.moves.tape.add(
+                share.thread,
+                KernelCall(
+                    kernel,
+                    CALL,
+                    buffers,
+                    {
+                        "x_pitch": pitches[0],
+                        "z_pitch": pitches[0],
+                        "out_pitch": pitches[1],
+                        "begin": 0,
+                        "end": channels,
+                        "count": len(table),
+                        "table": table.astype(np.int32),
+                    },
+                ),
+            )

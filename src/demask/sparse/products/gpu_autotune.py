@@ -46,9 +46,7 @@ def candidates(task: str, m: CsrMatrix, n: int, bits: bool, processors: int) -> 
     density = m.col.numel() / max(m.size[0] * m.size[1], 1)
     if task == "sddmm":
         rows = [KernelChoice("rows", *shape) for shape in ((32, 128, 4), (16, 64, 2), (8, 128, 1))]
-        tiles = [
-            KernelChoice("bitmap", *shape) for shape in ((128, 64, 4), (128, 32, 8), (64, 64, 4))
-        ]
+        tiles = [KernelChoice("bitmap", *shape) for shape in ((128, 64, 4), (128, 32, 8), (64, 64, 4))]
     else:
         rows, tiles = _by_rows(n), _by_bitmap(task, m, n, processors)
     tiles = tiles if bits else []
@@ -113,9 +111,7 @@ def choose(task: str, m: CsrMatrix, formats: MatrixFormats, x: Tensor, run: Run)
         return options[0]
     device_and_kind = f"{torch.cuda.get_device_name(x.device)} {kind}"
     with torch.cuda.device(x.device):
-        _CHOSEN[key] = fastest(
-            device_and_kind, options, lambda c: recorded(c, m, formats, run), costs()
-        )
+        _CHOSEN[key] = fastest(device_and_kind, options, lambda c: recorded(c, m, formats, run), costs())
     return _CHOSEN[key]
 
 
@@ -130,23 +126,22 @@ def kind_of(task: str, m: CsrMatrix, x: Tensor) -> str:
 
 
 def fastest(
-    device_and_kind: str, options: Sequence[KernelChoice],
-    make: Callable[[KernelChoice], Callable[[], object]], known: Costs,
-) -> KernelChoice:  # fmt: skip
+    device_and_kind: str,
+    options: Sequence[KernelChoice],
+    make: Callable[[KernelChoice], Callable[[], object]],
+    known: Costs,
+) -> KernelChoice:
     """The option with the fastest call; unknown ones are measured and saved.
 
     device_and_kind: prefix of the names of measurements. make: function option -> call to time.
     """
-    questions = {c: Question(f"{device_and_kind} {' '.join(map(str, c))}", 0.0, 0.0,
-                             partial(make, c)) for c in options}  # fmt: skip
+    questions = {c: Question(f"{device_and_kind} {' '.join(map(str, c))}", 0.0, 0.0, partial(make, c)) for c in options}
     seconds = {c: known.seconds(question) for c, question in questions.items()}
     known.save()
     return min(options, key=lambda c: seconds[c])
 
 
-def recorded(
-    choice: KernelChoice, m: CsrMatrix, formats: MatrixFormats, run: Run
-) -> Callable[[], object]:
+def recorded(choice: KernelChoice, m: CsrMatrix, formats: MatrixFormats, run: Run) -> Callable[[], object]:
     """CALLS calls as one CUDA graph, which alternate between copies of the matrix.
 
     Together the copies are larger than three times the cache, or there are COPIES of them.

@@ -87,9 +87,8 @@ def parted(crow: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def deal_tasks(
-    crow: np.ndarray, names: np.ndarray | None, processors: int, together: int,
-    longest: int | None = None,
-) -> dict[str, np.ndarray]:  # fmt: skip
+    crow: np.ndarray, names: np.ndarray | None, processors: int, together: int, longest: int | None = None
+) -> dict[str, np.ndarray]:
     """The arrays of `Tasks`, on the host.
 
     Tasks are sorted by length; groups of `together` similar ones are assigned to `processors` back
@@ -109,15 +108,17 @@ def deal_tasks(
     targets = np.where(split, -split.cumsum(), name[row])  # -1 - slot, slots from 0 up
     order = np.argsort(begin - end, kind="stable")
     whole_groups = len(order) // together
-    groups = order[: whole_groups * together].reshape(whole_groups, together)[
-        snake(whole_groups, processors)
-    ]
+    groups = order[: whole_groups * together].reshape(whole_groups, together)[snake(whole_groups, processors)]
     order = np.concatenate([groups.reshape(-1), order[whole_groups * together :]])
     heads = np.flatnonzero(split & (begin == crow[row]))
     tasks = {
-        "begins": begin[order], "ends": end[order], "targets": targets[order],
-        "rows": name[row[heads]], "firsts": -1 - targets[heads], "counts": parts[heads],
-    }  # fmt: skip
+        "begins": begin[order],
+        "ends": end[order],
+        "targets": targets[order],
+        "rows": name[row[heads]],
+        "firsts": -1 - targets[heads],
+        "counts": parts[heads],
+    }
     return {key: value.astype(np.int32) for key, value in tasks.items()}
 
 
@@ -187,9 +188,7 @@ class MatrixFormats:
         """Tasks of `spmm_rows` in groups of `together`."""
         if (together, longest) not in self._tasks:
             names = None if m.names is None else m.names.cpu().numpy()
-            arrays = deal_tasks(
-                m.crow.cpu().numpy(), names, processors_of(m.crow.device), together, longest
-            )
+            arrays = deal_tasks(m.crow.cpu().numpy(), names, processors_of(m.crow.device), together, longest)
             tensors = {k: torch.from_numpy(v).to(m.crow.device) for k, v in arrays.items()}
             slots = int(arrays["counts"].sum())
             self._tasks[together, longest] = Tasks(**tensors, slots=slots)
@@ -204,8 +203,7 @@ class MatrixFormats:
             row = row if names is None else names[row]
             is_task = end > begin
             self._derived[key] = tuple(
-                torch.from_numpy(t[is_task].astype(np.int32)).to(m.crow.device)
-                for t in (begin, end, row)
+                torch.from_numpy(t[is_task].astype(np.int32)).to(m.crow.device) for t in (begin, end, row)
             )
         return self._derived[key]
 

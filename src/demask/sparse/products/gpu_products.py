@@ -34,9 +34,8 @@ def takes(m: CsrMatrix, x: Tensor) -> bool:
 
 
 def spmm(
-    m: CsrMatrix, x: Tensor, bias: Tensor | None = None, act: Act | None = None,
-    choice: KernelChoice | None = None,
-) -> Tensor:  # fmt: skip
+    m: CsrMatrix, x: Tensor, bias: Tensor | None = None, act: Act | None = None, choice: KernelChoice | None = None
+) -> Tensor:
     """act(m @ x + bias) [rows, n] with x [columns, n], in the memory order of x.
 
     Raises BadInput for invalid indices.
@@ -58,14 +57,10 @@ def select_kernel(task: str, m: CsrMatrix, a: Tensor, b: Tensor | None = None) -
     formats = formats_of(m)
     if task == "sddmm":
         out, other = a.new_empty(m.col.shape), a if b is None else b
-        return choose(
-            task, m, formats, a, lambda c, m, formats: run_sddmm(m, formats, a, other, c, out)
-        )
+        return choose(task, m, formats, a, lambda c, m, formats: run_sddmm(m, formats, a, other, c, out))
     if task == TRANSPOSED:
         out = like(a, m.size[1], a.shape[1])
-        return choose(
-            task, m, formats, a, lambda c, m, formats: run_transposed(m, formats, a, c, out)
-        )
+        return choose(task, m, formats, a, lambda c, m, formats: run_transposed(m, formats, a, c, out))
     out = like(a, m.size[0], a.shape[1])
     return choose(task, m, formats, a, lambda c, m, formats: run(m, formats, a, None, None, c, out))
 
@@ -102,24 +97,35 @@ def densified(m: CsrMatrix, formats: MatrixFormats | None = None) -> Tensor:
     if bits is None:
         dense = torch.zeros(rows * columns, dtype=torch.float32, device=m.values.device)
         positions = row_of(m) * columns + m.col.long()
-        return (
-            dense.index_add_(0, positions, m.values.float()).view(rows, columns).to(m.values.dtype)
-        )
+        return dense.index_add_(0, positions, m.values.float()).view(rows, columns).to(m.values.dtype)
     dense = torch.empty(rows, columns, dtype=m.values.dtype, device=m.values.device)
     if dense.numel():
         grid = (bits.high // 64, bits.tiles)
         _launch(
-            bitmap.decompress, grid,
-            bits.masks, bits.starts, m.values, bits.high, dense, rows, columns,
-            HEIGHT=64, num_warps=4,
-        )  # fmt: skip
+            bitmap.decompress,
+            grid,
+            bits.masks,
+            bits.starts,
+            m.values,
+            bits.high,
+            dense,
+            rows,
+            columns,
+            HEIGHT=64,
+            num_warps=4,
+        )
     return dense
 
 
 def run(
-    m: CsrMatrix, formats: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None,
-    choice: KernelChoice, out: Tensor,
-) -> Tensor:  # fmt: skip
+    m: CsrMatrix,
+    formats: MatrixFormats,
+    x: Tensor,
+    bias: Tensor | None,
+    act: Act | None,
+    choice: KernelChoice,
+    out: Tensor,
+) -> Tensor:
     """`spmm` with one kernel, into `out`."""
     if not m.col.numel():
         return _empty(out, bias, act)
@@ -130,9 +136,7 @@ def run(
     return _by_rows(m, formats, x, bias, act, choice, out)
 
 
-def run_transposed(
-    m: CsrMatrix, formats: MatrixFormats, x: Tensor, choice: KernelChoice, out: Tensor
-) -> Tensor:
+def run_transposed(m: CsrMatrix, formats: MatrixFormats, x: Tensor, choice: KernelChoice, out: Tensor) -> Tensor:
     """`spmm_transposed` with one kernel, into `out`."""
     if not m.col.numel():
         return out.zero_()
@@ -146,9 +150,7 @@ def run_transposed(
     return _by_rows(transposed, formats_of(transposed), x, None, None, choice, out)
 
 
-def run_sddmm(
-    m: CsrMatrix, formats: MatrixFormats, a: Tensor, b: Tensor, choice: KernelChoice, out: Tensor
-) -> Tensor:
+def run_sddmm(m: CsrMatrix, formats: MatrixFormats, a: Tensor, b: Tensor, choice: KernelChoice, out: Tensor) -> Tensor:
     """`sddmm` with one kernel, into `out`."""
     k = a.shape[1]
     if choice.kind == "dense":
@@ -167,10 +169,22 @@ def run_sddmm(
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
     begins, ends, rows = formats.parts(m, choice.height)
     _launch(
-        sddmm_rows.sddmm_rows, (len(begins),),
-        begins, ends, rows, formats.narrow(m), a, a.stride(0), b, b.stride(0), out, k,
-        ENTRIES=choice.height, STEP=choice.width, num_warps=choice.warps,
-    )  # fmt: skip
+        sddmm_rows.sddmm_rows,
+        (len(begins),),
+        begins,
+        ends,
+        rows,
+        formats.narrow(m),
+        a,
+        a.stride(0),
+        b,
+        b.stride(0),
+        out,
+        k,
+        ENTRIES=choice.height,
+        STEP=choice.width,
+        num_warps=choice.warps,
+    )
     return out
 
 
@@ -191,28 +205,43 @@ def sparse_product(a: CsrMatrix, b: CsrMatrix) -> tuple[Tensor, Tensor, Tensor]:
     entries = a.col.numel()
     if total:
         _launch(
-            pairs.expand, (-(-total // AT_ONCE),),
-            offsets, entries, entries.bit_length(), row_of(a), begins, a.values, b.col, b.values,
-            keys, products, total, columns, COUNT=AT_ONCE,
-        )  # fmt: skip
+            pairs.expand,
+            (-(-total // AT_ONCE),),
+            offsets,
+            entries,
+            entries.bit_length(),
+            row_of(a),
+            begins,
+            a.values,
+            b.col,
+            b.values,
+            keys,
+            products,
+            total,
+            columns,
+            COUNT=AT_ONCE,
+        )
     keys, order = torch.sort(keys, stable=True)
     unique_keys, counts = torch.unique_consecutive(keys, return_counts=True)
     values = torch.empty(len(unique_keys), dtype=a.values.dtype, device=device)
     if total:
         ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         grid = (-(-len(unique_keys) // AT_ONCE),)
-        _launch(
-            pairs.compress, grid, products, order, ends, values, len(unique_keys), COUNT=AT_ONCE
-        )
+        _launch(pairs.compress, grid, products, order, ends, values, len(unique_keys), COUNT=AT_ONCE)
     starts = torch.arange(a.size[0] + 1, device=device) * columns
     crow = torch.searchsorted(unique_keys, starts).to(a.crow.dtype)
     return crow, (unique_keys % max(columns, 1)).to(a.col.dtype), values
 
 
 def _by_rows(
-    m: CsrMatrix, formats: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None,
-    choice: KernelChoice, out: Tensor,
-) -> Tensor:  # fmt: skip
+    m: CsrMatrix,
+    formats: MatrixFormats,
+    x: Tensor,
+    bias: Tensor | None,
+    act: Act | None,
+    choice: KernelChoice,
+    out: Tensor,
+) -> Tensor:
     """`spmm` by kernels.gpu.spmm."""
     n, (name, numbers) = x.shape[1], act or ("", ())
     first, second = (*numbers, 0.0, 0.0)[:2]
@@ -240,9 +269,15 @@ def _by_rows(
 
 
 def _by_bitmap(
-    m: CsrMatrix, formats: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None,
-    choice: KernelChoice, out: Tensor, transposed: bool,
-) -> Tensor:  # fmt: skip
+    m: CsrMatrix,
+    formats: MatrixFormats,
+    x: Tensor,
+    bias: Tensor | None,
+    act: Act | None,
+    choice: KernelChoice,
+    out: Tensor,
+    transposed: bool,
+) -> Tensor:
     """`spmm`, or the transposed product, by kernels.gpu.bitmap."""
     bits, (name, numbers) = formats.bitmap(m), act or ("", ())
     assert bits is not None
@@ -268,9 +303,14 @@ def _by_bitmap(
 
 
 def _finish(
-    partial: Tensor, listed: tuple[Tensor, Tensor, Tensor] | None, count: int,
-    parts: tuple[int, int], out: Tensor, bias: Tensor | None, act: Act | None,
-) -> None:  # fmt: skip
+    partial: Tensor,
+    listed: tuple[Tensor, Tensor, Tensor] | None,
+    count: int,
+    parts: tuple[int, int],
+    out: Tensor,
+    bias: Tensor | None,
+    act: Act | None,
+) -> None:
     """Sum partial results by kernels.gpu.epilogue.
 
     listed: rows, first slots and numbers of parts of `count` rows; None for all rows. parts: number
@@ -310,9 +350,7 @@ def _aligned(values: Tensor) -> Tensor:
     return values.clone() if values.data_ptr() % 16 else values
 
 
-def _launch(
-    kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any
-) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
     """Run a kernel on the device of its first tensor."""
     device = first.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():

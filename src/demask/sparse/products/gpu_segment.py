@@ -20,9 +20,7 @@ from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, LinearStep, reads
 
 
-def run(
-    program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> list[Tensor]:
+def run(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     """The outputs, as those of `reference.run`; they may be inputs, or views of one another."""
     dense.check(program, inputs, weights)
     values = list(inputs)
@@ -32,17 +30,11 @@ def run(
         if isinstance(step, ConvStep | LinearStep):
             values.append(_layer(step, kind, operands, weights))
         else:
-            values.append(
-                dense.call(
-                    step, kind, operands, *dense.operand_tensors(step, kind, operands[0], weights)
-                )
-            )
+            values.append(dense.call(step, kind, operands, *dense.operand_tensors(step, kind, operands[0], weights)))
     return [values[value] for value in program.outputs]
 
 
-def _layer(
-    step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]
-) -> Tensor:
+def _layer(step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The output of a layer."""
     x, bias = operands[0], dense.bias(step, weights)
     bias = None if bias is None else bias.to(x.dtype)
@@ -59,15 +51,7 @@ def _layer(
     fused_act = step.act if step.add is None else None
     name, numbers = fused_act or ("", ())
     product = torch.ops.demask.spmm.default(
-        crow,
-        col,
-        values,
-        None,
-        [step.out, positions.shape[1]],
-        positions.t(),
-        bias,
-        name,
-        list(numbers),
+        crow, col, values, None, [step.out, positions.shape[1]], positions.t(), bias, name, list(numbers)
     )
     y = product.t().reshape(*tokens.shape[:-1], step.out)
     y = y if isinstance(step, LinearStep) else y.movedim(-1, 1)

@@ -29,8 +29,7 @@ AT_ONCE = 1 << 22  # elements that ATen ops gather at once
 
 _LIBRARY = Library("demask", "FRAGMENT")
 for _line in (
-    "spmm_transposed(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size, Tensor y)"
-    " -> Tensor",
+    "spmm_transposed(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size, Tensor y) -> Tensor",
     "sampled(Tensor crow, Tensor col, Tensor? rows, int[] size, Tensor a, Tensor b) -> Tensor",
 ):
     _LIBRARY.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
@@ -69,9 +68,7 @@ def parts(count: int, n: int) -> list[slice]:
     return [slice(first, first + step) for first in range(0, count, step)]
 
 
-def _transposed_product(
-    crow: Tensor, col: Tensor, values: Tensor, rows: Tensor | None, size: Any, y: Tensor
-) -> Tensor:
+def _transposed_product(crow: Tensor, col: Tensor, values: Tensor, rows: Tensor | None, size: Any, y: Tensor) -> Tensor:
     m = CsrMatrix(crow, col, values, rows, (size[0], size[1]))
     gpu = kernels(y)
     if gpu is not None and gpu.takes(m, y):
@@ -81,9 +78,7 @@ def _transposed_product(
     return torch.ops.demask.spmm.default(*transposed, None, [m.size[1], m.size[0]], y, None, "", [])
 
 
-def _sampled(
-    crow: Tensor, col: Tensor, rows: Tensor | None, size: Any, a: Tensor, b: Tensor
-) -> Tensor:
+def _sampled(crow: Tensor, col: Tensor, rows: Tensor | None, size: Any, a: Tensor, b: Tensor) -> Tensor:
     m = CsrMatrix(crow, col, a, rows, (size[0], size[1]))
     gpu = kernels(a)
     if gpu is not None and gpu.takes(m, b):
@@ -106,9 +101,7 @@ def _fake_transposed_product(
     return like(y, size[1], y.shape[1]) if y.is_cuda else y.new_empty(size[1], y.shape[1])
 
 
-def _fake_sampled(
-    crow: Tensor, col: Tensor, rows: Tensor | None, size: Any, a: Tensor, b: Tensor
-) -> Tensor:
+def _fake_sampled(crow: Tensor, col: Tensor, rows: Tensor | None, size: Any, a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(col.shape[0])
 
 
@@ -147,9 +140,5 @@ _LIBRARY.impl("spmm_transposed", _transposed_product, "CompositeExplicitAutograd
 _LIBRARY.impl("sampled", _sampled, "CompositeExplicitAutograd")
 torch.library.register_fake("demask::spmm_transposed", _fake_transposed_product, lib=_LIBRARY)
 torch.library.register_fake("demask::sampled", _fake_sampled, lib=_LIBRARY)
-torch.library.register_autograd(
-    "demask::spmm_transposed", _transposed_gradients, setup_context=_save, lib=_LIBRARY
-)
-torch.library.register_autograd(
-    "demask::sampled", _sampled_gradients, setup_context=_save_sampled, lib=_LIBRARY
-)
+torch.library.register_autograd("demask::spmm_transposed", _transposed_gradients, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd("demask::sampled", _sampled_gradients, setup_context=_save_sampled, lib=_LIBRARY)

@@ -35,11 +35,7 @@ def sampled(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
     calls, bad = np.zeros(threads, CALL), np.zeros(threads * LINE // 8, np.int64)
     calls["crow"], calls["col"] = crow.data_ptr(), col.data_ptr()
     calls["names"] = 0 if names is None else names.data_ptr()
-    calls["order"], calls["begin"], calls["end"] = (
-        deal.order.ctypes.data,
-        deal.ends[:-1],
-        deal.ends[1:],
-    )
+    calls["order"], calls["begin"], calls["end"] = (deal.order.ctypes.data, deal.ends[:-1], deal.ends[1:])
     calls["a"], calls["a_pitch"] = a.data_ptr(), 4 * a.stride(0)
     calls["x"], calls["x_pitch"] = b.data_ptr(), 4 * b.stride(0)
     calls["out"], calls["vectors"], calls["left"] = sums.data_ptr(), k // isa.lanes, k % isa.lanes
@@ -52,7 +48,6 @@ def sampled(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
     Job(entries, ends, threads, np.zeros(1, np.int64)).run(threads)
     if bad.any():
         raise BadInput(
-            f"expected row starts that rise to {m.col.numel()}, rows below {m.size[0]} and columns "
-            f"below {m.size[1]}"
+            f"expected row starts that rise to {m.col.numel()}, rows below {m.size[0]} and columns below {m.size[1]}"
         )
     return sums

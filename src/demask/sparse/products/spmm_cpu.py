@@ -76,9 +76,11 @@ class SpmmTask:
         fields = self.calls.view(np.int64).reshape(len(self.calls), -1)
         # in the order of CALL
         fields[:, :4] = (
-            m.crow.data_ptr(), m.col.data_ptr(), m.values.data_ptr(),
+            m.crow.data_ptr(),
+            m.col.data_ptr(),
+            m.values.data_ptr(),
             0 if m.names is None else m.names.data_ptr(),
-        )  # fmt: skip
+        )
         self.calls["x"], self.calls["x_pitch"] = self.firsts + x.data_ptr(), 4 * x.stride(0)
         self.calls["out"] = self.firsts + out.data_ptr()
         self.calls["out_pitch"] = 4 * out.shape[1]

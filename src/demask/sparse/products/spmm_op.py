@@ -33,17 +33,21 @@ _LIBRARY.define(
 
 
 def product(
-    crow: Tensor, col: Tensor, values: Tensor, rows: Tensor | None, size: tuple[int, int],
-    x: Tensor, bias: Tensor | None = None, act: Act | None = None,
-) -> Tensor:  # fmt: skip
+    crow: Tensor,
+    col: Tensor,
+    values: Tensor,
+    rows: Tensor | None,
+    size: tuple[int, int],
+    x: Tensor,
+    bias: Tensor | None = None,
+    act: Act | None = None,
+) -> Tensor:
     """act(matrix @ x + bias) [size[0], n].
 
     rows: row index of each row of the CSR arrays; by default all rows are stored.
     """
     name, numbers = act or ("", ())
-    return torch.ops.demask.spmm.default(
-        crow, col, values, rows, size, x, bias, name, list(map(float, numbers))
-    )
+    return torch.ops.demask.spmm.default(crow, col, values, rows, size, x, bias, name, list(map(float, numbers)))
 
 
 def check(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> None:
@@ -54,9 +58,7 @@ def check(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> None
         raise BadInput(f"expected indices in int32 or int64, got {[t.dtype for t in indices]}")
     operands = [m.values, x, *([] if bias is None else [bias])]
     if len({t.dtype for t in operands}) != 1 or not x.is_floating_point():
-        raise BadInput(
-            f"expected floating-point numbers of one dtype, got {[t.dtype for t in operands]}"
-        )
+        raise BadInput(f"expected floating-point numbers of one dtype, got {[t.dtype for t in operands]}")
     if any(t.layout != torch.strided or t.device != x.device for t in (*indices, *operands)):
         raise BadInput(f"expected dense tensors on {x.device}")
     count = m.size[0] if m.names is None else m.names.numel()
@@ -151,9 +153,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, None, of_values, None, None, of_x, of_bias, None, None
 
 
-def _before_activation(
-    m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act, grad: Tensor
-) -> Tensor:
+def _before_activation(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act, grad: Tensor) -> Tensor:
     """The gradient of the input of the activation, which is computed again."""
     create_graph = torch.is_grad_enabled()
     z = product(*m[:3], m.names, m.size, x, bias)

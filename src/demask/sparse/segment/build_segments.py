@@ -55,9 +55,8 @@ NARROWEST = 127  # largest int8 in use; -128 has no positive counterpart
 
 
 def segmented(
-    program: Whole, core: Wanted, allowed: Wanted, *, dtype: torch.dtype = torch.float32,
-    precision: str | None = None,
-) -> Whole:  # fmt: skip
+    program: Whole, core: Wanted, allowed: Wanted, *, dtype: torch.dtype = torch.float32, precision: str | None = None
+) -> Whole:
     """The program with regions of sparse layers as segments.
 
     core: whether a layer should be in a segment. allowed: whether another layer may be between such
@@ -81,8 +80,11 @@ def name_of(editor: GraphEditor, call: MatchedCall) -> str:
 
 def segments_of(graph: fx.Graph) -> list[tuple[fx.Node, SegmentProgram]]:
     """The segments of a graph and their programs."""
-    return [(node, SegmentProgram.parse(schema.arguments(node)["program"]))
-            for node in graph.nodes if node.target is SEGMENT]  # fmt: skip
+    return [
+        (node, SegmentProgram.parse(schema.arguments(node)["program"]))
+        for node in graph.nodes
+        if node.target is SEGMENT
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,7 @@ def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[Seg
         if isinstance(step, ConvStep):
             columns = columns // step.groups * step.kernel[0] * step.kernel[1]
         pixels = batch * height * width
-        segment_layers.append(
-            SegmentLayer(step.name, end - first, step.out * columns, (end - first) * pixels)
-        )
+        segment_layers.append(SegmentLayer(step.name, end - first, step.out * columns, (end - first) * pixels))
     return segment_layers
 
 
@@ -134,10 +134,7 @@ def layers_of(whole: Whole) -> list[SegmentLayer]:
 
 
 def _replaced(
-    editor: GraphEditor,
-    region: SegmentRegion,
-    known: Mapping[fx.Node, fx.Node],
-    precision: str | None,
+    editor: GraphEditor, region: SegmentRegion, known: Mapping[fx.Node, fx.Node], precision: str | None
 ) -> dict[fx.Node, fx.Node]:
     """Replace a region by the call of a segment; returns region node -> output of the segment."""
     nodes = _within(region, known)
@@ -148,8 +145,9 @@ def _replaced(
     inputs = [known.get(source, source) for source, _ in steps.inputs]
     segment = editor.insert(reader, outputs[0], SEGMENT, inputs, weights, program.text())
     segment.meta = {"val": [node.meta["val"] for node in outputs]}
-    replacements = {node: editor.insert(reader, node, operator.getitem, segment, number)
-            for number, node in enumerate(outputs)}  # fmt: skip
+    replacements = {
+        node: editor.insert(reader, node, operator.getitem, segment, number) for number, node in enumerate(outputs)
+    }
     for node, replacement in replacements.items():
         node.replace_all_uses_with(replacement, lambda user: user not in nodes)
     for node in [node for node in reversed(editor.graph.nodes) if node in nodes]:
@@ -213,11 +211,7 @@ class _Steps:
     """The steps of a region, while they are collected."""
 
     def __init__(
-        self,
-        editor: GraphEditor,
-        calls: Sequence[MatchedCall],
-        outputs: Collection[fx.Node],
-        store: _WeightStore,
+        self, editor: GraphEditor, calls: Sequence[MatchedCall], outputs: Collection[fx.Node], store: _WeightStore
     ):
         self.editor, self.store, self.outputs = editor, store, outputs
         self.calls = {call.node: call for call in calls}
@@ -254,9 +248,7 @@ class _Steps:
                 chain, members = fuse(call, fused)
                 chains[chain.last] = chain
                 fused |= members
-        single_calls = {
-            node: _LayerChain(call, node) for node, call in self.calls.items() if node not in fused
-        }
+        single_calls = {node: _LayerChain(call, node) for node, call in self.calls.items() if node not in fused}
         chains |= single_calls
         return [chains[node] for node in self.calls if node in chains]
 
@@ -280,9 +272,7 @@ class _Steps:
             members.add(reader.node)
         return chain, members
 
-    def _selections(
-        self, call: MatchedCall, fused: set[fx.Node]
-    ) -> tuple[_LayerChain, set[fx.Node]]:
+    def _selections(self, call: MatchedCall, fused: set[fx.Node]) -> tuple[_LayerChain, set[fx.Node]]:
         """A selection of channels with the selections that alone read its result, as one."""
         chain, members = _LayerChain(call, call.node), {call.node}
         reader = self._reader(chain.last, fused)
@@ -310,8 +300,9 @@ class _Steps:
         if isinstance(step, (ConvStep, LinearStep)):
             weight, bias = self.store.layer(call)
             add = None if chain.add is None else self._value(chain.add, call.kind)
-            step = replace(step, x=reads[0], weight=weight, bias=bias, act=chain.act, add=add,
-                           name=name_of(self.editor, call))  # fmt: skip
+            step = replace(
+                step, x=reads[0], weight=weight, bias=bias, act=chain.act, add=add, name=name_of(self.editor, call)
+            )
         elif isinstance(step, (AddStep, ScaleStep)):
             step = replace(step, x=reads[0], z=reads[1], act=chain.act)
         elif isinstance(step, SelectStep):
@@ -433,15 +424,12 @@ class _WeightStore:
     def constants(self, reader: fx.Node) -> list[fx.Node]:
         """The tensors as constants of the graph."""
         constants = []
-        for name, (number, parts) in zip(("values", "index", "narrow"), self.parts.items(),
-                                        strict=True):  # fmt: skip
+        for name, (number, parts) in zip(("values", "index", "narrow"), self.parts.items(), strict=True):
             if number == NARROW and not parts:
                 break
             tensor = torch.cat(parts) if parts else torch.zeros(0)
             is_parameter = tensor.is_floating_point()
-            constants.append(
-                self.editor.add_constant(f"segment.{name}", tensor, reader, parameter=is_parameter)
-            )
+            constants.append(self.editor.add_constant(f"segment.{name}", tensor, reader, parameter=is_parameter))
         return constants
 
     def _matrix(self, matrix: Tensor) -> SparseWeight:

@@ -27,14 +27,7 @@ from demask.ops import Relation, Table, schema
 from demask.shrink.program_size import count_macs, sum_macs
 from demask.sparse.calls.recurrent_rows import is_recurrent
 from demask.sparse.plan.segment_plan import SegmentPlan
-from demask.sparse.segment.build_segments import (
-    DENSE_FROM,
-    NARROW,
-    csr,
-    name_of,
-    segmented,
-    segments_of,
-)
+from demask.sparse.segment.build_segments import DENSE_FROM, NARROW, csr, name_of, segmented, segments_of
 from demask.sparse.segment.convex_groups import Wanted
 from demask.sparse.segment.match_calls import MatchedCall, calls_of, matrix
 from demask.sparse.segment_program import SegmentProgram
@@ -72,9 +65,7 @@ class SegmentCandidates:
     layers: list[FusedLayer] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
-    def forms(
-        self, reduced: Whole, original: Whole, tell: Callable[[str], object]
-    ) -> Iterator[Candidate]:
+    def forms(self, reduced: Whole, original: Whole, tell: Callable[[str], object]) -> Iterator[Candidate]:
         """Candidates of a network with removed channels, then of the original.
 
         If many channels remain and layers are sparse, leaving all of them may cost less than the
@@ -98,9 +89,7 @@ class SegmentCandidates:
             program = segmented(base, sparse_layers.core, _is_depthwise)
             # If few layers are slightly faster dense, leaving and entering segments costs more.
             if not is_useful or sparse_layers.are_worth_a_mix():
-                mixed = self._candidate(
-                    EACH + name, base, program, sparse_layers.core, _is_depthwise
-                )
+                mixed = self._candidate(EACH + name, base, program, sparse_layers.core, _is_depthwise)
                 mixed.decisions[:0] = sparse_layers.decisions()
                 yield from self._new(mixed)
             if not sparse_layers.known and name == BY_INDEX:
@@ -131,9 +120,7 @@ class SegmentCandidates:
             self.seen.add(graph_text)
             yield form
 
-    def _candidate(
-        self, name: str, base: Whole, program: Whole, core: Wanted, between: Wanted
-    ) -> Candidate:
+    def _candidate(self, name: str, base: Whole, program: Whole, core: Wanted, between: Wanted) -> Candidate:
         """One candidate: segments, and the fastest implementations of all other calls. program:
         `base` with segments."""
         form = self._outside(name, program)
@@ -149,9 +136,7 @@ class SegmentCandidates:
         """A candidate with the fastest implementations of calls outside of segments."""
         sizes = seconds_by_image_size(program, self.asker)
         last = {size for size, costs in sizes.items() if costs[True] < GAIN * costs[False]}
-        maker = CandidateBuilder(
-            self.asker, lambda node: self.asker.shape(node)[2:] in last, self.table
-        )
+        maker = CandidateBuilder(self.asker, lambda node: self.asker.shape(node)[2:] in last, self.table)
         return maker.build(name, program)
 
 
@@ -174,17 +159,18 @@ def _share(program: Whole, asker: LayerCosts, table: Table, large: bool) -> floa
     relations = Analysis(program, table).relations
     editor, wanted = GraphEditor(program), _AllLayers(asker, large)
     calls = calls_of(editor, torch.float32)
-    names = {node.name for node, call in calls.items()
-             if call.is_layer and wanted.is_wanted(editor, call)}  # fmt: skip
+    names = {node.name for node, call in calls.items() if call.is_layer and wanted.is_wanted(editor, call)}
     names |= {node.name for node in editor.calls() if is_recurrent(editor, node, torch.float32)}
-    inside = sum(count_macs(relation, asker.example) for node, relation in relations.items()
-                 if node.name in names and isinstance(relation, Relation))  # fmt: skip
+    inside = sum(
+        count_macs(relation, asker.example)
+        for node, relation in relations.items()
+        if node.name in names and isinstance(relation, Relation)
+    )
     return inside / max(sum_macs(relations, asker.example), 1)
 
 
 def _has_narrow_weights(program: Whole) -> bool:
-    return any(len(schema.arguments(node)["weights"]) > NARROW
-               for node, _ in segments_of(program.graph))  # fmt: skip
+    return any(len(schema.arguments(node)["weights"]) > NARROW for node, _ in segments_of(program.graph))
 
 
 def _density(editor: GraphEditor, call: MatchedCall) -> float:
@@ -217,8 +203,7 @@ class FusedLayer:
         """Seconds of its fastest dense implementation. layouts: whether images are in channels
         last."""
         layouts = layouts if len(self.layer.x) == 4 else layouts[:1]
-        return min(asker.layer(self.layer, last, self.after, other=self.other)[1]
-                   for last in layouts)  # fmt: skip
+        return min(asker.layer(self.layer, last, self.after, other=self.other)[1] for last in layouts)
 
     def roofline(self, asker: LayerCosts) -> float:
         """Seconds that it takes at the least by the rates of this machine."""
@@ -286,8 +271,10 @@ class _SparseLayers:
 
     def decisions(self) -> list[TuneDecision]:
         """The choices for the layers that could be sparse."""
-        return [TuneDecision(self.names[node], min(seconds, key=seconds.__getitem__), seconds)
-                for node, seconds in self.known.items()]  # fmt: skip
+        return [
+            TuneDecision(self.names[node], min(seconds, key=seconds.__getitem__), seconds)
+            for node, seconds in self.known.items()
+        ]
 
     def _predicted(self, call: MatchedCall, matrix: Tensor, density: float) -> dict[str, float]:
         """Seconds of a layer in its fastest dense implementation, and with its nonzeros."""
@@ -323,18 +310,12 @@ def _timed(
         spans = ((0, 0, len(values)), (1, 0, len(crow)), (1, len(crow), len(crow) + len(col)))
         bias = (0, len(values), len(values) + shape[0])
         assert isinstance(call.step, (ConvStep, LinearStep))
-        step = replace(
-            call.step, weight=SparseWeight(*spans), bias=None if call.bias is None else bias
-        )
-        weights = [torch.cat([values, torch.randn(shape[0], generator=draw)]),
-                   torch.cat([crow, col])]  # fmt: skip
+        step = replace(call.step, weight=SparseWeight(*spans), bias=None if call.bias is None else bias)
+        weights = [torch.cat([values, torch.randn(shape[0], generator=draw)]), torch.cat([crow, col])]
         input_count = SETS if 4 * prod(x) > CACHE else 1
         inputs = [torch.randn(x, generator=draw) for _ in range(input_count)]
         program = SegmentProgram((call.kind,), (step,), (1,))
-        plan, alternating = (
-            SegmentPlan.of(program, weights, inputs[:1], torch.get_num_threads()),
-            cycle(inputs),
-        )
+        plan, alternating = (SegmentPlan.of(program, weights, inputs[:1], torch.get_num_threads()), cycle(inputs))
         return lambda: plan([next(alternating)])
 
     return make

@@ -35,20 +35,21 @@ class SegmentRegion:
         return {call.node for call in self.calls}
 
 
-def regions(
-    editor: GraphEditor, dtype: torch.dtype, core: Wanted, allowed: Wanted
-) -> list[SegmentRegion]:
+def regions(editor: GraphEditor, dtype: torch.dtype, core: Wanted, allowed: Wanted) -> list[SegmentRegion]:
     """The largest possible regions of a graph. Recurrent layers are in segments.
 
     core: whether another layer should be in a segment. allowed: whether a layer may be between such
     layers.
     """
     calls = calls_of(editor, dtype)
-    core_layers = {node for node, call in calls.items()
-                   if lowering_of(call.step) == RECURRENT
-                   or (call.is_layer and core(editor, call))}  # fmt: skip
-    known = {node: call for node, call in calls.items()
-             if not call.is_layer or node in core_layers or allowed(editor, call)}  # fmt: skip
+    core_layers = {
+        node
+        for node, call in calls.items()
+        if lowering_of(call.step) == RECURRENT or (call.is_layer and core(editor, call))
+    }
+    known = {
+        node: call for node, call in calls.items() if not call.is_layer or node in core_layers or allowed(editor, call)
+    }
     segment_regions = []
     for group in _together(known, _levels(editor.graph, known)):
         inside = _between(group, known, core_layers)
@@ -83,9 +84,7 @@ def _levels(graph: fx.Graph, known: Mapping[fx.Node, MatchedCall]) -> dict[fx.No
     return level
 
 
-def _together(
-    known: Mapping[fx.Node, MatchedCall], level: Mapping[fx.Node, int]
-) -> list[list[fx.Node]]:
+def _together(known: Mapping[fx.Node, MatchedCall], level: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
     """Groups of calls of one level that read each other's values, or the same values."""
     groups = _NodeGroups(known)
     for node, call in known.items():
@@ -97,9 +96,7 @@ def _together(
     return groups.parts()
 
 
-def _between(
-    group: list[fx.Node], known: Mapping[fx.Node, MatchedCall], core_layers: set[fx.Node]
-) -> list[fx.Node]:
+def _between(group: list[fx.Node], known: Mapping[fx.Node, MatchedCall], core_layers: set[fx.Node]) -> list[fx.Node]:
     """The calls of a group on paths between core layers, and those fused into such layers."""
     members = set(group)
     after, before = core_layers & members, core_layers & members
@@ -127,9 +124,7 @@ def _only_outputs(known: Mapping[fx.Node, MatchedCall]) -> set[fx.Node]:
     return last
 
 
-def _is_stored(
-    call: MatchedCall, inside: set[fx.Node], group: set[fx.Node], last: set[fx.Node]
-) -> bool:
+def _is_stored(call: MatchedCall, inside: set[fx.Node], group: set[fx.Node], last: set[fx.Node]) -> bool:
     """Whether a call after a region can be fused into its last layer, or ends the network.
 
     Its other operands must be available: values of the group outside of the region may depend on

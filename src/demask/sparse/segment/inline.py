@@ -106,9 +106,7 @@ class _InlinedSegment:
         self.editor, self.node, self.program = editor, node, program
         self.values: list[fx.Node] = list(arguments["inputs"])
         # Of each value; None where it is known at run time only.
-        self.channels: list[Any] = [
-            _channels(x, k) for x, k in zip(self.values, program.inputs, strict=True)
-        ]
+        self.channels: list[Any] = [_channels(x, k) for x, k in zip(self.values, program.inputs, strict=True)]
         weights = [editor.tensor(weight) for weight in arguments["weights"]]
         if any(weight is None for weight in weights):
             raise BadInput(f"{node.name}: expected weights that are constants")
@@ -134,9 +132,7 @@ class _InlinedSegment:
                 numbers = dense.index(step, channels[0], self.weights)
                 operands.append(self.editor.add_constant("segment.channels", numbers, self.node))
             self.values.append(self._inlined(_calls(step, kind), operands))
-            width = (
-                sum(channels) if isinstance(step, ConcatStep) else getattr(step, "out", channels[0])
-            )
+            width = sum(channels) if isinstance(step, ConcatStep) else getattr(step, "out", channels[0])
             self.channels.append(width)
         return self.values
 
@@ -145,10 +141,10 @@ class _InlinedSegment:
         entry = CALLED[step.call]
         stored = dense.call_constants(step, self.weights, self.dtype)
         parts = entry.split(stored, self.channels[step.xs[0]], step.numbers)
-        constants = [self.editor.add_constant(name, part, self.node,
-                                              parameter=entry.constants != POSITIONS)
-                     for name, part in zip(entry.names_of_constants(_name(step)), parts,
-                                           strict=False)]  # fmt: skip
+        constants = [
+            self.editor.add_constant(name, part, self.node, parameter=entry.constants != POSITIONS)
+            for name, part in zip(entry.names_of_constants(_name(step)), parts, strict=False)
+        ]
         node = self._called(entry, entry.arguments(operands, step.numbers, constants))
         self.channels.append(self._width(len(self.values), step.kind))
         self.values.append(node)
@@ -158,9 +154,7 @@ class _InlinedSegment:
         last, graph = self.node.prev, self.editor.graph
         with graph.inserting_before(self.node):
             tracer = GraphAppendingTracer(graph)
-            result = entry.op(
-                *pytree.tree_map_only(fx.Node, lambda node: fx.Proxy(node, tracer), arguments)
-            )
+            result = entry.op(*pytree.tree_map_only(fx.Node, lambda node: fx.Proxy(node, tracer), arguments))
         while last.next is not self.node:
             last = last.next
             if all("val" in source.meta for source in last.all_input_nodes):
@@ -172,8 +166,9 @@ class _InlinedSegment:
         only, as those of a column of tokens do."""
         widths = set()
         for other in UNKNOWN:
-            shapes = [[n if isinstance(n, int) else other for n in _sizes(x)]
-                      for x in self.values[: len(self.program.inputs)]]  # fmt: skip
+            shapes = [
+                [n if isinstance(n, int) else other for n in _sizes(x)] for x in self.values[: len(self.program.inputs)]
+            ]
             widths.add(self.program.shapes(shapes)[value][channel_axis(kind)])
         return None if len(widths) > 1 else int(widths.pop())
 
@@ -189,9 +184,7 @@ class _InlinedSegment:
             if bias is not None:
                 tensors["bias"] = bias.to(self.dtype)
             self.layers[key] = [
-                self.editor.add_constant(
-                    f"{_name(step)}.{attribute}", tensor, self.node, parameter=True
-                )
+                self.editor.add_constant(f"{_name(step)}.{attribute}", tensor, self.node, parameter=True)
                 for attribute, tensor in tensors.items()
             ]
         return self.layers[key]
@@ -243,8 +236,7 @@ def _shape(step: Step, kind: str, channels: int) -> tuple[int, ...]:
     sizes = [1, 1]
     if isinstance(step, (ConvStep, PoolStep)):
         pads = step.padding if isinstance(step, ConvStep) else ((0, 0), (0, 0))
-        sizes = [d * (k - 1) + 1 + sum(p)
-                 for k, d, p in zip(step.kernel, step.dilation, pads, strict=True)]  # fmt: skip
+        sizes = [d * (k - 1) + 1 + sum(p) for k, d, p in zip(step.kernel, step.dilation, pads, strict=True)]
     return (2, channels, *(sizes[1:] if kind == "signal" else sizes))
 
 
@@ -253,9 +245,15 @@ def _calls(step: Step, kind: str) -> fx.Graph:
     if isinstance(step, (ConvStep, LinearStep)):
         out = step.groups if isinstance(step, ConvStep) else 1
         empty, bias_span = (0, 0, 0), (0, 0, out)
-        step = replace(step, x=0, out=out, weight=SparseWeight(empty, (0, 0, out + 1), empty),
-                       bias=None if step.bias is None else bias_span, name="",
-                       add=None if step.add is None else 0)  # fmt: skip
+        step = replace(
+            step,
+            x=0,
+            out=out,
+            weight=SparseWeight(empty, (0, 0, out + 1), empty),
+            bias=None if step.bias is None else bias_span,
+            name="",
+            add=None if step.add is None else 0,
+        )
     elif isinstance(step, ConcatStep):
         step = ConcatStep((0,) * len(step.xs))
     elif isinstance(step, SelectStep):

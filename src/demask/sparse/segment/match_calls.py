@@ -116,9 +116,7 @@ def _fits(node: fx.Node, dtype: torch.dtype) -> bool:
     return value.dtype is dtype and value.device.type == "cpu"
 
 
-def _with_kinds(
-    editor: GraphEditor, calls: Mapping[fx.Node, MatchedCall]
-) -> dict[fx.Node, MatchedCall]:
+def _with_kinds(editor: GraphEditor, calls: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, MatchedCall]:
     """The calls with the kinds of their values: from producers, else readers, else rank."""
     reader_kinds: dict[fx.Node, str] = {}
     for node, call in reversed(list(calls.items())):
@@ -206,8 +204,7 @@ def _transposed(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Mat
     if weight is None or node.meta["val"].ndim != weight.ndim:
         return None
     axes = weight.ndim - 2
-    numbers = [_spread(arguments[key], axes) for key in ("stride", "dilation", "padding",
-                                                     "output_padding")]  # fmt: skip
+    numbers = [_spread(arguments[key], axes) for key in ("stride", "dilation", "padding", "output_padding")]
     if any(n is None for n in numbers):
         return None
     stride, dilation, padding, output_padding = numbers
@@ -239,9 +236,7 @@ def _linear(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
 
 def _layer(node: fx.Node, arguments: Arguments, kind: str, step: Step) -> MatchedCall | None:
     """A layer as a call, if its input is a node."""
-    call = MatchedCall(
-        node, (arguments["input"],), kind, kind, step, arguments["weight"], arguments["bias"]
-    )
+    call = MatchedCall(node, (arguments["input"],), kind, kind, step, arguments["weight"], arguments["bias"])
     return call if isinstance(arguments["input"], fx.Node) else None
 
 
@@ -290,9 +285,7 @@ def _norm(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
     names = ("weight", "bias", "running_mean", "running_var")
     weight, bias, mean, var = (editor.tensor(arguments[name]) for name in names)
     is_constant = mean is not None and var is not None and not arguments["training"]
-    has_weights = (weight is None) == (arguments["weight"] is None) and (bias is None) == (
-        arguments["bias"] is None
-    )
+    has_weights = (weight is None) == (arguments["weight"] is None) and (bias is None) == (arguments["bias"] is None)
     if not is_constant or not has_weights or node.meta["val"].ndim != 4:
         return None
     assert mean is not None and var is not None
@@ -302,9 +295,15 @@ def _norm(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
     shift = shift if bias is None else shift + bias.double()
     step = ConvStep(0, NONE, None, len(mean), (1, 1), groups=len(mean))
     return MatchedCall(
-        node, (arguments["input"],), "image", "image", step, arguments["running_mean"],
-        arguments["bias"], affine=(scale.to(mean.dtype), shift.to(mean.dtype)),
-    )  # fmt: skip
+        node,
+        (arguments["input"],),
+        "image",
+        "image",
+        step,
+        arguments["running_mean"],
+        arguments["bias"],
+        affine=(scale.to(mean.dtype), shift.to(mean.dtype)),
+    )
 
 
 def _scaled(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
@@ -319,8 +318,7 @@ def _scaled(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
         if factors is not None and has_shape(x, shape) and factors.shape == (shape[1], 1, 1):
             step = ConvStep(0, NONE, None, len(factors), (1, 1), groups=len(factors))
             scale = factors.flatten()
-            return MatchedCall(node, (x,), "image", "image", step, z,
-                               affine=(scale, torch.zeros_like(scale)))  # fmt: skip
+            return MatchedCall(node, (x,), "image", "image", step, z, affine=(scale, torch.zeros_like(scale)))
     return None
 
 
@@ -381,9 +379,7 @@ def _padded(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
     return _selection(node, 1, torch.cat(numbers))
 
 
-def _selection(
-    node: fx.Node, axis: int, channels: Tensor, stride: tuple[int, int] = (1, 1)
-) -> MatchedCall | None:
+def _selection(node: fx.Node, axis: int, channels: Tensor, stride: tuple[int, int] = (1, 1)) -> MatchedCall | None:
     """A selection of channels, if the axis is that of channels."""
     rank = node.meta["val"].ndim
     kind = {(4, 1): "image", (2, 1): "tokens"}.get((rank, axis % rank))
@@ -430,9 +426,7 @@ def _averaged(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Match
     return _pooled(node, arguments, mean=True, counted=arguments["count_include_pad"])
 
 
-def _pooled(
-    node: fx.Node, arguments: Arguments, *, mean: bool, counted: bool
-) -> MatchedCall | None:
+def _pooled(node: fx.Node, arguments: Arguments, *, mean: bool, counted: bool) -> MatchedCall | None:
     kernel = _spread(arguments["kernel_size"], 2)
     stride = _spread(arguments["stride"] or arguments["kernel_size"], 2)
     padding, dilation = (_spread(arguments.get(key, 1), 2) for key in ("padding", "dilation"))
@@ -476,9 +470,12 @@ def _flat(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
 
 
 _RULES: dict[Any, Rule] = {
-    aten.conv1d.default: _convolution, aten.conv1d.padding: _convolution,
-    aten.conv2d.default: _convolution, aten.conv2d.padding: _convolution,
-    aten.conv_transpose1d.default: _transposed, aten.conv_transpose2d.input: _transposed,
+    aten.conv1d.default: _convolution,
+    aten.conv1d.padding: _convolution,
+    aten.conv2d.default: _convolution,
+    aten.conv2d.padding: _convolution,
+    aten.conv_transpose1d.default: _transposed,
+    aten.conv_transpose2d.input: _transposed,
     aten.linear.default: _linear,
     aten.add.Tensor: _sum,
     aten.mul.Tensor: _scaled,
@@ -491,7 +488,9 @@ _RULES: dict[Any, Rule] = {
     aten.avg_pool2d.default: _averaged,
     aten.adaptive_avg_pool2d.default: _adaptive,
     aten.mean.dim: _mean,
-    aten.flatten.using_ints: _flat, aten.view.default: _flat, aten.reshape.default: _flat,
+    aten.flatten.using_ints: _flat,
+    aten.view.default: _flat,
+    aten.reshape.default: _flat,
     **dict.fromkeys(SQUEEZES, _flat),
     **dict.fromkeys(IDENTITIES, _same),
-}  # fmt: skip
+}

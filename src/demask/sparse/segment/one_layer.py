@@ -33,9 +33,7 @@ def layer_in_segment(layer: Layer, times: int = 1) -> Callable[[], object]:
     return lambda: plan([x])
 
 
-def _step(
-    layer: Layer, weight: SparseWeight, bias: tuple[int, int, int]
-) -> tuple[str, ConvStep | LinearStep]:
+def _step(layer: Layer, weight: SparseWeight, bias: tuple[int, int, int]) -> tuple[str, ConvStep | LinearStep]:
     """The kind of the input of a layer, and its step."""
     rows = layer.weight[0]
     if not layer.convolves:

@@ -55,8 +55,10 @@ def _added(editor: GraphEditor, mask: fx.Node, node: fx.Node, dtype: torch.dtype
     known = _elements(editor, mask)
     if known is not None and bool(known.all()):
         return None
-    numbers = [editor.add_constant(f"{node.name}_{name}", torch.tensor(number, dtype=dtype), node)
-               for name, number in (("seen", 0.0), ("masked", -math.inf))]  # fmt: skip
+    numbers = [
+        editor.add_constant(f"{node.name}_{name}", torch.tensor(number, dtype=dtype), node)
+        for name, number in (("seen", 0.0), ("masked", -math.inf))
+    ]
     return editor.call(aten.where.self, mask, *numbers)
 
 

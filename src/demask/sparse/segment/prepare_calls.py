@@ -106,5 +106,4 @@ def _new_sizes(editor: GraphEditor, value: fx.Node, x: fx.Node) -> list[Any]:
     sizes, old = editor.sizes(x), value.meta["val"].shape
     new = x.meta["val"].shape
     first = len(new) - len(old)
-    return [-1 if k >= first and same_size(new[k], old[k - first]) else size
-            for k, size in enumerate(sizes)]  # fmt: skip
+    return [-1 if k >= first and same_size(new[k], old[k - first]) else size for k, size in enumerate(sizes)]

@@ -15,12 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, float32, get_num_threads, strided
 
-from demask.compat.dispatch import (
-    count_dispatch_modes,
-    count_function_modes,
-    has_functorch_transforms,
-    tracing_state,
-)
+from demask.compat.dispatch import count_dispatch_modes, count_function_modes, has_functorch_transforms, tracing_state
 from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.plan_cache import VERSION, plans_of
 from demask.sparse.segment.segment_op import PLAIN, SegmentPlans
@@ -38,8 +33,7 @@ class _KnownCall:
     hundreds. So little is done here because kernels leave nothing of this code in the caches.
     """
 
-    __slots__ = ("addresses", "are_alive", "count", "ends", "numbers", "plan", "probe", "sizes",
-                 "threads", "versions")  # fmt: skip
+    __slots__ = ("addresses", "are_alive", "count", "ends", "numbers", "plan", "probe", "sizes", "threads", "versions")
 
     def __init__(self, plans: SegmentPlans, inputs: Sequence[Tensor], weights: Sequence[Tensor]):
         """Raises KeyError if there is no plan for the inputs as they are."""

@@ -31,8 +31,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 # Not torch.library.custom_op, whose calls cost 12 µs of Python; these cost 4 to 6.
 _LIBRARY = Library("demask", "FRAGMENT")
 _LIBRARY.define(
-    "segment(Tensor[] inputs, Tensor[] weights, str program) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "segment(Tensor[] inputs, Tensor[] weights, str program) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
 )
 
 
@@ -81,9 +80,7 @@ class SegmentPlans(PlanCache):
         except NoPlan:  # no memory for a call now
             return without_plan(self.program, inputs, weights)
 
-    def key(
-        self, inputs: Sequence[Tensor], weights: Sequence[Tensor]
-    ) -> tuple[tuple[int, ...], Hashable, int]:
+    def key(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[tuple[int, ...], Hashable, int]:
         """What a plan depends on: versions of the weights, sizes of the inputs, threads."""
         sizes = tuple([((x := inputs[k]).shape, x.stride(), x.dtype) for k in self.dynamic])
         return self.versions_of(weights), sizes, torch.get_num_threads()
@@ -115,9 +112,7 @@ def _has_gaps(program: SegmentProgram, number: int, x: Tensor) -> bool:
     return is_tokens and x.flatten(0, -2).data_ptr() != x.data_ptr()
 
 
-def without_plan(
-    program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> list[Tensor]:
+def without_plan(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     """The outputs by ATen ops, or GPU kernels, contiguous and in memory of their own."""
     run = gpu_segment.run if inputs and inputs[0].is_cuda else dense.run
     outputs = run(program, inputs, weights)
@@ -194,11 +189,11 @@ def mapped(info: Any, dims: Any, *arguments: Any) -> tuple[list[Tensor], list[in
     (inputs, weights, text), (input_dims, weight_dims, _) = arguments, dims
 
     def part(tensors: list[Tensor], axes: list[int | None], k: int) -> list[Tensor]:
-        return [t if axis is None else t.select(axis, k)
-                for t, axis in zip(tensors, axes, strict=True)]  # fmt: skip
+        return [t if axis is None else t.select(axis, k) for t, axis in zip(tensors, axes, strict=True)]
 
-    results = [segment(part(inputs, input_dims, k), part(weights, weight_dims, k), text)
-            for k in range(info.batch_size)]  # fmt: skip
+    results = [
+        segment(part(inputs, input_dims, k), part(weights, weight_dims, k), text) for k in range(info.batch_size)
+    ]
     stacked = [torch.stack(outputs) for outputs in zip(*results, strict=True)]
     return stacked, [0] * len(stacked)
 

@@ -68,11 +68,7 @@ def gradient_of_values(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) ->
     kernel = sddmm.Sampled(g.length % isa.lanes > 0, more=True)
     _run(calls, np.full(batch, CODE.addresses([kernel])[kernel]), batch, threads)
     totals = sums.sum(0)
-    return (
-        totals
-        if offsets.sorted is None
-        else torch.empty(count).index_copy_(0, offsets.sorted, totals)
-    )
+    return totals if offsets.sorted is None else torch.empty(count).index_copy_(0, offsets.sorted, totals)
 
 
 def _read(step: ConvStep, m: CsrMatrix, x: Tensor) -> tuple[CsrMatrix, ConvGeometry, Offsets]:
@@ -94,9 +90,7 @@ def _like(images: Tensor, x: Tensor) -> Tensor:
     return (images.squeeze(2) if x.ndim == 3 else images).contiguous()
 
 
-def _down(
-    m: CsrMatrix, g: ConvGeometry, offsets: Offsets, planes: Tensor, bias: Tensor | None
-) -> Tensor:
+def _down(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, planes: Tensor, bias: Tensor | None) -> Tensor:
     """Products from planes to outputs [batch, rows, *out]: the sum over the offsets of nonzeros."""
     batch, (height, width) = planes.shape[0], g.out
     values = m.values if offsets.sorted is None else m.values.index_select(0, offsets.sorted)
@@ -116,9 +110,7 @@ def _up(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, spread: Tensor) -> Tens
     return g.from_planes(planes)
 
 
-def _multiply(
-    m: CsrMatrix, order: Tensor, x: Tensor, out: Tensor, length: int, bias: Tensor | None
-) -> None:
+def _multiply(m: CsrMatrix, order: Tensor, x: Tensor, out: Tensor, length: int, bias: Tensor | None) -> None:
     """out[image, row, t] = sum of values * x[image, offset + t] for t below `length`.
 
     Columns of m are offsets. x and out are contiguous, images first, rows of out second.

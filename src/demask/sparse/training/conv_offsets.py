@@ -54,18 +54,14 @@ class ConvGeometry:
         """The geometry of a convolution over [batch, channels, (height,) width]."""
         input_size = (shape[2], shape[3]) if len(shape) == 4 else (1, shape[2])
         output_size, reach = [], []
-        for n, k, s, d, pad in zip(
-            input_size, step.kernel, step.stride, step.dilation, step.padding, strict=True
-        ):
+        for n, k, s, d, pad in zip(input_size, step.kernel, step.stride, step.dilation, step.padding, strict=True):
             span = d * (k - 1) + 1 - sum(pad)
             output_size.append((n - 1) * s + span if step.transposed else (n - span) // s + 1)
             reach.append(d * (k - 1) // s + 1)
         pairs = step.kernel, step.stride, step.dilation, step.padding
         sides = [(shape[1], input_size), (step.out, (output_size[0], output_size[1]))]
         (channels, size), (rows, out) = sides[::-1] if step.transposed else sides
-        return cls(
-            channels, rows, step.groups, *pairs, size, out, (reach[0], reach[1]), step.transposed
-        )
+        return cls(channels, rows, step.groups, *pairs, size, out, (reach[0], reach[1]), step.transposed)
 
     @property
     def high(self) -> int:
@@ -139,9 +135,7 @@ class ConvGeometry:
         """Output gradients [batch, rows, *out] with their zeros [batch, rows, spread_size]."""
         spread_grad = grad.new_zeros(grad.shape[0], self.rows, self.spread_size)
         strides = (self.rows * self.spread_size, self.spread_size, self.wide, 1)
-        spread_grad.as_strided((grad.shape[0], self.rows, *self.out), strides, self.first).copy_(
-            grad
-        )
+        spread_grad.as_strided((grad.shape[0], self.rows, *self.out), strides, self.first).copy_(grad)
         return spread_grad
 
 
@@ -179,10 +173,7 @@ def _offsets(m: CsrMatrix, g: ConvGeometry) -> Offsets:
     kernel_height, kernel_width = g.kernel
     group_inputs, group_outputs = g.channels // g.groups, g.rows // g.groups
     if g.transposed:  # rows of the matrix are channels of planes
-        channel, row = (
-            row,
-            row // group_inputs * group_outputs + col // (kernel_height * kernel_width),
-        )
+        channel, row = (row, row // group_inputs * group_outputs + col // (kernel_height * kernel_width))
     else:
         channel = row // group_outputs * group_inputs + col // (kernel_height * kernel_width)
     y, x = col // kernel_width % kernel_height * g.dilation[0], col % kernel_width * g.dilation[1]
@@ -195,9 +186,7 @@ def _offsets(m: CsrMatrix, g: ConvGeometry) -> Offsets:
         sorted_, starts = _grouped(row, g.rows)
         there = there[sorted_]
     longest = (torch.argsort(c.diff(), descending=True, stable=True) for c in (starts, crow))
-    return Offsets(
-        starts, there.int(), sorted_, crow, back.int(), order, *(t.int() for t in longest)
-    )
+    return Offsets(starts, there.int(), sorted_, crow, back.int(), order, *(t.int() for t in longest))
 
 
 def _grouped(key: Tensor, count: int) -> tuple[Tensor, Tensor]:

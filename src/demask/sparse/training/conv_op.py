@@ -26,17 +26,14 @@ from demask.sparse.training.recompute import parsed, recomputed
 
 _LIBRARY = Library("demask", "FRAGMENT")
 for _line in (
-    "convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? bias, str program)"
-    " -> Tensor",
+    "convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? bias, str program) -> Tensor",
     "conv_gradients(Tensor gradient, Tensor x, Tensor values, Tensor crow, Tensor col, str program,"
     " bool of_x, bool of_values) -> (Tensor, Tensor)",
 ):
     _LIBRARY.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def convolved(
-    x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str
-) -> Tensor:
+def convolved(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
     """The convolution of a program, differentiable.
 
     Raises BadInput for shapes, dtypes and indices that do not match the program.
@@ -44,18 +41,11 @@ def convolved(
     return torch.ops.demask.convolved.default(x, values, crow, col, bias, text)
 
 
-def _step(
-    text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor
-) -> tuple[ConvStep, CsrMatrix]:
+def _step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tuple[ConvStep, CsrMatrix]:
     """The convolution and its matrix, checked except for indices."""
     program = parsed(text)
     step = program.steps[0]
-    if (
-        not isinstance(step, ConvStep)
-        or len(program.steps) != 1
-        or step.act
-        or step.add is not None
-    ):
+    if not isinstance(step, ConvStep) or len(program.steps) != 1 or step.act or step.add is not None:
         raise BadInput("expected a program of one convolution without activation and sum")
     dense.check(program, [x], [values, crow, col])
     kinds = (x.dtype, values.dtype, crow.dtype, col.dtype)
@@ -67,9 +57,7 @@ def _step(
     return step, CsrMatrix(crow, col, values, None, (step.out, 0))
 
 
-def _convolved(
-    x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str
-) -> Tensor:
+def _convolved(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
     from demask.sparse.training.conv_kernels import convolved  # needs llvmlite
 
     step, m = _step(text, x, values, crow, col)
@@ -79,9 +67,8 @@ def _convolved(
 
 
 def _gradients(
-    grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str,
-    of_x: bool, of_values: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str, of_x: bool, of_values: bool
+) -> tuple[Tensor, Tensor]:
     from demask.sparse.training.conv_kernels import gradient_of_values, gradient_of_x
 
     step, m = _step(text, x, values, crow, col)
@@ -92,20 +79,15 @@ def _gradients(
     )
 
 
-def _fake(
-    x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str
-) -> Tensor:
+def _fake(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
     _step(text, x, values, crow, col)
     return x.new_empty(parsed(text).shapes([x.shape])[1])
 
 
 def _fake_gradients(
-    grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str,
-    of_x: bool, of_values: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return x.new_empty(x.shape if of_x else (0,)), values.new_empty(
-        col.shape if of_values else (0,)
-    )
+    grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str, of_x: bool, of_values: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if of_x else (0,)), values.new_empty(col.shape if of_values else (0,))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -127,9 +109,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         )
     if bias is not None and needed[4]:
         of_bias = grad.sum((0, *range(2, grad.ndim)))
-    return (
-        of_x if needed[0] else None, of_values if needed[1] else None, None, None, of_bias, None,
-    )  # fmt: skip
+    return (of_x if needed[0] else None, of_values if needed[1] else None, None, None, of_bias, None)
 
 
 _LIBRARY.impl("convolved", _convolved, "CPU")

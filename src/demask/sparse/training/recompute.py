@@ -19,11 +19,7 @@ def parsed(text: str) -> SegmentProgram:
 
 
 def recomputed(
-    text: str,
-    count: int,
-    tensors: Sequence[Tensor],
-    needed: Sequence[bool],
-    grads: Sequence[Tensor],
+    text: str, count: int, tensors: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Gradients of a program, as those of `reference.run`; None for tensors that need none.
 
@@ -34,10 +30,11 @@ def recomputed(
     with torch.enable_grad():
         # Views, since a tensor may be passed twice; leaves, unless second derivatives are needed.
         tensors = [t.view_as(t) if create_graph else t.detach() for t in tensors]
-        differentiated = [t if create_graph else t.requires_grad_()
-                          for t, need in zip(tensors, needed, strict=True) if need]  # fmt: skip
+        differentiated = [
+            t if create_graph else t.requires_grad_() for t, need in zip(tensors, needed, strict=True) if need
+        ]
         outputs = dense.run(parsed(text), tensors[:count], tensors[count:])
-        gradients = iter(torch.autograd.grad(outputs, differentiated, grads,
-                                             create_graph=create_graph,
-                                             allow_unused=True))  # fmt: skip
+        gradients = iter(
+            torch.autograd.grad(outputs, differentiated, grads, create_graph=create_graph, allow_unused=True)
+        )
     return [next(gradients) if need else None for need in needed]

@@ -31,9 +31,7 @@ from demask.sparse.training.conv_op import convolved
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def trained(
-    program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> Tensor | None:
+def trained(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
     """The output of a program of one layer, differentiable; None if the kernels do not support it.
 
     Raises BadInput for shapes, dtypes and indices that do not match.
@@ -92,9 +90,7 @@ def _linear(step: LinearStep, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return product_t.t().contiguous().reshape(*x.shape[:-1], step.out)
 
 
-def _conv(
-    step: ConvStep, program: SegmentProgram, x: Tensor, weights: Sequence[Tensor]
-) -> Tensor | None:
+def _conv(step: ConvStep, program: SegmentProgram, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
     """The convolution, or None if offsets do not fit in 32 bits."""
     if ConvGeometry.of(step, tuple(x.shape)).too_large:
         return None
@@ -102,9 +98,7 @@ def _conv(
     values, crow, col = (weights[span[0]] for span in step.weight.csr)
     bias = dense.bias(step, weights)
     float_bias = None if bias is None else bias.float()
-    return convolved(
-        x.float(), values.float(), crow, col, float_bias, _without_activation(program)
-    ).to(x.dtype)
+    return convolved(x.float(), values.float(), crow, col, float_bias, _without_activation(program)).to(x.dtype)
 
 
 @functools.lru_cache(maxsize=256)

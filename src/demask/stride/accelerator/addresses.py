@@ -9,13 +9,7 @@ from demask.errors import BadInput
 from demask.machine.arena import Block, align_size, plan_arena
 from demask.machine.byte_sizes import format_bytes
 from demask.stride.accelerator.emitter import Listing, UnitStep, ValueRef
-from demask.stride.accelerator.machine import (
-    ACTIVATIONS,
-    WEIGHTS,
-    BufferOperand,
-    Instruction,
-    Machine,
-)
+from demask.stride.accelerator.machine import ACTIVATIONS, WEIGHTS, BufferOperand, Instruction, Machine
 from demask.stride.accelerator.units import ABILITIES
 
 
@@ -53,8 +47,10 @@ def assign_addresses(listing: Listing, machine: Machine) -> PlacedInstructions:
             address = offsets[owners[ref.value]]
         return BufferOperand(ref.value, ref.buffer, address, ref.shape)
 
-    instructions = (Instruction(step.op, tuple(map(operand, step.reads)), operand(step.writes),
-                                step.settings) for step in listing.steps)  # fmt: skip
+    instructions = (
+        Instruction(step.op, tuple(map(operand, step.reads)), operand(step.writes), step.settings)
+        for step in listing.steps
+    )
     return PlacedInstructions(tuple(instructions), sizes)
 
 
@@ -66,8 +62,11 @@ def _shared(steps: tuple[UnitStep, ...]) -> dict[str, str]:
         result = step.writes
         if result.buffer != ACTIVATIONS or result.value in owners:
             continue
-        over = [ref for ref in step.reads if ref.buffer == ACTIVATIONS
-                and last[ref.value] == k and ref.bytes == result.bytes]  # fmt: skip
+        over = [
+            ref
+            for ref in step.reads
+            if ref.buffer == ACTIVATIONS and last[ref.value] == k and ref.bytes == result.bytes
+        ]
         inplace = over and ABILITIES[step.op].inplace
         owners[result.value] = owners[over[0].value] if inplace else result.value
     return owners

@@ -16,14 +16,7 @@ from demask.ops.activations import ACTIVATIONS
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.stride.accelerator.emit_layout import SHAPES
 from demask.stride.accelerator.emit_windows import WINDOWS, each, per_channel, softmax_of
-from demask.stride.accelerator.emitter import (
-    CannotEmit,
-    InstructionEmitter,
-    NodeRefs,
-    Rule,
-    ValueRef,
-    shape_of,
-)
+from demask.stride.accelerator.emitter import CannotEmit, InstructionEmitter, NodeRefs, Rule, ValueRef, shape_of
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -34,9 +27,7 @@ def convolution(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     w = e.ref(a["weight"])
     axes, x = len(w.shape) - 2, e.ref(a["input"])
     if any(step != 1 for step in a["stride"]):
-        raise CannotEmit(
-            f"its stride is {list(a['stride'])}; the matrix unit only has steps of one"
-        )
+        raise CannotEmit(f"its stride is {list(a['stride'])}; the matrix unit only has steps of one")
     dilation = each(a["dilation"], axes)
     before = after = (0,) * axes
     if a["padding"] == "same":
@@ -47,8 +38,15 @@ def convolution(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
         before = after = each(a["padding"], axes)
     x = x.view(1, *x.shape) if len(x.shape) == axes + 1 else x
     sizes = shape_of(node)[-axes:]
-    y = e.put("convolve", [x, w], (x.shape[0], w.shape[0], *sizes), before=before, after=after,
-              dilation=dilation, groups=a["groups"])  # fmt: skip
+    y = e.put(
+        "convolve",
+        [x, w],
+        (x.shape[0], w.shape[0], *sizes),
+        before=before,
+        after=after,
+        dilation=dilation,
+        groups=a["groups"],
+    )
     if a["bias"] is not None:
         y = e.put("add", [y, per_channel(e.ref(a["bias"]), axes)], y.shape)
     return y.view(*shape_of(node))
@@ -87,8 +85,7 @@ def product(e: InstructionEmitter, x: ValueRef, w: ValueRef, transposed: int) ->
         y = e.put("product", [rows, w], (rows.shape[0], channels), transposed=transposed)
         return y.view(*x.shape[:-1], channels)
     pairs = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])
-    x, w = (s if s.shape[:-2] == pairs else e.put("repeat", [s], (*pairs, *s.shape[-2:]))
-            for s in (x, w))  # fmt: skip
+    x, w = (s if s.shape[:-2] == pairs else e.put("repeat", [s], (*pairs, *s.shape[-2:])) for s in (x, w))
     channels = w.shape[-2] if transposed else w.shape[-1]
     return e.put("product", [x, w], (*x.shape[:-1], channels), transposed=transposed)
 
@@ -221,9 +218,7 @@ _UNARY: Mapping[str, str] = {
     "log": "log", "sqrt": "sqrt", "rsqrt": "rsqrt", "reciprocal": "reciprocal", "neg": "negate",
     "abs": "abs", "sin": "sin", "cos": "cos", "floor": "floor",
 }  # fmt: skip
-_BINARY: Mapping[str, str] = {
-    "add": "add", "sub": "subtract", "mul": "multiply", "div": "divide",
-}  # fmt: skip
+_BINARY: Mapping[str, str] = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide"}
 
 RULES: dict[Any, Rule] = {
     **SHAPES, **WINDOWS,

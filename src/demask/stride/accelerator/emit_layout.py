@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops.traits import IDENTITIES, RESHAPES
-from demask.stride.accelerator.emitter import (
-    CannotEmit,
-    InstructionEmitter,
-    NodeRefs,
-    Rule,
-    ValueRef,
-    shape_of,
-)
+from demask.stride.accelerator.emitter import CannotEmit, InstructionEmitter, NodeRefs, Rule, ValueRef, shape_of
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -77,8 +70,7 @@ def transpose(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
 
 def movedim(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
-    lists = ([a[name]] if isinstance(a[name], int) else a[name]
-             for name in ("source", "destination"))  # fmt: skip
+    lists = ([a[name]] if isinstance(a[name], int) else a[name] for name in ("source", "destination"))
     sources, destinations = ([axis % len(x.shape) for axis in axes] for axes in lists)
     rest = iter(axis for axis in range(len(x.shape)) if axis not in sources)
     moved = dict(zip(destinations, sources, strict=True))
@@ -98,9 +90,7 @@ def rows_of(e: InstructionEmitter, x: ValueRef, axes: Sequence[int]) -> tuple[Va
     return permute_axes(e, x, order).view(math.prod(x.shape) // count, count), order
 
 
-def undo_rows(
-    e: InstructionEmitter, rows: ValueRef, shape: Sequence[int], order: Sequence[int]
-) -> ValueRef:
+def undo_rows(e: InstructionEmitter, rows: ValueRef, shape: Sequence[int], order: Sequence[int]) -> ValueRef:
     """The inverse of `rows_of`: the value in its original shape and order."""
     moved = rows.view(*(shape[axis] for axis in order))
     return permute_axes(e, moved, [order.index(axis) for axis in range(len(shape))])
@@ -115,8 +105,15 @@ def cat(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
             raise CannotEmit("it joins values of different ranks")
         start = [offset if k == axis else 0 for k in range(len(shape))]
         if result is None:
-            result = e.put("move", [part], shape, start=(0,) * len(shape), size=part.shape,
-                         order=tuple(range(len(shape))), at=tuple(start))  # fmt: skip
+            result = e.put(
+                "move",
+                [part],
+                shape,
+                start=(0,) * len(shape),
+                size=part.shape,
+                order=tuple(range(len(shape))),
+                at=tuple(start),
+            )
         else:
             e.move(part, into=result, at=start)
         offset += part.shape[axis]
@@ -133,8 +130,7 @@ def pad(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     if a.get("mode", "constant") != "constant":
         return pad_by_mode(e, x, ends, a["mode"])
     start = [max(0, -low) for low, _ in ends]
-    size = [n - max(0, -low) - max(0, -high)
-            for n, (low, high) in zip(x.shape, ends, strict=True)]  # fmt: skip
+    size = [n - max(0, -low) - max(0, -high) for n, (low, high) in zip(x.shape, ends, strict=True)]
     if min(size) <= 0:
         raise CannotEmit("its padding removes all positions")
     offsets = [max(0, low) for low, _ in ends]
@@ -162,8 +158,9 @@ def every_step(e: InstructionEmitter, x: ValueRef, axis: int, step: int) -> Valu
     mask = (torch.arange(size) % step == 0).float()[:, None]
     flat = x.view(outer, size, inner)
     flat = e.put("multiply", [flat, e.constant(f"every_{step}", mask)], flat.shape)
-    sums = e.put("sum_pool", [flat], (outer, count, inner), window=(step, 1), step=(step, 1),
-                 before=(0, 0), dilation=(1, 1))  # fmt: skip
+    sums = e.put(
+        "sum_pool", [flat], (outer, count, inner), window=(step, 1), step=(step, 1), before=(0, 0), dilation=(1, 1)
+    )
     return sums.view(*x.shape[:axis], count, *x.shape[axis + 1 :])
 
 
@@ -218,8 +215,11 @@ def gather(e: InstructionEmitter, x: ValueRef, axis: int, positions: Sequence[in
 def _block(shape: Sequence[int], axis: int, start: int, size: int, at: int) -> dict[str, Any]:
     """Settings of a move of `size` positions of one axis from `start` to `at`."""
     rest = [0] * len(shape)
-    return {"start": tuple(_with(rest, axis, start)), "size": tuple(_with(shape, axis, size)),
-            "at": tuple(_with(rest, axis, at))}  # fmt: skip
+    return {
+        "start": tuple(_with(rest, axis, start)),
+        "size": tuple(_with(shape, axis, size)),
+        "at": tuple(_with(rest, axis, at)),
+    }
 
 
 def _with(sizes: Sequence[int], axis: int, value: int) -> list[int]:
@@ -241,16 +241,16 @@ def flip(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     return x
 
 
-def pad_by_mode(
-    e: InstructionEmitter, x: ValueRef, ends: Sequence[tuple[int, int]], mode: str
-) -> ValueRef:
+def pad_by_mode(e: InstructionEmitter, x: ValueRef, ends: Sequence[tuple[int, int]], mode: str) -> ValueRef:
     """A pad by the value's own positions. mode: "reflect", "replicate" or "circular"."""
     for axis, (low, high) in enumerate(ends):
         size = x.shape[axis]
         wide = range(-low, size + high)
-        source_of = {"reflect": lambda k, last=size - 1: abs(last - abs(last - k)),
-                  "replicate": lambda k, last=size - 1: min(max(k, 0), last),
-                  "circular": lambda k, count=size: k % count}[mode]  # fmt: skip
+        source_of = {
+            "reflect": lambda k, last=size - 1: abs(last - abs(last - k)),
+            "replicate": lambda k, last=size - 1: min(max(k, 0), last),
+            "circular": lambda k, count=size: k % count,
+        }[mode]
         if (low, high) != (0, 0):
             x = gather(e, x, axis, [source_of(k) for k in wide])
     return x

@@ -14,14 +14,7 @@ from torch import Tensor, fx
 
 from demask.ops import traits
 from demask.stride.accelerator.emit_layout import every_step, rows_of, undo_rows
-from demask.stride.accelerator.emitter import (
-    CannotEmit,
-    InstructionEmitter,
-    NodeRefs,
-    Rule,
-    ValueRef,
-    shape_of,
-)
+from demask.stride.accelerator.emitter import CannotEmit, InstructionEmitter, NodeRefs, Rule, ValueRef, shape_of
 
 aten = torch.ops.aten
 _AXES = traits.POOLS | traits.ADAPTIVE_MAX_POOLS
@@ -44,9 +37,7 @@ def softmax(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     return softmax_of(e, x, a["dim"] % max(len(x.shape), 1))
 
 
-def softmax_of(
-    e: InstructionEmitter, x: ValueRef, axis: int, *, logarithm: bool = False
-) -> ValueRef:
+def softmax_of(e: InstructionEmitter, x: ValueRef, axis: int, *, logarithm: bool = False) -> ValueRef:
     """exp(x - max) divided by its sum, or the logarithm of that. Sums are pools."""
     rows, order = rows_of(e, x, [axis])
     top = pool_rows(e, "max_pool", rows)
@@ -67,8 +58,7 @@ def log_softmax(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
 
 def pool_rows(e: InstructionEmitter, op: str, rows: ValueRef) -> ValueRef:
     """One pool over each row: (rows, elements) -> (rows, 1)."""
-    return e.put(op, [rows], (rows.shape[0], 1), window=(rows.shape[1],), step=(1,), before=(0,),
-                 dilation=(1,))  # fmt: skip
+    return e.put(op, [rows], (rows.shape[0], 1), window=(rows.shape[1],), step=(1,), before=(0,), dilation=(1,))
 
 
 def reduction(op: str) -> Rule:
@@ -100,9 +90,7 @@ def batch_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     return y
 
 
-def normalize(
-    e: InstructionEmitter, rows: ValueRef, eps: float, *, centred: bool = True
-) -> ValueRef:
+def normalize(e: InstructionEmitter, rows: ValueRef, eps: float, *, centred: bool = True) -> ValueRef:
     """(x - mean) / sqrt(var + eps) of each row."""
     if centred:
         rows = e.put("subtract", [rows, pool_rows(e, "average_pool", rows)], rows.shape)
@@ -156,9 +144,15 @@ def max_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
 
 
 def pool(
-    e: InstructionEmitter, op: str, x: ValueRef, shape: tuple[int, ...], window: Sequence[int],
-    step: Sequence[int], before: Sequence[int], dilation: Sequence[int],
-) -> ValueRef:  # fmt: skip
+    e: InstructionEmitter,
+    op: str,
+    x: ValueRef,
+    shape: tuple[int, ...],
+    window: Sequence[int],
+    step: Sequence[int],
+    before: Sequence[int],
+    dilation: Sequence[int],
+) -> ValueRef:
     """A pool. Windows of the pooling unit cover all positions: if those of the call do not, the
     unit computes windows of stride 1, and every step-th one is selected."""
     spans = [(k - 1) * d + 1 for k, d in zip(window, dilation, strict=True)]
@@ -166,10 +160,8 @@ def pool(
     for k, (by, span) in enumerate(zip(step, spans, strict=True), len(shape) - len(spans)):
         if by > span:
             steps[k - len(shape)], sizes[k] = 1, (sizes[k] - 1) * by + 1
-    x = e.put(op, [x], sizes, window=tuple(window), step=tuple(steps), before=tuple(before),
-              dilation=tuple(dilation))  # fmt: skip
-    for axis, (size, by) in enumerate(zip(shape, (1,) * (len(shape) - len(step)) + tuple(step),
-                                          strict=True)):  # fmt: skip
+    x = e.put(op, [x], sizes, window=tuple(window), step=tuple(steps), before=tuple(before), dilation=tuple(dilation))
+    for axis, (size, by) in enumerate(zip(shape, (1,) * (len(shape) - len(step)) + tuple(step), strict=True)):
         x = every_step(e, x, axis, by) if x.shape[axis] != size else x
     return x
 
@@ -191,9 +183,13 @@ def average_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs
 
 
 def _counts(
-    sizes: Sequence[int], output_sizes: Sequence[int], window: Sequence[int], step: Sequence[int],
-    before: Sequence[int], a: Arguments,
-) -> Tensor:  # fmt: skip
+    sizes: Sequence[int],
+    output_sizes: Sequence[int],
+    window: Sequence[int],
+    step: Sequence[int],
+    before: Sequence[int],
+    a: Arguments,
+) -> Tensor:
     """The divisor of each window, with the output's spatial shape."""
     if a.get("divisor_override"):
         return torch.full(tuple(output_sizes), float(a["divisor_override"]))
@@ -225,16 +221,22 @@ def adaptive_pool(op: str) -> Rule:
 
 
 WINDOWS: dict[Any, Rule] = {
-    aten.softmax.int: softmax, aten._softmax.default: softmax,
-    aten.log_softmax.int: log_softmax, aten._log_softmax.default: log_softmax,
-    aten.mean.dim: reduction("average_pool"), aten.mean.default: reduction("average_pool"),
-    aten.sum.dim_IntList: reduction("sum_pool"), aten.sum.default: reduction("sum_pool"),
+    aten.softmax.int: softmax,
+    aten._softmax.default: softmax,
+    aten.log_softmax.int: log_softmax,
+    aten._log_softmax.default: log_softmax,
+    aten.mean.dim: reduction("average_pool"),
+    aten.mean.default: reduction("average_pool"),
+    aten.sum.dim_IntList: reduction("sum_pool"),
+    aten.sum.default: reduction("sum_pool"),
     aten.amax.default: reduction("max_pool"),
-    aten.batch_norm.default: batch_norm, aten.layer_norm.default: layer_norm,
-    aten.rms_norm.default: rms_norm, aten.group_norm.default: group_norm,
+    aten.batch_norm.default: batch_norm,
+    aten.layer_norm.default: layer_norm,
+    aten.rms_norm.default: rms_norm,
+    aten.group_norm.default: group_norm,
     aten.instance_norm.default: group_norm,
     **dict.fromkeys(traits.MAX_POOLS, max_pool),
     **dict.fromkeys(traits.AVERAGE_POOLS, average_pool),
     **dict.fromkeys(traits.ADAPTIVE_AVERAGE_POOLS, adaptive_pool("average_pool")),
     **dict.fromkeys(traits.ADAPTIVE_MAX_POOLS, adaptive_pool("max_pool")),
-}  # fmt: skip
+}

@@ -91,33 +91,38 @@ class InstructionEmitter:
         self.node: fx.Node | None = None
 
     def put(
-        self, op: str, reads: Sequence[ValueRef], shape: Sequence[int],
-        into: ValueRef | None = None, **settings: Setting,
-    ) -> ValueRef:  # fmt: skip
+        self,
+        op: str,
+        reads: Sequence[ValueRef],
+        shape: Sequence[int],
+        into: ValueRef | None = None,
+        **settings: Setting,
+    ) -> ValueRef:
         """The result of a new step: a new value of `shape`, or `into`, of which a part is
         written."""
         result = into or ValueRef(self._fresh(op), ACTIVATIONS, tuple(shape))
         self.steps.append(UnitStep(op, tuple(reads), result, settings))
         return result
 
-    def move(self, x: ValueRef, order: Sequence[int] | None = None, into: ValueRef | None = None,
-             **block: Sequence[int]) -> ValueRef:  # fmt: skip
+    def move(
+        self, x: ValueRef, order: Sequence[int] | None = None, into: ValueRef | None = None, **block: Sequence[int]
+    ) -> ValueRef:
         """A block of a value (`start`, `size`; default all of it), its axes in `order`, as a new
         value, or written `into` another at the position `at`."""
         axes = range(len(x.shape))
-        settings = {"start": tuple(block.get("start", (0 for _ in axes))),
-                    "size": tuple(block.get("size", x.shape)),
-                    "order": tuple(axes if order is None else order),
-                    "at": tuple(block.get("at", (0 for _ in axes)))}  # fmt: skip
+        settings = {
+            "start": tuple(block.get("start", (0 for _ in axes))),
+            "size": tuple(block.get("size", x.shape)),
+            "order": tuple(axes if order is None else order),
+            "at": tuple(block.get("at", (0 for _ in axes))),
+        }
         shape = [settings["size"][axis] for axis in settings["order"]]
         return self.put("move", [x], shape, into, **settings)
 
     def constant(self, name: str, tensor: Tensor) -> ValueRef:
         """A tensor in the weights buffer, shared if the same one is there already."""
         value = tensor.detach().to("cpu", torch.float32).contiguous()
-        names = (
-            f"{name}.{k}" if k else name for k in range(len(self.weights) + len(self.ports) + 1)
-        )
+        names = (f"{name}.{k}" if k else name for k in range(len(self.weights) + len(self.ports) + 1))
         for free in names:
             if free in self.ports:
                 continue
@@ -162,8 +167,7 @@ def emit(program: Program, rules: Mapping[Any, Rule]) -> Listing:
     """The steps of a program with static sizes. Raises BadInput if the machine lacks an op."""
     emitter = InstructionEmitter(program)
     refused: list[str] = []
-    inputs = [n for n in program.graph.find_nodes(op="placeholder")
-              if isinstance(n.meta.get("val"), Tensor)]  # fmt: skip
+    inputs = [n for n in program.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), Tensor)]
     _check_sizes(inputs)
     for node in program.graph.nodes:
         emitter.node = node
@@ -176,18 +180,22 @@ def emit(program: Program, rules: Mapping[Any, Rule]) -> Listing:
     results = _results(program, emitter, refused)
     if refused:
         more = f"; and {len(refused) - MOST} more" if len(refused) > MOST else ""
-        raise BadInput("the accelerator cannot run this network: "
-                       + "; ".join(refused[:MOST]) + more
-                       + "; run these parts elsewhere, or rewrite them in other ops")  # fmt: skip
+        raise BadInput(
+            "the accelerator cannot run this network: "
+            + "; ".join(refused[:MOST])
+            + more
+            + "; run these parts elsewhere, or rewrite them in other ops"
+        )
     loads = [_load(name, tuple(tensor.shape), WEIGHTS) for name, tensor in emitter.weights.items()]
     loads += [_load(node.name, shape_of(node), ACTIVATIONS) for node in inputs]
     outputs = list(zip(_named(results, emitter), results, strict=True))
-    stores = [
-        UnitStep("store", (ref,), ValueRef(name, HOST, ref.shape), {}) for name, ref in outputs
-    ]
-    return Listing((*loads, *emitter.steps, *stores), emitter.weights,
-                   tuple((node.name, shape_of(node)) for node in inputs),
-                   tuple((name, ref.shape) for name, ref in outputs))  # fmt: skip
+    stores = [UnitStep("store", (ref,), ValueRef(name, HOST, ref.shape), {}) for name, ref in outputs]
+    return Listing(
+        (*loads, *emitter.steps, *stores),
+        emitter.weights,
+        tuple((node.name, shape_of(node)) for node in inputs),
+        tuple((name, ref.shape) for name, ref in outputs),
+    )
 
 
 def _check_sizes(inputs: Sequence[fx.Node]) -> None:

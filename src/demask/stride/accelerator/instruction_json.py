@@ -61,9 +61,7 @@ def encode(
 def decode(data: Any) -> dict[str, Any]:
     """The fields of an instruction list that `encoded` wrote. Raises BadInput if it is damaged or
     cannot run on its machine."""
-    _need(
-        isinstance(data, dict) and set(data) == _FIELDS, f"an object with {sorted(_FIELDS)}", data
-    )
+    _need(isinstance(data, dict) and set(data) == _FIELDS, f"an object with {sorted(_FIELDS)}", data)
     _need(data["format"] == FORMAT, f"the format {FORMAT!r}", data["format"])
     machine = machine_of(data["machine"])
     weights = _weights(data["weights"])
@@ -84,8 +82,15 @@ def decode(data: Any) -> dict[str, Any]:
             raise BadInput(f"instruction {k}: {error}") from error
     stored = [row.writes.value for row in instructions if row.writes.buffer == HOST]
     _need(sorted(stored) == sorted(wanted), f"each of {sorted(wanted)} stored once", stored)
-    return {"machine": machine, "inputs": inputs, "outputs": outputs, "weights": weights,
-            "instructions": tuple(instructions), "sizes": sizes, "notes": tuple(notes)}  # fmt: skip
+    return {
+        "machine": machine,
+        "inputs": inputs,
+        "outputs": outputs,
+        "weights": weights,
+        "instructions": tuple(instructions),
+        "sizes": sizes,
+        "notes": tuple(notes),
+    }
 
 
 def _row(row: Instruction) -> dict[str, Any]:
@@ -121,8 +126,11 @@ def _tensor(name: str, data: Any) -> Tensor:
     _need(isinstance(data, dict) and set(data) == {"shape", "data"}, "a shape and data", data)
     shape, text = _shape(data["shape"]), data["data"]
     size = math.prod(shape) * WORD
-    _need(isinstance(text, str) and len(text) == 4 * -(-size // 3),
-          f"{size} bytes in base64 for the weight {name:.60}", text)  # fmt: skip
+    _need(
+        isinstance(text, str) and len(text) == 4 * -(-size // 3),
+        f"{size} bytes in base64 for the weight {name:.60}",
+        text,
+    )
     try:
         content = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -132,12 +140,11 @@ def _tensor(name: str, data: Any) -> Tensor:
 
 
 def _sizes(data: Any, machine: Machine, weights: Mapping[str, Tensor]) -> dict[str, int]:
-    _need(
-        isinstance(data, dict) and set(data) == {WEIGHTS, ACTIVATIONS}, "the buffers' sizes", data
-    )
-    room = {WEIGHTS: min(machine.weight_bytes, sum(align_size(t.numel() * WORD)
-                                                   for t in weights.values())),
-            ACTIVATIONS: min(machine.activation_bytes, MAX_BYTES)}  # fmt: skip
+    _need(isinstance(data, dict) and set(data) == {WEIGHTS, ACTIVATIONS}, "the buffers' sizes", data)
+    room = {
+        WEIGHTS: min(machine.weight_bytes, sum(align_size(t.numel() * WORD) for t in weights.values())),
+        ACTIVATIONS: min(machine.activation_bytes, MAX_BYTES),
+    }
     for buffer, size in data.items():
         is_valid = type(size) is int and 0 <= size <= room[buffer] and size % WORD == 0
         _need(is_valid, f"at most {room[buffer]} bytes of {buffer}", size)
@@ -152,10 +159,7 @@ def _ports(data: Any) -> Ports:
 
 
 def _instruction(
-    data: Any,
-    sizes: Mapping[str, int],
-    host: Mapping[str, tuple[int, ...]],
-    wanted: Mapping[str, tuple[int, ...]],
+    data: Any, sizes: Mapping[str, int], host: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
 ) -> Instruction:
     """An instruction from JSON. host: shapes of values that it may load. wanted: of outputs."""
     fields = {"op", "reads", "writes", "settings"}
@@ -164,16 +168,12 @@ def _instruction(
     _need(isinstance(reads, list) and isinstance(settings, dict), "operands and settings", data)
     operands = tuple(_operand(x, sizes, host) for x in reads)
     parsed_settings = {_text(name): _setting(value) for name, value in settings.items()}
-    instruction = Instruction(
-        _text(data["op"]), operands, _operand(data["writes"], sizes, wanted), parsed_settings
-    )
+    instruction = Instruction(_text(data["op"]), operands, _operand(data["writes"], sizes, wanted), parsed_settings)
     check_instruction(instruction)
     return instruction
 
 
-def _operand(
-    data: Any, sizes: Mapping[str, int], host: Mapping[str, tuple[int, ...]]
-) -> BufferOperand:
+def _operand(data: Any, sizes: Mapping[str, int], host: Mapping[str, tuple[int, ...]]) -> BufferOperand:
     _need(isinstance(data, list) and len(data) == 4, "a value, buffer, address and shape", data)
     value, buffer, address, shape = _text(data[0]), data[1], data[2], _shape(data[3])
     _need(isinstance(buffer, str) and buffer in BUFFERS, f"one of {BUFFERS}", buffer)

@@ -93,11 +93,8 @@ def instructions(
         True
     """
     if not isinstance(machine, Machine | None):
-        raise BadInput("expected demask.stride.Machine(...) as machine, got "
-                       f"{type(machine).__name__}")  # fmt: skip
-    captured = canonicalize_calls(
-        fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={})))
-    )
+        raise BadInput(f"expected demask.stride.Machine(...) as machine, got {type(machine).__name__}")
+    captured = canonicalize_calls(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))))
     program, choices = lowered(fold_affine(captured), target, table)
     return listed(program, machine or Machine(), tuple(map(str, choices)))
 
@@ -106,8 +103,7 @@ def listed(program: Program, machine: Machine, notes: tuple[str, ...] = ()) -> I
     """The instruction list of a program with static sizes and without strided convolutions."""
     listing = emit(program, RULES)
     plan = assign_addresses(listing, machine)
-    return Instructions(machine, listing.inputs, listing.outputs, listing.weights,
-                        plan.instructions, plan.sizes, notes)  # fmt: skip
+    return Instructions(machine, listing.inputs, listing.outputs, listing.weights, plan.instructions, plan.sizes, notes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,8 +180,9 @@ class Instructions(PageSource):
 
         Weights are base64 text of their little-endian float32 bytes.
         """
-        return stored.encode(self.machine, self.inputs, self.outputs, self.weights,
-                              self.instructions, self.sizes, self.notes)  # fmt: skip
+        return stored.encode(
+            self.machine, self.inputs, self.outputs, self.weights, self.instructions, self.sizes, self.notes
+        )
 
     @classmethod
     def from_dict(cls, data: Any) -> Instructions:
@@ -202,27 +199,38 @@ class Instructions(PageSource):
     def page(self) -> Page:
         """What `print`, `to_html` and notebooks show, as sections."""
         counts = self.counts
-        cycles = ", ".join(f"{unit} {n - (counts.loading if unit == 'dma' else 0):,}"
-                           for unit, n in counts.cycles.items())  # fmt: skip
-        crossed = ", ".join(f"{n} {kind} ({format_bytes(counts.transferred[kind])})"
-                            for kind, n in counts.transfers.items())  # fmt: skip
+        cycles = ", ".join(
+            f"{unit} {n - (counts.loading if unit == 'dma' else 0):,}" for unit, n in counts.cycles.items()
+        )
+        crossed = ", ".join(
+            f"{n} {kind} ({format_bytes(counts.transferred[kind])})" for kind, n in counts.transfers.items()
+        )
         used = ", ".join(f"{buffer} {format_bytes(size)}" for buffer, size in self.sizes.items())
-        lines = [f"{len(self.instructions)} instructions, {counts.macs:,} multiply-adds",
-                 f"cycles: {counts.total:,} per run ({cycles}), and {counts.loading:,} to load the "
-                 "weights once", f"buffers: {used}",
-                 f"between host and device: {crossed}"]  # fmt: skip
+        lines = [
+            f"{len(self.instructions)} instructions, {counts.macs:,} multiply-adds",
+            f"cycles: {counts.total:,} per run ({cycles}), and {counts.loading:,} to load the weights once",
+            f"buffers: {used}",
+            f"between host and device: {crossed}",
+        ]
         cells = [_cells(k, row) for k, row in enumerate(self.instructions)]
-        listed = [f"{k:>5}  {unit:6}  {op:12}  {operands}{f'; {settings}' * bool(settings)}"
-                  for k, unit, op, operands, settings in cells]  # fmt: skip
+        listed = [
+            f"{k:>5}  {unit:6}  {op:12}  {operands}{f'; {settings}' * bool(settings)}"
+            for k, unit, op, operands, settings in cells
+        ]
         cycles_of = [f"{work.cycles:,}" for _, _, work in self._works()]
         head = ("step", "unit", "op", "reads -> writes", "settings", "cycles")
         rows = [(*row, n) for row, n in zip(cells, cycles_of, strict=True)]
         table = TextTable(head, rows, "Instructions", left=(0, 1, 2, 3, 4))
-        return Page("demask: instructions", (
-            Lines(lines), OnPage([self._timeline()]),
-            Lines(self.notes, "Strided convolutions", is_close=True),
-            InTerminal([Lines(listed, is_close=True)]), OnPage([table]),
-        ))  # fmt: skip
+        return Page(
+            "demask: instructions",
+            (
+                Lines(lines),
+                OnPage([self._timeline()]),
+                Lines(self.notes, "Strided convolutions", is_close=True),
+                InTerminal([Lines(listed, is_close=True)]),
+                OnPage([table]),
+            ),
+        )
 
     def _timeline(self) -> Timeline:
         """Cycles of a run against bytes alive in the buffer of activations."""
@@ -265,9 +273,12 @@ def _plain(value: Setting) -> str:
 
 
 def _check_inputs(inputs: tuple[Any, ...], expected: Ports) -> None:
-    actual = [f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor)
-              else type(value).__name__ for value in inputs]  # fmt: skip
+    actual = [
+        f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__ for value in inputs
+    ]
     if actual != [f"{torch.float32} {shape}" for _, shape in expected]:
         wanted = ", ".join(f"{name} {shape}" for name, shape in expected)
-        raise BadInput(f"expected float32 tensors {wanted}; got {', '.join(actual) or 'nothing'}: "
-                       "an instruction list is for the sizes of its example")  # fmt: skip
+        raise BadInput(
+            f"expected float32 tensors {wanted}; got {', '.join(actual) or 'nothing'}: "
+            "an instruction list is for the sizes of its example"
+        )

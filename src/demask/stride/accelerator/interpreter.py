@@ -24,10 +24,8 @@ class MachineMemory:
 
     def __init__(self, host: Mapping[str, Tensor], sizes: Mapping[str, int]):
         self.host = dict(host)
-        self.words = {name: torch.zeros(size // WORD, dtype=torch.float32)
-                      for name, size in sizes.items()}  # fmt: skip
-        self.tags = {name: torch.zeros(size // WORD, dtype=torch.int32)
-                     for name, size in sizes.items()}  # fmt: skip
+        self.words = {name: torch.zeros(size // WORD, dtype=torch.float32) for name, size in sizes.items()}
+        self.tags = {name: torch.zeros(size // WORD, dtype=torch.int32) for name, size in sizes.items()}
         self.numbers: dict[str, int] = {}
         self.names = ["nothing"]
 
@@ -47,8 +45,9 @@ class MachineMemory:
                 raise BadInput(f"the host has no {operand.value!r:.60}")
             tensor = self.host[operand.value]
             if tuple(tensor.shape) != operand.shape:
-                raise BadInput(f"{operand.value!r:.60} on the host has the shape "
-                               f"{tuple(tensor.shape)}, expected {operand.shape}")  # fmt: skip
+                raise BadInput(
+                    f"{operand.value!r:.60} on the host has the shape {tuple(tensor.shape)}, expected {operand.shape}"
+                )
             return tensor
         tags = self._region(self.tags, operand)
         number = self.numbers.get(operand.value, NOTHING)
@@ -82,15 +81,12 @@ class MachineMemory:
         start, count = operand.address // WORD, math.prod(operand.shape)
         if buffer is None or operand.address % WORD or not 0 <= start <= len(buffer) - count:
             size = "no buffer" if buffer is None else f"{len(buffer) * WORD} bytes"
-            raise BadInput(f"expected {operand.value} in a buffer, in words of {WORD} bytes, got "
-                           f"{operand} of {size}")  # fmt: skip
+            raise BadInput(f"expected {operand.value} in a buffer, in words of {WORD} bytes, got {operand} of {size}")
         return buffer[start : start + count]
 
 
 def run_instructions(
-    instructions: Sequence[Instruction],
-    host: Mapping[str, Tensor],
-    sizes: Mapping[str, int],
+    instructions: Sequence[Instruction], host: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> dict[str, Tensor]:
     """The host's values, by name, after all instructions have run in order."""
     memory = MachineMemory(host, sizes)
@@ -116,8 +112,7 @@ def _check_overlap(instruction: Instruction, *, inplace: bool) -> None:
 
 def _block(region: Tensor, instruction: Instruction) -> Tensor:
     """The part of a region that a move writes."""
-    settings = {name: value for name, value in instruction.settings.items()
-                if isinstance(value, tuple)}  # fmt: skip
+    settings = {name: value for name, value in instruction.settings.items() if isinstance(value, tuple)}
     for axis, (start, source) in enumerate(zip(settings["at"], settings["order"], strict=True)):
         region = region.narrow(axis, start, settings["size"][source])
     return region

@@ -91,11 +91,7 @@ class Machine:
             groups: number of groups of the convolution, or of matrices in a batched product.
         """
         groups_per_tile = max(1, min(self.rows // max(terms, 1), self.columns // max(channels, 1)))
-        tiles = (
-            _ceil_div(terms, self.rows)
-            * _ceil_div(channels, self.columns)
-            * _ceil_div(groups, groups_per_tile)
-        )
+        tiles = _ceil_div(terms, self.rows) * _ceil_div(channels, self.columns) * _ceil_div(groups, groups_per_tile)
         return tiles * max(positions, self.rows) + self.rows + self.columns
 
 

@@ -17,15 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from demask.errors import BadInput
-from demask.stride.accelerator.machine import (
-    ACTIVATIONS,
-    HOST,
-    WORD,
-    Instruction,
-    InstructionWork,
-    Machine,
-    Setting,
-)
+from demask.stride.accelerator.machine import ACTIVATIONS, HOST, WORD, Instruction, InstructionWork, Machine, Setting
 
 Shape = tuple[int, ...]
 Settings = Mapping[str, Setting]
@@ -59,19 +51,19 @@ def check_instruction(instruction: Instruction) -> Ability:
     if ability is None:
         raise BadInput(f"expected an op of the machine, got {instruction.op!r:.40}")
     if len(instruction.reads) not in ability.reads:
-        raise BadInput(f"{instruction.op}: expected operands {ability.reads}, "
-                       f"got {len(instruction.reads)}")  # fmt: skip
+        raise BadInput(f"{instruction.op}: expected operands {ability.reads}, got {len(instruction.reads)}")
     known = {**ability.settings, **ability.optional}
     for name, value in instruction.settings.items():
         if name not in known or not _is_of_kind(known[name], value):
-            raise BadInput(f"{instruction.op}: setting {name!r:.40} is {value!r:.60}; expected "
-                           f"{known.get(name, f'one of {sorted(known)}')}")  # fmt: skip
+            raise BadInput(
+                f"{instruction.op}: setting {name!r:.40} is {value!r:.60}; expected "
+                f"{known.get(name, f'one of {sorted(known)}')}"
+            )
     if missing := set(ability.settings) - set(instruction.settings):
         raise BadInput(f"{instruction.op}: settings {sorted(missing)} are missing")
     on_host = [operand.buffer == HOST for operand in (*instruction.reads, instruction.writes)]
     if ability.unit != "dma" and (any(on_host) or instruction.writes.buffer != ACTIVATIONS):
-        raise BadInput(f"{instruction.op}: expected operands on the device, and a result in "
-                       f"{ACTIVATIONS}")  # fmt: skip
+        raise BadInput(f"{instruction.op}: expected operands on the device, and a result in {ACTIVATIONS}")
     ability.shape(instruction)
     return ability
 
@@ -89,8 +81,10 @@ def _need(instruction: Instruction, is_valid: bool, what: str) -> None:
     """Raise BadInput with the expectation `what` if a check failed."""
     if not is_valid:
         shapes = ", ".join(str(operand.shape) for operand in instruction.reads)
-        raise BadInput(f"{instruction.op}: expected {what}, got {shapes} -> "
-                       f"{instruction.writes.shape} with {dict(instruction.settings)}")  # fmt: skip
+        raise BadInput(
+            f"{instruction.op}: expected {what}, got {shapes} -> "
+            f"{instruction.writes.shape} with {dict(instruction.settings)}"
+        )
 
 
 # The matrix unit.
@@ -106,8 +100,9 @@ def _convolves(i: Instruction) -> None:
     for before, after, step in zip(*lists, strict=True):
         in_range = 0 <= before <= REACH and 0 <= after <= REACH and 0 < step <= REACH
         _need(i, in_range, f"paddings and dilations up to {REACH}")
-    sizes = [n + before + after - (k - 1) * step for n, k, before, after, step
-             in zip(x[2:], w[2:], *lists, strict=True)]  # fmt: skip
+    sizes = [
+        n + before + after - (k - 1) * step for n, k, before, after, step in zip(x[2:], w[2:], *lists, strict=True)
+    ]
     _need(i, y == (x[0], w[0], *sizes), f"the result {(x[0], w[0], *sizes)}")
 
 
@@ -180,9 +175,7 @@ def _broadcasts(i: Instruction) -> None:
 
 def _vector_work(i: Instruction, machine: Machine) -> InstructionWork:
     elements = math.prod(i.writes.shape)
-    return InstructionWork(
-        -(-elements // machine.lanes), tuple(x.bytes for x in i.reads), i.writes.bytes
-    )
+    return InstructionWork(-(-elements // machine.lanes), tuple(x.bytes for x in i.reads), i.writes.bytes)
 
 
 def _unary(function: Callable[..., Tensor], **settings: str) -> Ability:
@@ -201,8 +194,7 @@ def _binary(function: Callable[..., Tensor]) -> Ability:
         other = reads[1] if len(reads) == 2 else torch.tensor(s["immediate"], dtype=torch.float32)
         return function(reads[0], other).expand(shape)
 
-    return Ability("vector", (1, 2), _broadcasts, run, _vector_work,
-                   optional={"immediate": FLOAT}, inplace=True)  # fmt: skip
+    return Ability("vector", (1, 2), _broadcasts, run, _vector_work, optional={"immediate": FLOAT}, inplace=True)
 
 
 def _clamp(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
@@ -356,7 +348,11 @@ ABILITIES: Mapping[str, Ability] = {
     "load": Ability("dma", (1,), _loads, _same, _dma_work),
     "store": Ability("dma", (1,), _stores, _same, _dma_work),
     "convolve": Ability(
-        "matrix", (2,), _convolves, _convolve, _convolve_work,
+        "matrix",
+        (2,),
+        _convolves,
+        _convolve,
+        _convolve_work,
         {"before": INTS, "after": INTS, "dilation": INTS, "groups": INT},
     ),
     "product": Ability("matrix", (2,), _multiplies, _multiply, _multiply_work, {"transposed": INT}),
@@ -375,8 +371,9 @@ ABILITIES: Mapping[str, Ability] = {
     "minimum": _binary(torch.minimum),
     "power": _binary(torch.pow),
     "relu": _unary(torch.relu),
-    "clamp": Ability("vector", (1,), _broadcasts, _clamp, _vector_work,
-                     optional={"low": FLOAT, "high": FLOAT}, inplace=True),
+    "clamp": Ability(
+        "vector", (1,), _broadcasts, _clamp, _vector_work, optional={"low": FLOAT, "high": FLOAT}, inplace=True
+    ),
     "leaky_relu": _unary(lambda x, slope: F.leaky_relu(x, slope), slope=FLOAT),
     "elu": _unary(lambda x, alpha: F.elu(x, alpha), alpha=FLOAT),
     "softplus": _unary(F.softplus),
@@ -399,7 +396,7 @@ ABILITIES: Mapping[str, Ability] = {
     "sin": _unary(torch.sin),
     "cos": _unary(torch.cos),
     "floor": _unary(torch.floor),
-}  # fmt: skip
+}
 
 
 def unit_of(op: str) -> str:

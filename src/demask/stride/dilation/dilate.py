@@ -21,13 +21,7 @@ from torch import Tensor, fx
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor, reshape_views
 from demask.ops import Table, op_name
-from demask.stride.dilation.spaced_axes import (
-    Emission,
-    NotSpaced,
-    SpacedPlan,
-    SpacedReader,
-    SpacedRule,
-)
+from demask.stride.dilation.spaced_axes import Emission, NotSpaced, SpacedPlan, SpacedReader, SpacedRule
 from demask.stride.dilation.spaced_calls import rule_of
 from demask.stride.dilation.spaced_windows import is_strided
 from demask.stride.targets import Target
@@ -53,19 +47,13 @@ def dilate(editor: GraphEditor, node: fx.Node, target: Target, table: Table) -> 
         if isinstance(plan, SpacedPlan):
             _apply(editor, plan)
             return None
-        more = [
-            strided_node
-            for short in plan.short
-            for strided_node in _strided_before(short, seeds, table)
-        ]
+        more = [strided_node for short in plan.short for strided_node in _strided_before(short, seeds, table)]
         if not more:
             return plan.text
         seeds |= dict.fromkeys(more)
 
 
-def _planned(
-    editor: GraphEditor, seeds: Collection[fx.Node], plan: SpacedPlan
-) -> SpacedPlan | NotSpaced:
+def _planned(editor: GraphEditor, seeds: Collection[fx.Node], plan: SpacedPlan) -> SpacedPlan | NotSpaced:
     """The plan with a rule for every call after the seeds; the graph is unchanged."""
     first = next(iter(seeds))
     for node in editor.graph.nodes:
@@ -95,9 +83,7 @@ def _step(editor: GraphEditor, node: fx.Node, plan: SpacedPlan) -> SpacedRule | 
         source: Any = node.args[0]
         index: Any = node.args[1]
         spacing = plan.spacings(source)[index]
-        return SpacedRule(
-            (spacing,), lambda here: here.call(operator.getitem, here.read(source), index)
-        )
+        return SpacedRule((spacing,), lambda here: here.call(operator.getitem, here.read(source), index))
     return rule_of(SpacedReader(editor, node, plan))
 
 
@@ -111,9 +97,7 @@ def _reason(node: fx.Node, text: str) -> str:
 def _may_slice(plan: SpacedPlan, read: Collection[fx.Node]) -> bool:
     """Whether slices can restore the operands of a call."""
     spacings = [plan.spacings(node) for node in read]
-    even = all(
-        part.gap is not None for outs in spacings for spacing in outs for part in spacing.values()
-    )
+    even = all(part.gap is not None for outs in spacings for spacing in outs for part in spacing.values())
     return "slice" in plan.target.ops and even and all(len(outs) == 1 for outs in spacings)
 
 

@@ -188,9 +188,7 @@ class Emission:
         flat = [n for axis in reversed(range(rank)) for n in (0, more.get(axis, 0))]
         return self.call(PAD, x, flat) if any(flat) else x
 
-    def masked(
-        self, x: fx.Node, spacing: SpacedAxes, *, fill: float = 0, scale: float = 1
-    ) -> fx.Node:
+    def masked(self, x: fx.Node, spacing: SpacedAxes, *, fill: float = 0, scale: float = 1) -> fx.Node:
         """The replacement of `x` at valid positions, `fill` elsewhere. scale: a factor, used if the
         mask is a product (`SpacedPlan.multiplies`)."""
         product, x = fill == 0 and self.plan.multiplies(x), self.read(x)

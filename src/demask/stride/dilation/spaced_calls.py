@@ -44,9 +44,10 @@ LetteredAxes = Mapping[str, SpacedAxis]  # spaced axes by letter of the op table
 _STOPS = ("aten.div.", "aten.remainder.", "aten.fmod.", "aten.pow.", "aten.embedding.")
 UNMASKED = "it also reads invalid positions, which the target cannot mask"
 # These are not defined for all numbers.
-_PARTIAL = frozenset(f"aten.{name}.default" for name in (
-    "log", "log1p", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "logit", "atanh", "atan2",
-))  # fmt: skip
+_PARTIAL = frozenset(
+    f"aten.{name}.default"
+    for name in ("log", "log1p", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "logit", "atanh", "atan2")
+)
 
 
 def rule_of(reader: SpacedReader) -> SpacedRule | NotSpaced:
@@ -95,9 +96,7 @@ def _by_table(reader: SpacedReader) -> SpacedRule | NotSpaced:
     if isinstance(relation, Declined):
         return NotSpaced(relation.text)
     output_letters = {letter for axes in relation.outs for letter in relation.letters(axes)}
-    if relation.entry.free and not any(
-        relation.letters(axes) & output_letters for axes in relation.ins
-    ):
+    if relation.entry.free and not any(relation.letters(axes) & output_letters for axes in relation.ins):
         return SpacedRule(tuple({} for _ in relation.outs), lambda here: here.again())
     letters = _letters(reader, relation)
     if isinstance(letters, NotSpaced):
@@ -110,9 +109,7 @@ def _by_table(reader: SpacedReader) -> SpacedRule | NotSpaced:
         return NotSpaced(f"{UNMASKED}: it may be Inf or NaN")
     outs = tuple(only_spaced(letters.of(axes)) for axes in relation.outs)
     non_finite = _may_be_non_finite(reader)
-    return SpacedRule(
-        outs, lambda here: _carried(here, reader, letters), non_finite, letters.broadcast
-    )
+    return SpacedRule(outs, lambda here: _carried(here, reader, letters), non_finite, letters.broadcast)
 
 
 def _letters(reader: SpacedReader, relation: Relation) -> _Letters | NotSpaced:
@@ -132,19 +129,13 @@ def _letters(reader: SpacedReader, relation: Relation) -> _Letters | NotSpaced:
     reduced = frozenset(spreads) & relation.complete
     if set(spreads) - output_letters - summed - reduced:
         return NotSpaced("it has no rule for a spaced axis")
-    whole = (
-        relation.entry.rest not in NEUTRAL
-        or len(relation.operands) != 1
-        or reduced & output_letters
-    )
+    whole = relation.entry.rest not in NEUTRAL or len(relation.operands) != 1 or reduced & output_letters
     if reduced and whole:
         return NotSpaced("it reads a whole axis")
     return _Letters(relation, spreads, summed, reduced, (*broadcast, *alone))
 
 
-def _merged(
-    reader: SpacedReader, relation: Relation
-) -> tuple[dict[str, SpacedAxis], tuple[fx.Node, ...]] | NotSpaced:
+def _merged(reader: SpacedReader, relation: Relation) -> tuple[dict[str, SpacedAxis], tuple[fx.Node, ...]] | NotSpaced:
     """The spaced axis of each letter, merged over operands. And operands of one position with a
     shorter axis: every spacing fits them."""
     spreads: dict[str, SpacedAxis] = {}
@@ -184,10 +175,7 @@ def _plain(
     fit, and those of one position, which is broadcast."""
     fits: dict[fx.Node, bool] = {}
     for k, operand in enumerate(relation.operands):
-        if (
-            not isinstance(operand.value, fx.Node)
-            or reader.editor.tensor(operand.value) is not None
-        ):
+        if not isinstance(operand.value, fx.Node) or reader.editor.tensor(operand.value) is not None:
             continue
         spacing = reader.plan.spacing(operand.value)
         for axis, letters in enumerate(relation.ins[k]):
@@ -203,8 +191,7 @@ def _stops(reader: SpacedReader, letters: _Letters) -> str | None:
     name = op_name(reader.node.target)
     values = [o.value for o in letters.relation.operands if reader.plan.spacing(o.value)]
     whole = any(not value.meta["val"].is_floating_point() for value in values)
-    return "it may fail on integers at invalid positions" if (
-        whole and name.startswith(_STOPS)) else None  # fmt: skip
+    return "it may fail on integers at invalid positions" if (whole and name.startswith(_STOPS)) else None
 
 
 def _may_be_non_finite(reader: SpacedReader) -> bool:
@@ -243,23 +230,17 @@ def _carried(here: Emission, reader: SpacedReader, letters: _Letters) -> fx.Node
     arguments = schema.replace_operands(own, letters.relation.operands, values)
     if here.node.target is aten.expand.default:
         outs = letters.of(letters.relation.outs[0])
-        arguments["size"] = [outs[k].size if k in outs else n
-                             for k, n in enumerate(arguments["size"])]  # fmt: skip
+        arguments["size"] = [outs[k].size if k in outs else n for k, n in enumerate(arguments["size"])]
     args, kwargs = schema.bind_arguments(here.node.target, arguments)
     return here.call(here.node.target, *args, **kwargs)
 
 
-def _alike(
-    here: Emission, reader: SpacedReader, value: fx.Node, k: int, letters: _Letters
-) -> fx.Node:
+def _alike(here: Emission, reader: SpacedReader, value: fx.Node, k: int, letters: _Letters) -> fx.Node:
     """An operand, padded to the length of the others along spaced axes, and masked if it is summed
     over them."""
     x, spacing = here.read(value), reader.plan.spacing(value)
-    axes = {
-        axis: part for axis, part in letters.of(letters.relation.ins[k]).items() if axis in spacing
-    }
-    summed = {axis: part for axis, part in spacing.items()
-              if letters.relation.ins[k][axis][0] in letters.summed}  # fmt: skip
+    axes = {axis: part for axis, part in letters.of(letters.relation.ins[k]).items() if axis in spacing}
+    summed = {axis: part for axis, part in spacing.items() if letters.relation.ins[k][axis][0] in letters.summed}
     if summed and not reader.plan.is_finite(value):
         x = here.masked(value, summed)
     more = {axis: part.size - spacing[axis].size for axis, part in axes.items()}
@@ -270,9 +251,7 @@ def _alike(
     return here.longer(x, more)
 
 
-def _stretched(
-    here: Emission, value: fx.Node, tensor: Tensor, k: int, letters: _Letters
-) -> fx.Node:
+def _stretched(here: Emission, value: fx.Node, tensor: Tensor, k: int, letters: _Letters) -> fx.Node:
     """A constant operand, spaced as the other operands; zero at invalid positions if products with
     it are summed."""
     stretched = tensor
@@ -293,8 +272,7 @@ def _reduction(reader: SpacedReader, letters: _Letters) -> SpacedRule | NotSpace
     relation = letters.relation
     x = relation.operands[0].value
     kind = relation.entry.rest
-    over = {k: part for k, part in letters.of(relation.ins[0]).items()
-            if relation.ins[0][k][0] in letters.reduced}  # fmt: skip
+    over = {k: part for k, part in letters.of(relation.ins[0]).items() if relation.ins[0][k][0] in letters.reduced}
     outs = tuple(only_spaced(letters.of(axes)) for axes in relation.outs)
     if reader.plan.may_mask(x, NEUTRAL[kind], mean_correction(over, kind)):
         return reduced(x, over, outs, kind)
@@ -356,8 +334,7 @@ def _viewed(reader: SpacedReader) -> SpacedRule | NotSpaced:
         if any(part is None for part in parts):
             return NotSpaced("it merges them with an axis whose size is known only at run time")
         axes[axis] = merge_axes([part for part in parts if part is not None])
-    shape = [axes[k].size if k in axes else n if isinstance(n, int) else -1
-             for k, n in enumerate(new)]  # fmt: skip
+    shape = [axes[k].size if k in axes else n if isinstance(n, int) else -1 for k, n in enumerate(new)]
     if shape.count(-1) > 1:
         return NotSpaced("a view with several sizes known only at run time")
     outs = (only_spaced(axes),)
@@ -371,8 +348,7 @@ def _whole(size: int | None) -> SpacedAxis | None:
 def _insert(after: list[list[str]], name: str, previous: list[str]) -> None:
     """Insert the letter of an axis of one position after the letters before it: on a separate axis,
     if the view has one there."""
-    index = max((k for k, axes in enumerate(after) if previous and previous[-1] in axes),
-                default=-1)  # fmt: skip
+    index = max((k for k, axes in enumerate(after) if previous and previous[-1] in axes), default=-1)
     if index + 1 < len(after) and not after[index + 1]:
         after[index + 1] = [name]
     elif index < 0:

@@ -19,16 +19,7 @@ import torch
 from torch import fx
 
 from demask.ops import schema, traits
-from demask.stride.average_pools import (
-    PAD,
-    AveragePool,
-    Pads,
-    divisors,
-    pad_input,
-    per_axis,
-    static_sizes,
-    sum_windows,
-)
+from demask.stride.average_pools import PAD, AveragePool, Pads, divisors, pad_input, per_axis, static_sizes, sum_windows
 from demask.stride.average_pools import multiply as times
 from demask.stride.dilation.spaced_axes import (
     Emission,
@@ -103,11 +94,7 @@ def window_rule(reader: SpacedReader) -> SpacedRule | NotSpaced:
         return _maximum(reader, traits.MAX_POOLS[target])
     if target in traits.AVERAGE_POOLS:
         pool = AveragePool.of(reader.node)
-        return (
-            NotSpaced("the sizes of a pool are computed")
-            if pool is None
-            else average_rule(reader, pool)
-        )
+        return NotSpaced("the sizes of a pool are computed") if pool is None else average_rule(reader, pool)
     return _adaptive(reader, traits.ADAPTIVE_AVERAGE_POOLS[target])
 
 
@@ -127,9 +114,7 @@ def _sources(reader: SpacedReader, x: fx.Node, rank: int) -> list[SpacedAxis] | 
     return axes
 
 
-def _spaced_windows(
-    reader: SpacedReader, x: fx.Node, windows: Sequence[SpacedWindow]
-) -> _SpacedWindows | NotSpaced:
+def _spaced_windows(reader: SpacedReader, x: fx.Node, windows: Sequence[SpacedWindow]) -> _SpacedWindows | NotSpaced:
     """Windows on the spaced axes of a value."""
     sources = _sources(reader, x, len(windows))
     if isinstance(sources, NotSpaced):
@@ -150,9 +135,7 @@ def _windows(node: fx.Node, kernel: Sequence[int], pads: Pads | None) -> list[Sp
     counts = node.meta["val"].shape[-rank:]
     if stride is None or dilation is None or pads is None:
         return None
-    return [
-        SpacedWindow(kernel[k], stride[k], dilation[k], *pads[k], counts[k]) for k in range(rank)
-    ]
+    return [SpacedWindow(kernel[k], stride[k], dilation[k], *pads[k], counts[k]) for k in range(rank)]
 
 
 def _pads(value: Any, kernel: Sequence[int], dilation: Any) -> Pads | None:
@@ -210,9 +193,7 @@ def _maximum(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     own = _is_own(placed.pads, [w.kernel for w in windows])
     spans = [gap * (w.kernel - 1) + 1 for w, gap in zip(windows, gaps, strict=True)]
     if max(spans) > (most := reader.plan.target.pool_size):
-        return NotSpaced(
-            f"its windows would cover {spans} positions, the target's at most {most:g}"
-        )
+        return NotSpaced(f"its windows would cover {spans} positions, the target's at most {most:g}")
 
     def emit(here: Emission) -> fx.Node:
         value, inner = here.read(x), [before for before, _ in placed.pads]
@@ -229,9 +210,7 @@ def _maximum(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     return SpacedRule((placed.spacing,), emit, non_finite=any(_is_empty(*axis) for axis in empty))
 
 
-def _is_empty(
-    window: SpacedWindow, size: int, pads: tuple[int, int], gap: int, output: SpacedAxis
-) -> bool:
+def _is_empty(window: SpacedWindow, size: int, pads: tuple[int, int], gap: int, output: SpacedAxis) -> bool:
     """Whether some window reads only padding."""
     reads = [range(k - pads[0], k - pads[0] + gap * window.kernel, gap) for k in range(output.size)]
     return any(all(not 0 <= n < size for n in positions) for positions in reads)
@@ -239,8 +218,7 @@ def _is_empty(
 
 def _is_own(pads: Pads, kernel: Sequence[int]) -> bool:
     """Whether a pool can pad by itself: symmetrically, by at most half a window."""
-    return all(before == after and 2 * before <= n
-               for (before, after), n in zip(pads, kernel, strict=True))  # fmt: skip
+    return all(before == after and 2 * before <= n for (before, after), n in zip(pads, kernel, strict=True))
 
 
 def average_rule(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpaced:
@@ -253,16 +231,16 @@ def average_rule(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpa
     if sizes is None:
         return NotSpaced("sizes of images are known only at run time")
     kernel = pool.taps(sizes)
-    windows = [SpacedWindow(k, s, 1, *pair, n) for k, s, pair, n in
-               zip(kernel, pool.stride, pool.pads(sizes), counts, strict=True)]  # fmt: skip
+    windows = [
+        SpacedWindow(k, s, 1, *pair, n)
+        for k, s, pair, n in zip(kernel, pool.stride, pool.pads(sizes), counts, strict=True)
+    ]
     placed = _spaced_windows(reader, x, windows)
     if isinstance(placed, NotSpaced):
         return placed
     fits = max(pool.kernel) <= reader.plan.target.pool_size
     if _stays(node, pool, placed) and reader.plan.target.pool_windows == "any" and fits:
-        return SpacedRule(
-            (placed.spacing,), lambda here: here.again(stride=[1] * rank, ceil_mode=False)
-        )
+        return SpacedRule((placed.spacing,), lambda here: here.again(stride=[1] * rank, ceil_mode=False))
     if not value.is_floating_point():
         return NotSpaced("an average of integers is rounded, unlike a convolution")
     if not isinstance(value.shape[-rank - 1], int):
@@ -273,8 +251,16 @@ def average_rule(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpa
 
     def emit(here: Emission) -> fx.Node:
         weight = 1.0 if shared.ndim else 1 / int(shared)
-        sums = sum_windows(here.editor, here.node, here.read(x), kernel, weight,
-                      pads=placed.pads, stride=[1] * rank, dilation=placed.gaps)  # fmt: skip
+        sums = sum_windows(
+            here.editor,
+            here.node,
+            here.read(x),
+            kernel,
+            weight,
+            pads=placed.pads,
+            stride=[1] * rank,
+            dilation=placed.gaps,
+        )
         if not shared.ndim:
             return sums
         factor = shared.double().reciprocal()

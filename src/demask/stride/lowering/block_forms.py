@@ -46,23 +46,17 @@ def _met(axis: ConvAxis) -> tuple[bool, bool]:
 def zero_taps(site: StridedConv) -> bool:
     """Whether a zero weight that space_to_depth adds is multiplied by a position of the input."""
     met = [_met(axis) for axis in site.axes]
-    return any(
-        zero and all(any_tap for any_tap, _ in met[:k] + met[k + 1 :])
-        for k, (_, zero) in enumerate(met)
-    )
+    return any(zero and all(any_tap for any_tap, _ in met[:k] + met[k + 1 :]) for k, (_, zero) in enumerate(met))
 
 
-def space_to_depth(
-    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
-) -> Any:
+def space_to_depth(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     """A convolution of stride 1 over blocks of the input. Arguments: see `StrideForm.built`."""
     del target, functions
     x = write.call(aten.constant_pad_nd.default, call.x, _block_pads(site), 0)
     x = _as_channels(write, site, x)
     weight = _weight(write, site, call)
     ones = [1] * site.rank
-    return write.call(_CONVOLVE[site.rank], x, weight, call.bias, ones, [0] * site.rank, ones,
-                      site.groups)  # fmt: skip
+    return write.call(_CONVOLVE[site.rank], x, weight, call.bias, ones, [0] * site.rank, ones, site.groups)
 
 
 def _block_pads(site: StridedConv) -> list[int]:
@@ -110,9 +104,7 @@ def _weight(write: FormWriter, site: StridedConv, call: FormInputs) -> Any:
     return write.constant("blocks", merged.contiguous(), weight=True)
 
 
-def phase_split(
-    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
-) -> Any:
+def phase_split(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     """The sum of convolutions of stride 1, one for each phase of the input that has taps.
     Arguments: see `StrideForm.built`."""
     del target, functions
@@ -133,14 +125,7 @@ def _phases(axis: ConvAxis) -> int:
     return min(axis.kernel, axis.stride // math.gcd(axis.stride, axis.dilation))
 
 
-def _phase(
-    write: FormWriter,
-    site: StridedConv,
-    call: FormInputs,
-    x: Any,
-    first: tuple[int, ...],
-    bias: Any,
-) -> Any:
+def _phase(write: FormWriter, site: StridedConv, call: FormInputs, x: Any, first: tuple[int, ...], bias: Any) -> Any:
     """The convolution of one phase. Its taps along each axis are j, j + s / g, ...; they read every
     s-th position from d j on with dilation d / g, where g = gcd(stride s, dilation d)."""
     dilation, taps = [], []

@@ -100,14 +100,14 @@ def _always(site: StridedConv, target: Target, known: Range) -> str | None:
 def _pool(site: StridedConv, target: Target, windows: list[int]) -> str | None:
     """Why the target has no pool with these windows and the stride's; None if it has."""
     if max(windows) > target.pool_size or max(site.stride) > target.pool_stride:
-        return (f"its pools have windows up to {target.pool_size:g} and strides up to "
-                f"{target.pool_stride:g}; needed are {windows} and {site.stride}")  # fmt: skip
+        return (
+            f"its pools have windows up to {target.pool_size:g} and strides up to "
+            f"{target.pool_stride:g}; needed are {windows} and {site.stride}"
+        )
     if target.pool_windows == "stride" and windows != site.stride:
-        return (f"its pools have windows as large as their stride; needed are {windows}, "
-                f"{site.stride}")  # fmt: skip
+        return f"its pools have windows as large as their stride; needed are {windows}, {site.stride}"
     if not target.pool_ceil and windows == site.stride and any(_excess(site)):
-        return None if "pad" in target.ops else (
-            "its pools have no incomplete windows, and it cannot pad")  # fmt: skip
+        return None if "pad" in target.ops else ("its pools have no incomplete windows, and it cannot pad")
     return None
 
 
@@ -220,8 +220,7 @@ def write_dense(write: FormWriter, site: StridedConv, call: FormInputs, function
         pads = [n for axis in reversed(site.axes) for n in (axis.before, axis.after)]
         x, padding = write.call(aten.constant_pad_nd.default, x, pads, 0), [0] * site.rank
     dilation = [axis.dilation for axis in site.axes]
-    y = write.call(CONVOLVE[site.rank], x, call.weight, call.bias, [1] * site.rank, padding,
-                   dilation, site.groups)  # fmt: skip
+    y = write.call(CONVOLVE[site.rank], x, call.weight, call.bias, [1] * site.rank, padding, dilation, site.groups)
     for step in call.steps[:functions]:
         y = step(write, y)
     return y
@@ -251,17 +250,15 @@ def _scaled(write: FormWriter, site: StridedConv, y: Any, factor: float) -> Any:
 
 
 def _pooled(
-    write: FormWriter, site: StridedConv, target: Target, y: Any, pool: Mapping[int, Any],
-    fill: float, *more: Any,
-) -> Any:  # fmt: skip
+    write: FormWriter, site: StridedConv, target: Target, y: Any, pool: Mapping[int, Any], fill: float, *more: Any
+) -> Any:
     """A pool over windows of the stride's size. The value is padded if the target has no incomplete
     windows."""
     ceil, average = any(_excess(site)), pool is AVG_POOL
     if ceil and (not target.pool_ceil or (average and _too_small(site))):
         y, ceil = _padded(write, site, y, fill), False
     dilation = [] if average else [[1] * site.rank]
-    return write.call(pool[site.rank], y, site.stride, site.stride, [0] * site.rank, *dilation,
-                      ceil, *more)  # fmt: skip
+    return write.call(pool[site.rank], y, site.stride, site.stride, [0] * site.rank, *dilation, ceil, *more)
 
 
 def _padded(write: FormWriter, site: StridedConv, y: Any, fill: float) -> Any:
@@ -269,24 +266,18 @@ def _padded(write: FormWriter, site: StridedConv, y: Any, fill: float) -> Any:
     return write.call(aten.constant_pad_nd.default, y, pads, fill)
 
 
-def _build_mask_max_pool(
-    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
-) -> Any:
+def _build_mask_max_pool(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     y = _masked(write, site, target, write_dense(write, site, call, functions))
     return _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
 
 
-def _build_two_masks(
-    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
-) -> Any:
+def _build_two_masks(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     y = _scaled(write, site, write_dense(write, site, call, functions), target.mask)
     y = _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
     return write.call(aten.mul.Tensor, y, 1 / target.mask)
 
 
-def _build_select(
-    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
-) -> Any:
+def _build_select(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     lowest = _lowest(site)
     y = _masked(write, site, target, write_dense(write, site, call, functions), lowest)
     return _pooled(write, site, target, y, MAX_POOL, lowest)
@@ -296,16 +287,12 @@ def _lowest(site: StridedConv) -> float:
     return torch.iinfo(site.dtype).min if site.whole else -math.inf
 
 
-def _build_pool_1x1(
-    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
-) -> Any:
+def _build_pool_1x1(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     y = write_dense(write, site, call, functions)
     return write.call(MAX_POOL[site.rank], y, [1] * site.rank, site.stride)
 
 
-def _build_slice(
-    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
-) -> Any:
+def _build_slice(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     y = write_dense(write, site, call, functions)
     for k, axis in enumerate(site.axes):
         if axis.stride > 1:
@@ -314,9 +301,7 @@ def _build_slice(
     return y
 
 
-def _build_sum_pool(
-    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
-) -> Any:
+def _build_sum_pool(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     y = _masked(write, site, target, write_dense(write, site, call, functions))
     if site.rank > 1:
         return _pooled(write, site, target, y, AVG_POOL, 0, True, 1)
@@ -329,9 +314,7 @@ def _build_sum_pool(
     return write.call(aten.squeeze.dims, y, [-2])
 
 
-def _build_avg_pool(
-    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
-) -> Any:
+def _build_avg_pool(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     y = _masked(write, site, target, write_dense(write, site, call, functions))
     if any(_excess(site)):
         y = _padded(write, site, y, 0)
@@ -340,9 +323,7 @@ def _build_avg_pool(
     return y if count == 1 else write.call(aten.mul.Tensor, y, count)
 
 
-def _build_split(
-    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
-) -> Any:
+def _build_split(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     y = _masked(write, site, target, write_dense(write, site, call, functions))
     signs = (y, write.call(aten.neg.default, y))
     parts = [write.call(aten.relu.default, part) for part in signs]
@@ -350,9 +331,7 @@ def _build_split(
     return write.call(aten.sub.Tensor, above, below)
 
 
-def _build_rotate(
-    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
-) -> Any:
+def _build_rotate(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     """Along each axis, output i moves back by i (s - 1): by 2^b (s - 1) for each bit b of i, the
     lowest bit first, so that no two outputs collide."""
     y = write_dense(write, site, call, functions)
@@ -387,15 +366,11 @@ FORMS: Mapping[str, StrideForm] = {
         StrideForm("pool_1x1", ("max_pool",), _single_pool, _build_pool_1x1),
         StrideForm("slice", ("slice",), _always, _build_slice),
         StrideForm("mask_sum_pool", ("sum_pool",), _sum_pool, _build_sum_pool, masks=True),
-        StrideForm(
-            "mask_avg_pool", ("avg_pool",), _avg_pool, _build_avg_pool, masks=True, rounds=True
-        ),
+        StrideForm("mask_avg_pool", ("avg_pool",), _avg_pool, _build_avg_pool, masks=True, rounds=True),
         StrideForm("split", ("max_pool", "relu", "add"), _split, _build_split, masks=True),
         StrideForm("rotate", ("rotate", "multiply", "add", "crop"), _rotate, _build_rotate),
         StrideForm("space_to_depth", ("space_to_depth", "pad"), _taps, space_to_depth, rounds=True),
-        StrideForm(
-            "phase_split", ("slice", "add", "pad"), _constant_weight, phase_split, rounds=True
-        ),
+        StrideForm("phase_split", ("slice", "add", "pad"), _constant_weight, phase_split, rounds=True),
     )
 }
 

@@ -34,14 +34,7 @@ from demask.stride.average_pools import pools_to_convs
 from demask.stride.dilation.dilate import dilate
 from demask.stride.lowering.form_writers import Cost, CostCounter, GraphWriter
 from demask.stride.lowering.forms import FORMS, LACKING, StrideForm, write_dense
-from demask.stride.lowering.strided_conv import (
-    FormInputs,
-    StridedConv,
-    call_of,
-    chain_of,
-    has_stride,
-    site_of,
-)
+from demask.stride.lowering.strided_conv import FormInputs, StridedConv, call_of, chain_of, has_stride, site_of
 from demask.stride.targets import KINDS, Target
 from demask.stride.targets import target as target_of
 
@@ -93,8 +86,7 @@ class Choice:
 
     def __str__(self) -> str:
         lacking = [name for name, reason in self.refused.items() if reason.startswith(LACKING)]
-        reasons = [f"{name}: {reason}" for name, reason in self.refused.items()
-                if name not in lacking]  # fmt: skip
+        reasons = [f"{name}: {reason}" for name, reason in self.refused.items() if name not in lacking]
         reasons += [f"without the ops that they need: {', '.join(lacking)}"] if lacking else []
         text = f"{self.module or self.node}: {self.form}, {self.why}"
         return f"{text}. Refused: {'; '.join(reasons)}" if reasons else text
@@ -184,8 +176,7 @@ def _check_forms(target: Target) -> None:
     names = [*FORMS, DILATION]
     unknown = [name for name in target.forms if name not in names]
     if unknown:
-        raise BadInput(f"target {target.name!r}: form {unknown[0]!r} is unknown; "
-                       f"expected some of {', '.join(names)}")  # fmt: skip
+        raise BadInput(f"target {target.name!r}: form {unknown[0]!r} is unknown; expected some of {', '.join(names)}")
 
 
 def _check_ops(graph: fx.Graph, target: Target) -> None:
@@ -195,15 +186,12 @@ def _check_ops(graph: fx.Graph, target: Target) -> None:
         name = op_name(node.target) if node.op == "call_function" else ""
         kind = next((kind for start, kind in kinds.items() if name.startswith(start)), None)
         if kind is not None:
-            raise BadInput(f"the target {target.name!r} has no {kind}, which {node.name} calls "
-                           f"({name})")  # fmt: skip
+            raise BadInput(f"the target {target.name!r} has no {kind}, which {node.name} calls ({name})")
 
 
 def _ranges(editor: GraphEditor, table: Table) -> Ranges:
     """The ranges of all values."""
-    return compute_ranges(
-        editor.graph.nodes, {name: c.tensor for name, c in editor.constants.items()}, table
-    )
+    return compute_ranges(editor.graph.nodes, {name: c.tensor for name, c in editor.constants.items()}, table)
 
 
 def _next(editor: GraphEditor, target: Target) -> fx.Node | None:
@@ -213,12 +201,7 @@ def _next(editor: GraphEditor, target: Target) -> fx.Node | None:
 
 
 def _lowered(
-    editor: GraphEditor,
-    node: fx.Node,
-    target: Target,
-    known: Ranges,
-    constants: dict[Any, str],
-    table: Table,
+    editor: GraphEditor, node: fx.Node, target: Target, known: Ranges, constants: dict[Any, str], table: Table
 ) -> Choice:
     """Replace one strided convolution by a form. constants: written so far, by content."""
     chain = chain_of(node, table)
@@ -234,16 +217,14 @@ def _lowered(
     outcomes = {name: FORMS[name].first_sound(site, target) for name in names if name in FORMS}
     refused = {name: reason for name, reason in outcomes.items() if isinstance(reason, str)}
     sound = {name: functions for name, functions in outcomes.items() if isinstance(functions, int)}
-    costs = {name: cost_of(FORMS[name], site, target, node, call, functions)
-             for name, functions in sound.items()}  # fmt: skip
+    costs = {name: cost_of(FORMS[name], site, target, node, call, functions) for name, functions in sound.items()}
     order = names if target.forms else (*sorted(costs, key=lambda name: costs[name]), DILATION)
     module = _module(editor, node)
     for name in order:
         if name == DILATION:
             text = _dilated(editor, node, target, table)
             if text is None:
-                return Choice(node.name, module, DILATION, "all calls after it are dilated", None,
-                              refused)  # fmt: skip
+                return Choice(node.name, module, DILATION, "all calls after it are dilated", None, refused)
             refused[DILATION] = text
         elif name in sound:
             why = _why(site, sound[name], costs[name], len(sound))
@@ -253,8 +234,7 @@ def _lowered(
             return Choice(node.name, module, name, why, costs[name], refused)
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
     raise NoSoundForm(
-        f"{_named(editor, node)} has no form that is sound on the target {target.name!r}:{reasons}",
-        refused,
+        f"{_named(editor, node)} has no form that is sound on the target {target.name!r}:{reasons}", refused
     )
 
 
@@ -266,12 +246,7 @@ def _dilated(editor: GraphEditor, node: fx.Node, target: Target, table: Table) -
 
 
 def cost_of(
-    form: StrideForm,
-    site: StridedConv,
-    target: Target,
-    node: fx.Node,
-    call: FormInputs,
-    functions: int,
+    form: StrideForm, site: StridedConv, target: Target, node: fx.Node, call: FormInputs, functions: int
 ) -> Cost:
     """Cost of the convolution in a form and of all functions after it, on the example's sizes: of
     one image where any number may come."""
@@ -279,8 +254,7 @@ def cost_of(
     x, weight = count.read(call.x), count.read(call.weight)
     bias = None if call.bias is None else count.read(call.bias)
     numbers = None if call.numbers is None else call.numbers.to("meta")
-    value = form.built(count, site, target, replace(call, x=x, weight=weight, bias=bias,
-                                                    numbers=numbers), functions)  # fmt: skip
+    value = form.built(count, site, target, replace(call, x=x, weight=weight, bias=bias, numbers=numbers), functions)
     for step in call.steps[functions:]:
         value = step(count, value)
     return count.cost(rounds=form.rounds)
@@ -302,9 +276,7 @@ def _replace(editor: GraphEditor, chain: Sequence[fx.Node], value: fx.Node) -> N
         editor.graph.erase_node(node)
 
 
-def _writing(
-    editor: GraphEditor, node: fx.Node, reader: fx.Node, constants: dict[Any, str]
-) -> GraphWriter:
+def _writing(editor: GraphEditor, node: fx.Node, reader: fx.Node, constants: dict[Any, str]) -> GraphWriter:
     """A writer of calls that replace `node`, before `reader`."""
     meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
     return GraphWriter(editor, reader, _module(editor, node), constants, meta)

@@ -117,8 +117,7 @@ class StridedConv:
         """Whether any dropped position reads the input, so that only it may be Inf or NaN."""
         reads = [reads_input(axis) for axis in self.axes]
         return any(
-            dropped and all(any(other) for other in reads[:k] + reads[k + 1 :])
-            for k, (_, dropped) in enumerate(reads)
+            dropped and all(any(other) for other in reads[:k] + reads[k + 1 :]) for k, (_, dropped) in enumerate(reads)
         )
 
     def axis(self, k: int) -> int:
@@ -185,9 +184,7 @@ def _rest(node: fx.Node) -> list[Any]:
     return [v for name, v in schema.arguments(node).items() if name not in names]
 
 
-def site_of(
-    editor: GraphEditor, chain: Sequence[fx.Node], known: Ranges, largest: float
-) -> StridedConv | str:
+def site_of(editor: GraphEditor, chain: Sequence[fx.Node], known: Ranges, largest: float) -> StridedConv | str:
     """Geometry and ranges of the strided convolution of a chain (`chain_of`); or why it cannot be
     lowered. known: ranges by node. largest: bound of all values."""
     node = chain[0]
@@ -200,17 +197,21 @@ def site_of(
         return "no form is defined for complex numbers"
     each = {name: _each(node, name) for name in ("stride", "padding", "dilation")}
     axes = tuple(
-        ConvAxis(x.shape[k - rank], weight.shape[k - rank], each["stride"][k], each["dilation"][k],
-             each["padding"][k], each["padding"][k])
+        ConvAxis(
+            x.shape[k - rank],
+            weight.shape[k - rank],
+            each["stride"][k],
+            each["dilation"][k],
+            each["padding"][k],
+            each["padding"][k],
+        )
         for k in range(rank)
-    )  # fmt: skip
+    )
     bounds = (known[n] for n in chain)
     ranges = tuple(Range(max(r.low, -largest), min(r.high, largest)) for r in bounds)
     channels = (weight.shape[1] * arguments["groups"], weight.shape[0])
     constant = editor.tensor(arguments["weight"]) is not None
-    return StridedConv(
-        axes, channels, arguments["groups"], node.meta["val"].dtype, ranges, constant
-    )
+    return StridedConv(axes, channels, arguments["groups"], node.meta["val"].dtype, ranges, constant)
 
 
 def call_of(editor: GraphEditor, chain: Sequence[fx.Node]) -> FormInputs:
@@ -225,21 +226,10 @@ def _step(source: fx.Node, node: fx.Node) -> Step:
     """A function that writes the call `node` with another value in place of `source`."""
 
     def again(write: FormWriter, value: Any) -> Any:
-        args, kwargs = map_arg(
-            (node.args, node.kwargs), lambda n: value if n is source else write.read(n)
-        )
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: value if n is source else write.read(n))
         return write.call(node.target, *args, **kwargs)
 
     return again
 
 
-__all__ = [
-    "ConvAxis",
-    "FormInputs",
-    "Step",
-    "StridedConv",
-    "call_of",
-    "chain_of",
-    "has_stride",
-    "site_of",
-]
+__all__ = ["ConvAxis", "FormInputs", "Step", "StridedConv", "call_of", "chain_of", "has_stride", "site_of"]

@@ -95,9 +95,7 @@ def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, 
     start, weight = rewrite_as_slices(best, table), _weight(best, table)
     for _ in range(PASSES):
         pulled = _absorbed(fold_constants(canonicalize_calls(start)), table)
-        start = rewrite_as_slices(
-            pulled, table
-        )  # may compute more until its slices are pulled back in turn
+        start = rewrite_as_slices(pulled, table)  # may compute more until its slices are pulled back in turn
         lightest = min(((_weight(one, table), k, one) for k, one in enumerate((pulled, start))))
         if lightest[0] >= weight:
             break
@@ -125,9 +123,7 @@ def _weight(program: Program, table: Table) -> tuple[int, int]:
 def _described(program: Program, table: Table) -> tuple[str, ...]:
     """The strided convolutions of a program, with their strides."""
     relations = Analysis(program, table).relations
-    convolutions = [
-        r.node for r in relations.values() if isinstance(r, Relation) and strided_axes(r)
-    ]
+    convolutions = [r.node for r in relations.values() if isinstance(r, Relation) and strided_axes(r)]
     strided = [n for n in convolutions if any(s > 1 for s in schema.arguments(n)["stride"])]
     return tuple(f"{n.name}: stride {list(schema.arguments(n)['stride'])}" for n in strided)
 

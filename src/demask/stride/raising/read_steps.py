@@ -47,13 +47,9 @@ def gaps_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Gaps]:
     return gaps_by_node
 
 
-def _read(
-    node: fx.Node, gaps_by_node: Mapping[fx.Node, Gaps], table: Table
-) -> Iterator[tuple[fx.Node, Gaps]]:
+def _read(node: fx.Node, gaps_by_node: Mapping[fx.Node, Gaps], table: Table) -> Iterator[tuple[fx.Node, Gaps]]:
     """The operands of a node, with the gaps of the positions that it reads."""
-    known = dict(
-        _windows(node) or _slice(node, gaps_by_node) or _carried(node, gaps_by_node, table)
-    )
+    known = dict(_windows(node) or _slice(node, gaps_by_node) or _carried(node, gaps_by_node, table))
     for operand in node.all_input_nodes:
         value = operand.meta.get("val")
         if isinstance(value, Tensor):
@@ -76,16 +72,12 @@ def window_gaps(node: fx.Node) -> Gaps | None:
         return None
     arguments = schema.arguments(node)
     weight = arguments.get("weight")
-    kernel = (
-        list(arguments["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
-    )
+    kernel = list(arguments["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
     rank = len(kernel)
     stride, padding, dilation = (
         per_axis(arguments[name] or kernel, rank) for name in ("stride", "padding", "dilation")
     )
-    stride = (
-        s if n != 1 else 0 for s, n in zip(stride, node.meta["val"].shape[-rank:], strict=True)
-    )
+    stride = (s if n != 1 else 0 for s, n in zip(stride, node.meta["val"].shape[-rank:], strict=True))
     return tuple(map(math.gcd, stride, padding, dilation))
 
 
@@ -95,9 +87,7 @@ def per_axis(value: Any, rank: int) -> list[int]:
     return values * rank if len(values) == 1 else values
 
 
-def _slice(
-    node: fx.Node, gaps_by_node: Mapping[fx.Node, Gaps]
-) -> list[tuple[fx.Node, Gaps]] | None:
+def _slice(node: fx.Node, gaps_by_node: Mapping[fx.Node, Gaps]) -> list[tuple[fx.Node, Gaps]] | None:
     """The source of a slice, with its gaps; None for other calls."""
     if node.target is not aten.slice.Tensor or node not in gaps_by_node:
         return None
@@ -111,9 +101,7 @@ def _slice(
     return [(cut["self"], tuple(gaps))]
 
 
-def _carried(
-    node: fx.Node, gaps_by_node: Mapping[fx.Node, Gaps], table: Table
-) -> list[tuple[fx.Node, Gaps]]:
+def _carried(node: fx.Node, gaps_by_node: Mapping[fx.Node, Gaps], table: Table) -> list[tuple[fx.Node, Gaps]]:
     """The operands of a call along whose axes it carries positions, with the gaps of its value."""
     relation = bind(node, table) if node.op == "call_function" and node in gaps_by_node else None
     if not isinstance(relation, Relation) or len(relation.outs) != 1:
@@ -137,24 +125,22 @@ def skippable_axes(graph: fx.Graph, table: Table) -> dict[fx.Node, tuple[bool, .
         if axes is not None:
             lead = value.ndim - len(axes)
             flags_by_node[node] = (*[False] * lead, *[True] * len(axes))
-        elif any(n in flags_by_node for n in node.all_input_nodes) and any(
-            flags := _skips(node, flags_by_node, table)
-        ):
+        elif any(n in flags_by_node for n in node.all_input_nodes) and any(flags := _skips(node, flags_by_node, table)):
             flags_by_node[node] = flags
     return flags_by_node
 
 
-def _skips(
-    node: fx.Node, flags_by_node: Mapping[fx.Node, tuple[bool, ...]], table: Table
-) -> tuple[bool, ...]:
+def _skips(node: fx.Node, flags_by_node: Mapping[fx.Node, tuple[bool, ...]], table: Table) -> tuple[bool, ...]:
     """Whether positions can be skipped, for each axis of a call that carries or shifts it."""
     if node.target in PADS | {aten.slice.Tensor}:
         return flags_by_node.get(node.args[0], ())  # type: ignore[arg-type]
     relation = bind(node, table) if node.op == "call_function" else None
     if not isinstance(relation, Relation) or len(relation.outs) != 1:
         return ()
-    flags = [{k: True for k, free in enumerate(_flags(operand.value, flags_by_node)) if free}
-             for operand in relation.operands]  # fmt: skip
+    flags = [
+        {k: True for k, free in enumerate(_flags(operand.value, flags_by_node)) if free}
+        for operand in relation.operands
+    ]
     (carried,) = carry(relation, flags, operator.or_)
     return tuple(k in carried for k in range(len(relation.outs[0])))
 

@@ -22,9 +22,7 @@ aten = ops.aten
 Progression = tuple[int, int, int]  # first position, step, count
 
 
-def insert_slices(
-    editor: GraphEditor, reader: fx.Node, x: fx.Node, where: Sequence[Progression]
-) -> fx.Node:  # fmt: skip
+def insert_slices(editor: GraphEditor, reader: fx.Node, x: fx.Node, where: Sequence[Progression]) -> fx.Node:
     """Slices of the last axes of a value, inserted before `reader`. where: one progression per
     axis."""
     rank = x.meta["val"].ndim
@@ -67,9 +65,7 @@ def share_slices(editor: GraphEditor, table: Table) -> bool:
     changed = False
     for x in [node for node in editor.graph.nodes if node in optional]:
         readers = [_last(node) for node in x.users]
-        steppers = [
-            n for n in readers if window_gaps(n) is not None or n.target is aten.slice.Tensor
-        ]
+        steppers = [n for n in readers if window_gaps(n) is not None or n.target is aten.slice.Tensor]
         if len(steppers) > 1 or any(window_gaps(node) is not None for node in steppers):
             some = tuple(g if free else 1 for g, free in zip(gaps[x], optional[x], strict=True))
             changed |= _shared(editor, x, some, steppers)
@@ -89,8 +85,10 @@ def _shared(editor: GraphEditor, x: fx.Node, gaps: Gaps, readers: Sequence[fx.No
     sizes = x.meta["val"].shape
     axes = [k for k, gap in enumerate(gaps) if gap != 1 and isinstance(sizes[k], int)]
     first = min(axes, default=len(sizes))
-    where = [(0, g or n or 1, -(-n // (g or n or 1))) if k in axes else (0, 1, n)
-             for k, (g, n) in enumerate(zip(gaps, sizes, strict=True))][first:]  # fmt: skip
+    where = [
+        (0, g or n or 1, -(-n // (g or n or 1))) if k in axes else (0, 1, n)
+        for k, (g, n) in enumerate(zip(gaps, sizes, strict=True))
+    ][first:]
     if all(count == n for (_, _, count), n in zip(where, sizes[first:], strict=True)):
         return False
     steps = [step for _, step, _ in where]
@@ -118,15 +116,19 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
     if any(step > 1 for step in every[:-rank]):
         return None
     sizes, weight = arguments[source].meta["val"].shape[-rank:], arguments.get("weight")
-    kernel = (
-        list(arguments["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
-    )
+    kernel = list(arguments["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
     names = ("stride", "padding", "dilation")
-    less = {name: [max(n // g, int(name != "padding")) for n, g in
-                   zip(per_axis(arguments[name] or kernel, rank), steps, strict=True)]
-            for name in names}  # fmt: skip
-    counts = [_windows(-(-sizes[k] // steps[k]), *(less[name][k] for name in names), kernel[k])  # type: ignore[call-arg]
-            for k in range(rank)]  # fmt: skip
+    less = {
+        name: [
+            max(n // g, int(name != "padding"))
+            for n, g in zip(per_axis(arguments[name] or kernel, rank), steps, strict=True)
+        ]
+        for name in names
+    }
+    counts = [
+        _windows(-(-sizes[k] // steps[k]), *(less[name][k] for name in names), kernel[k])  # type: ignore[call-arg]
+        for k in range(rank)
+    ]
     if counts != list(node.meta["val"].shape[-rank:]):
         return None
 
@@ -161,19 +163,18 @@ def _cuts(node: fx.Node) -> dict[int, tuple[int, int]]:
 def _cuts_alike(node: fx.Node, x: fx.Node, where: Sequence[Progression]) -> bool:
     """Whether a reader already is the slice that would be shared."""
     first = x.meta["val"].ndim - len(where)
-    wanted = {first + k: (start, step) for k, (start, step, count) in enumerate(where)
-              if count != x.meta["val"].shape[first + k]}  # fmt: skip
+    wanted = {
+        first + k: (start, step)
+        for k, (start, step, count) in enumerate(where)
+        if count != x.meta["val"].shape[first + k]
+    }
     return node.target is aten.slice.Tensor and _cuts(node) == wanted
 
 
 def slice_before_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A pad of a slice in place of a slice of a pad, if the padding is a multiple of the step."""
     x: Any = node.args[0] if node.target is aten.slice.Tensor else None
-    if (
-        x is None
-        or x.target not in PADS
-        or schema.arguments(x).get("mode", "constant") != "constant"
-    ):
+    if x is None or x.target not in PADS or schema.arguments(x).get("mode", "constant") != "constant":
         return None
     arguments, (axis, start, _, step) = schema.arguments(x), cut_of(node)
     inner, flat = arguments["self"], list(arguments["pad"])
@@ -250,10 +251,7 @@ def absorb_slices(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if any(len(cut.users) > 1 for cut in cuts[:-1]) or len(pool.users) > 1:
         return None
     arguments, rank = schema.arguments(pool), len(schema.arguments(pool)["kernel_size"])
-    sizes, kernel = (
-        arguments["self"].meta["val"].shape[-rank:],
-        per_axis(arguments["kernel_size"], rank),
-    )
+    sizes, kernel = (arguments["self"].meta["val"].shape[-rank:], per_axis(arguments["kernel_size"], rank))
     step = per_axis(arguments["stride"] or kernel, rank)
     for cut in cuts:
         axis, start, _, more = cut_of(cut)

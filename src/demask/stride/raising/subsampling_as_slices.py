@@ -115,11 +115,7 @@ def _select(editor: GraphEditor, node: fx.Node) -> _Masked | None:
     """A selection by a constant mask, with a number at the other positions."""
     arguments = schema.arguments(node) if isinstance(node.target, OpOverload) else {}
     if node.target in WHERES:
-        keep, yes, no = (
-            _constant(editor, arguments["condition"]),
-            arguments["self"],
-            arguments["other"],
-        )
+        keep, yes, no = (_constant(editor, arguments["condition"]), arguments["self"], arguments["other"])
     elif node.target is aten.masked_fill.Scalar:
         keep, yes, no = _constant(editor, arguments["mask"]), arguments["value"], arguments["self"]
     else:
@@ -144,9 +140,7 @@ def _through(table: Table, editor: GraphEditor, node: fx.Node, rank: int) -> _Ma
         return None
     name, dtype = relation.operands[0].name, masked.value.meta["val"].dtype
     arguments = schema.arguments(node)
-    args, kwargs = schema.bind_arguments(
-        node.target, arguments | {name: torch.tensor(masked.fill, dtype=dtype)}
-    )
+    args, kwargs = schema.bind_arguments(node.target, arguments | {name: torch.tensor(masked.fill, dtype=dtype)})
     fill = float(node.target(*args, **kwargs))  # type: ignore[operator]
     value = _scaled(editor, node, masked.value, masked.scale)
     return _Masked(editor.repeat_call(node, **{name: value}), masked.keep, fill)
@@ -298,8 +292,10 @@ def _mean(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     masked = _masked(table, editor, x, rank)
     if masked is None or masked.fill or bool(masked.keep.all()):
         return None
-    shape = tuple(int(masked.keep.any([b for b in range(rank) if b != a]).sum()) if rank > 1
-                  else int(masked.keep.sum()) for a in range(rank))  # fmt: skip
+    shape = tuple(
+        int(masked.keep.any([b for b in range(rank) if b != a]).sum()) if rank > 1 else int(masked.keep.sum())
+        for a in range(rank)
+    )
     if math.prod(shape) != int(masked.keep.sum()):
         return None
     where = _evenly([p.view(shape) for p in masked.keep.nonzero().unbind(1)])
@@ -316,9 +312,7 @@ def _mean(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
 
 def _unmasked(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A slice of the value before a mask, if the mask selects all positions of the slice."""
-    if node.target is not aten.slice.Tensor or any(
-        u.target is aten.slice.Tensor for u in node.users
-    ):
+    if node.target is not aten.slice.Tensor or any(u.target is aten.slice.Tensor for u in node.users):
         return None
     root, cuts = root_of(node), list(cuts_of(node))[::-1]
     rank = root.meta["val"].ndim - 2 if isinstance(root, fx.Node) else 0
@@ -331,9 +325,7 @@ def _unmasked(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | Non
         if axis < 2:
             return None
         mask = aten.slice.Tensor(mask, axis, start, stop, step)
-        sliced_value = editor.insert(
-            node, None, aten.slice.Tensor, sliced_value, axis, start, stop, step
-        )
+        sliced_value = editor.insert(node, None, aten.slice.Tensor, sliced_value, axis, start, stop, step)
     if not bool(mask.all()):
         return None
     return _scaled(editor, node, sliced_value, masked.scale)

@@ -66,15 +66,16 @@ def undo_phases(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     first: Any = phases[0]
     x, step, rank = first[0], first[1], len(first[1])
-    reach = [max(p[2][k] + (p[3].shape[2 + k] - 1) * p[4][k] for p in phases) + 1  # type: ignore[index]
-             for k in range(rank)]  # fmt: skip
+    reach = [
+        max(p[2][k] + (p[3].shape[2 + k] - 1) * p[4][k] for p in phases) + 1  # type: ignore[index]
+        for k in range(rank)
+    ]
     dense = first[3].new_zeros(*first[3].shape[:2], *reach)
     for phase in phases:
         source, steps, start, weight, gaps = phase  # type: ignore[misc]
         if source is not x or steps != step or weight.shape[:2] != dense.shape[:2]:
             return None
-        taps = tuple(slice(a, a + (n - 1) * d + 1, d)
-                     for a, n, d in zip(start, weight.shape[2:], gaps, strict=True))  # fmt: skip
+        taps = tuple(slice(a, a + (n - 1) * d + 1, d) for a, n, d in zip(start, weight.shape[2:], gaps, strict=True))
         if bool(dense[(slice(None), slice(None), *taps)].any()):
             return None
         dense[(slice(None), slice(None), *taps)] = weight
@@ -187,10 +188,11 @@ def _emit(
     before = [b - a for a, b in zip(first, strided.before, strict=True)]
     out = [int(n) for n in node.meta["val"].shape[-rank:]]
     reach = [d * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True)]
-    after = [(o - 1) * s + r + 1 - n - b for o, s, r, n, b in
-              zip(out, strided.step, reach, sizes, before, strict=True)]  # fmt: skip
-    own = [b >= 0 and (n + 2 * b - r - 1) // s + 1 == o for o, s, r, n, b in
-           zip(out, strided.step, reach, sizes, before, strict=True)]  # fmt: skip
+    after = [(o - 1) * s + r + 1 - n - b for o, s, r, n, b in zip(out, strided.step, reach, sizes, before, strict=True)]
+    own = [
+        b >= 0 and (n + 2 * b - r - 1) // s + 1 == o
+        for o, s, r, n, b in zip(out, strided.step, reach, sizes, before, strict=True)
+    ]
     x, padding = strided.x, before
     if not all(own):
         flat = [n for pair in reversed(list(zip(before, after, strict=True))) for n in pair]
@@ -200,8 +202,7 @@ def _emit(
     name = str(schema.arguments(conv)["weight"].target)
     read = editor.add_constant(_named(editor, name), weight, node, parameter=True)
     groups = schema.arguments(conv)["groups"]
-    return editor.insert(node, node, conv.target, x, read, bias, list(strided.step), padding,
-                         dilation, groups)  # fmt: skip
+    return editor.insert(node, node, conv.target, x, read, bias, list(strided.step), padding, dilation, groups)
 
 
 def _named(editor: GraphEditor, name: str) -> str:

@@ -60,9 +60,7 @@ def network_of(model: Any) -> SizedNetwork:
     if isinstance(model, ExportedProgram):
         sizes, dtype = _exported_input(model, name)
         # With its guards, which fail for sizes that it was not exported for.
-        return SizedNetwork(
-            model.module(check_guards=True), name, sizes, dtype, "torch.export.export"
-        )
+        return SizedNetwork(model.module(check_guards=True), name, sizes, dtype, "torch.export.export")
     if not isinstance(model, nn.Module):
         raise BadInput(f"expected a network or the path of one, got {type(model).__name__}")
     interface = recorded_interface(model)
@@ -98,9 +96,7 @@ def captured(network: SizedNetwork, shape: tuple[int, ...], dtype: torch.dtype) 
     if network.dtype is not None:
         _check_dtype(network.name, dtype, network.dtype)
         return _read(network, shape, network.dtype)
-    parameter_dtype = next(
-        (p.dtype for p in network.module.parameters() if p.is_floating_point()), None
-    )
+    parameter_dtype = next((p.dtype for p in network.module.parameters() if p.is_floating_point()), None)
     if dtype.is_floating_point:
         return _read(network, shape, parameter_dtype or dtype)
     if dtype == torch.uint16 and parameter_dtype is not None:
@@ -126,8 +122,7 @@ def _read(network: SizedNetwork, shape: tuple[int, ...], dtype: torch.dtype) -> 
         if len(shape) == 3:
             hint = "; a single image without an axis for N is read with one: array[None]"
         raise BadInput(
-            f"{network.name} does not take {name_of(dtype)} of {shape}, one image of the source"
-            f"{hint}: {error}"
+            f"{network.name} does not take {name_of(dtype)} of {shape}, one image of the source{hint}: {error}"
         ) from error
 
 
@@ -153,8 +148,7 @@ def _reads(node: fx.Node, has_property: Any) -> bool:
 def _check_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype) -> None:
     would_round = dtype.is_floating_point and not wanted.is_floating_point
     if would_round or not can_store(dtype, wanted):
-        raise BadInput(f"{name} takes {name_of(wanted)}, and the source holds {name_of(dtype)}: "
-                       "convert it first")  # fmt: skip
+        raise BadInput(f"{name} takes {name_of(wanted)}, and the source holds {name_of(dtype)}: convert it first")
 
 
 def _check_sizes(network: SizedNetwork, shape: tuple[int, ...]) -> None:
@@ -163,17 +157,17 @@ def _check_sizes(network: SizedNetwork, shape: tuple[int, ...]) -> None:
     if sizes is None:
         return
     if len(sizes) != len(shape):
-        raise BadInput(f"{network.name} takes inputs of {len(sizes)} axes, {_sizes_text(sizes)}, "
-                       f"and one image of the source has {len(shape)}: {shape}")  # fmt: skip
+        raise BadInput(
+            f"{network.name} takes inputs of {len(sizes)} axes, {_sizes_text(sizes)}, "
+            f"and one image of the source has {len(shape)}: {shape}"
+        )
     fixed = [k for k, n in enumerate(sizes) if isinstance(n, int) and n != shape[k]]
     if not fixed:
         return
     mismatch = f"{network.name} takes {_sizes_text(sizes)}, and one image of the source is {shape}"
     if 1 in fixed and len(sizes) > 2:
         raise BadInput(f"{mismatch}: expected {sizes[1]} channels on axis 1, got {shape[1]}")
-    raise BadInput(
-        f"{mismatch}: its sizes are fixed. Export it for any size:\n{_remedy(network, shape)}"
-    )
+    raise BadInput(f"{mismatch}: its sizes are fixed. Export it for any size:\n{_remedy(network, shape)}")
 
 
 def _remedy(network: SizedNetwork, shape: tuple[int, ...]) -> str:
@@ -184,8 +178,10 @@ def _remedy(network: SizedNetwork, shape: tuple[int, ...]) -> str:
     example = ", ".join(map(str, [2, *known[1:]]))
     axes = ", ".join(f"{k}: AUTO" for k in range(len(known)) if k != 1)
     file = ", path, dynamo=True" if network.remedy == "torch.onnx.export" else ""
-    return (f"  AUTO = torch.export.Dim.AUTO\n  {network.remedy}(model, (torch.randn({example}),)"
-            f"{file}, dynamic_shapes=({{{axes}}},))")  # fmt: skip
+    return (
+        f"  AUTO = torch.export.Dim.AUTO\n  {network.remedy}(model, (torch.randn({example}),)"
+        f"{file}, dynamic_shapes=({{{axes}}},))"
+    )
 
 
 def _sizes_text(sizes: Sizes) -> str:

@@ -77,8 +77,7 @@ class Flow:
     @property
     def without_compiler(self) -> Flow:
         """The flow whose calls run by torch's ops, which take no compiler."""
-        local = {node: replace(here, kind=here.kind.without_compiler)
-                 for node, here in self.local.items()}  # fmt: skip
+        local = {node: replace(here, kind=here.kind.without_compiler) for node, here in self.local.items()}
         return replace(self, local=local)
 
     @property
@@ -99,8 +98,7 @@ class Flow:
     def constants(self) -> dict[fx.Node, Tensor]:
         """The captured tensors that the calls read."""
         constants = self.program.constants
-        return {n: constants[str(n.target)].tensor
-                for n in self.program.graph.find_nodes(op="get_attr")}  # fmt: skip
+        return {n: constants[str(n.target)].tensor for n in self.program.graph.find_nodes(op="get_attr")}
 
     def edges(self, node: fx.Node) -> tuple[FlowEdge, ...]:
         """The operands with rows that a call reads; whole calls read them whole."""
@@ -109,8 +107,7 @@ class Flow:
             return tuple(FlowEdge(read.node, read.rules, read.whole) for read in reads)
         if node in self.gathers:
             return (FlowEdge(self.gathered(node), (_same, _same), whole=False),)
-        return tuple(FlowEdge(n, (_same, _same), whole=True)
-                     for n in node.all_input_nodes if n in self.axes)  # fmt: skip
+        return tuple(FlowEdge(n, (_same, _same), whole=True) for n in node.all_input_nodes if n in self.axes)
 
     def gathered(self, node: fx.Node) -> fx.Node:
         """The operand with rows of a gathered call."""
@@ -127,13 +124,9 @@ def _same(start: int, end: int) -> Interval:
     return start, end
 
 
-def read(
-    model: nn.Module | Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
-) -> Program:
+def read(model: nn.Module | Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Program:
     """A model captured at the sizes of the example: functional, constants folded, canonical."""
-    return canonicalize_calls(
-        fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={})))
-    )
+    return canonicalize_calls(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))))
 
 
 def flow_of(program: Program, table: Table) -> Flow:
@@ -147,8 +140,7 @@ def flow_of(program: Program, table: Table) -> Flow:
 
 
 def _flow(program: Program, table: Table) -> Flow:
-    inputs = {n: axes for n in program.graph.find_nodes(op="placeholder")
-              if (axes := _input_axes(n)) is not None}  # fmt: skip
+    inputs = {n: axes for n in program.graph.find_nodes(op="placeholder") if (axes := _input_axes(n)) is not None}
     relations = Analysis(program, table).relations
     axes = axes_of(program.graph, relations, inputs)
     while new_inputs := _cut_anew(relations, axes):
@@ -177,17 +169,13 @@ def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
     return (n for n in graph.nodes if n.op == "call_function")
 
 
-def _cut_anew(
-    relations: Mapping[fx.Node, Relation | Declined], axes: Mapping[fx.Node, Axes]
-) -> dict[fx.Node, Axes]:
+def _cut_anew(relations: Mapping[fx.Node, Relation | Declined], axes: Mapping[fx.Node, Axes]) -> dict[fx.Node, Axes]:
     """Axes of results of calls that must run whole: they are cut anew, like inputs."""
     new_inputs = {}
     for node, relation in relations.items():
         if node in axes or not any(n in axes for n in node.all_input_nodes):
             continue
-        is_whole = isinstance(relation, Declined) or isinstance(
-            reduction(node, relation, axes), Declined
-        )
+        is_whole = isinstance(relation, Declined) or isinstance(reduction(node, relation, axes), Declined)
         pair = _input_axes(node) if is_whole else None
         if pair is not None and length(node, pair, 0) > 1:
             new_inputs[node] = pair

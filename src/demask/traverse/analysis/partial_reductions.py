@@ -91,9 +91,7 @@ class ReducedOperand:
         return value.to(self.dtype).reshape(self.out)
 
 
-def _pieces(
-    part: Tensor, first: tuple[int, ...], limit: int
-) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+def _pieces(part: Tensor, first: tuple[int, ...], limit: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """A tensor in pieces of at most `limit` entries, cut along the outermost axis in memory."""
     if part.numel() <= limit or max(part.shape) == 1:
         yield part, first
@@ -285,9 +283,7 @@ def _lowest_of(dtype: torch.dtype, largest: bool) -> float:
     return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
 
 
-def reduction(
-    node: fx.Node, relation: Relation, axes: Mapping[fx.Node, Axes]
-) -> Reduction | Declined:
+def reduction(node: fx.Node, relation: Relation, axes: Mapping[fx.Node, Axes]) -> Reduction | Declined:
     """The reduction of a call on parts of its operand; Declined where there is no rule.
 
     axes: of each value that is cut. A cut axis that is not reduced is an axis of the state.

@@ -66,8 +66,9 @@ def _moments_line(node: fx.Node) -> str:
 
 
 # Two output values per reduced position, so it has no transfer rule.
-_MOMENTS = Entry(_moments_line, fill="none", sized=True, cases=(
-    Case((S((2, 3, 4)), [1]), {}), Case((S((2, 3, 4, 5)), [2, 3]), {})))  # fmt: skip
+_MOMENTS = Entry(
+    _moments_line, fill="none", sized=True, cases=(Case((S((2, 3, 4)), [1]), {}), Case((S((2, 3, 4, 5)), [2, 3]), {}))
+)
 
 
 def with_moments(table: Table) -> Table:
@@ -76,9 +77,7 @@ def with_moments(table: Table) -> Table:
     return table if name in table else table.extended({name: _MOMENTS})
 
 
-def split_global_calls(
-    program: Program, table: Table, nodes: Collection[str] | None = None
-) -> Program:
+def split_global_calls(program: Program, table: Table, nodes: Collection[str] | None = None) -> Program:
     """The program with global calls replaced by statistics and their application.
 
     Calls with several outputs are replaced by calls with one output.
@@ -107,9 +106,7 @@ def split_global_calls(
     return editor.finish()
 
 
-def global_calls(
-    program: Program, table: Table, inputs: Mapping[str, Axes] | None = None
-) -> tuple[str, ...]:
+def global_calls(program: Program, table: Table, inputs: Mapping[str, Axes] | None = None) -> tuple[str, ...]:
     """Names of the calls whose output has rows or columns, each of which needs all of the input's.
 
     table: one of `with_moments`. inputs: the axes of placeholders by name; None: those of images
@@ -216,9 +213,7 @@ def _deviation(editor: GraphEditor, variance: fx.Node, eps: float) -> fx.Node:
     return editor.call(aten.rsqrt.default, editor.call(aten.add.Scalar, variance, eps))
 
 
-def _apply_norm(
-    editor: GraphEditor, node: fx.Node, x: fx.Node, scale: fx.Node, shift: fx.Node | None
-) -> fx.Node:
+def _apply_norm(editor: GraphEditor, node: fx.Node, x: fx.Node, scale: fx.Node, shift: fx.Node | None) -> fx.Node:
     """x * scale + shift, in float32 at least, as torch's norms do."""
     dtype = node.meta["val"].dtype
     work = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -339,9 +334,7 @@ def _apply_affine(
     return _cast(editor, result, node.meta["val"].dtype)
 
 
-def _exponentials(
-    editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]
-) -> tuple[fx.Node, fx.Node, fx.Node]:
+def _exponentials(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> tuple[fx.Node, fx.Node, fx.Node]:
     """x - max(x), its exponentials, and their sum; half precision in float32, as torch does."""
     x, dtype = bound["self"], node.meta["val"].dtype
     work = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -39,11 +39,7 @@ def keys_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def attend(
-    node: fx.Node,
-    q: Tensor,
-    sources: Mapping[fx.Node, RowSource],
-    axes: Mapping[fx.Node, Axes],
-    columns: Interval,
+    node: fx.Node, q: Tensor, sources: Mapping[fx.Node, RowSource], axes: Mapping[fx.Node, Axes], columns: Interval
 ) -> Tensor:
     """The call's result for queries `q`. columns: interval of the values' and the result's."""
     rows, (keys, values) = _block_rows(node, tuple(q.shape)), keys_of(node)
@@ -59,8 +55,7 @@ def attend(
 def scratch_bytes(node: fx.Node, queries: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes that `attend` allocates: two blocks and their copies, scores, weights, and sums."""
     rows, itemsize = _block_rows(node, queries), max(dtype.itemsize, 4)
-    blocks = sum(math.prod(n.meta["val"].shape[:-2]) * rows * n.meta["val"].shape[-1]
-                 for n in keys_of(node))  # fmt: skip
+    blocks = sum(math.prod(n.meta["val"].shape[:-2]) * rows * n.meta["val"].shape[-1] for n in keys_of(node))
     scores = math.prod(queries[:-1]) * rows
     width = max(n.meta["val"].shape[-1] for n in keys_of(node))
     return itemsize * (2 * blocks + 2 * scores + 4 * math.prod(queries[:-1]) * (width + 2))
@@ -71,9 +66,7 @@ def _block_rows(node: fx.Node, queries: tuple[int, ...]) -> int:
     return max(64, SCORES // (4 * max(math.prod(queries[:-1]), 1)))
 
 
-def _blocks(
-    node: fx.Node, source: RowSource, axes: Axes, rows: int, columns: Interval
-) -> Iterator[Tensor]:
+def _blocks(node: fx.Node, source: RowSource, axes: Axes, rows: int, columns: Interval) -> Iterator[Tensor]:
     value, count = node.meta["val"], length(node, axes, 0)
     for start in range(0, count, rows):
         window = (start, min(start + rows, count)), columns

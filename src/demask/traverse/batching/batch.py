@@ -240,11 +240,7 @@ class Batched(nn.Module):
             values = constants | _parts(inputs, inputs, axes, size, start, n)
             for level in self.plan.levels:
                 self._level(level, values, n)
-            names = [
-                r.name
-                for r in self.plan.outputs
-                if isinstance(r, BatchRef) and r.name not in inputs
-            ]
+            names = [r.name for r in self.plan.outputs if isinstance(r, BatchRef) and r.name not in inputs]
             _collect(outputs, names, values, axes, size, start, n)
             self._inputs += n
         results = constants | inputs | outputs
@@ -259,9 +255,7 @@ class Batched(nn.Module):
             written: dict[str, Any] = {}
             for start in range(0, n, at_once):
                 count = min(at_once, n - start)
-                level_values = values | _parts(
-                    values, level.reads, self.plan.batch_axes, n, start, count
-                )
+                level_values = values | _parts(values, level.reads, self.plan.batch_axes, n, start, count)
                 self._calls(level.calls, level_values, count)
                 _collect(written, level.writes, level_values, self.plan.batch_axes, n, start, count)
             values |= written
@@ -317,25 +311,23 @@ class Batched(nn.Module):
 
 
 def _parts(
-    values: Mapping[str, Any],
+    values: Mapping[str, Any], names: Any, axes: Mapping[str, BatchAxis], n: int, start: int, count: int
+) -> dict[str, Any]:
+    """The named values; of those with a batch axis of n inputs, `count` inputs from `start` on."""
+    return {
+        name: axes[name].part(values[name], n, start, start + count) if name in axes else values[name] for name in names
+    }
+
+
+def _collect(
+    into: dict[str, Any],
     names: Any,
+    values: Mapping[str, Any],
     axes: Mapping[str, BatchAxis],
     n: int,
     start: int,
     count: int,
-) -> dict[str, Any]:
-    """The named values; of those with a batch axis of n inputs, `count` inputs from `start` on."""
-    return {
-        name: axes[name].part(values[name], n, start, start + count)
-        if name in axes else values[name]
-        for name in names
-    }  # fmt: skip
-
-
-def _collect(
-    into: dict[str, Any], names: Any, values: Mapping[str, Any], axes: Mapping[str, BatchAxis],
-    n: int, start: int, count: int,
-) -> None:  # fmt: skip
+) -> None:
     """Write the named values, of `count` inputs from `start` on, into values of n inputs."""
     for name in names:
         axis, value = axes.get(name), values[name]
@@ -348,9 +340,7 @@ def _collect(
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters(remove_duplicate=False)) | dict(
-        module.named_buffers(remove_duplicate=False)
-    )
+    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
 
 
 def _own(tensor: Tensor, file: WeightFile | None) -> Tensor:
@@ -374,9 +364,16 @@ def _front(program: Program) -> nn.Module:
     graph.output(tuple(inputs))
     nothing = Sizes(0, 0, 0)
     provenance = Provenance(
-        {}, (), {}, program.notes, input_specs(program), nothing, nothing,
-        guards=program.guards, values=literal_inputs(program.graph),
-    )  # fmt: skip
+        {},
+        (),
+        {},
+        program.notes,
+        input_specs(program),
+        nothing,
+        nothing,
+        guards=program.guards,
+        values=literal_inputs(program.graph),
+    )
     out_spec = pytree.tree_structure(tuple(range(len(inputs))))
     return build(replace(program, graph=graph, constants={}, out_spec=out_spec), provenance)
 
@@ -385,14 +382,7 @@ def _front(program: Program) -> nn.Module:
 
 
 def _source(
-    model: nn.Module,
-    args: Any,
-    kwargs: Any,
-    weights: Weights,
-    inputs: int,
-    table: Table,
-    *,
-    keep: bool,
+    model: nn.Module, args: Any, kwargs: Any, weights: Weights, inputs: int, table: Table, *, keep: bool
 ) -> tuple[Program, dict[str, StoredTensor], WeightFile | None]:
     """The captured network, its constants in a file, and the file. keep: whether to write them, if
     `weights` is a folder."""
@@ -439,8 +429,9 @@ def _on_cpu(program: Program) -> Program:
     leaves = [leaf for n in program.graph.nodes for leaf in pytree.tree_leaves(n.meta.get("val"))]
     devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
     if devices - {"cpu"}:
-        raise BadInput(f"weights in a file are for networks on the CPU, got one on {devices}; move "
-                       "it there, or give weights=None")  # fmt: skip
+        raise BadInput(
+            f"weights in a file are for networks on the CPU, got one on {devices}; move it there, or give weights=None"
+        )
     return program
 
 

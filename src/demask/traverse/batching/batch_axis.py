@@ -170,21 +170,16 @@ def _axes_of_call(
     return {node: tuple(axes) if has_several else axes[0]}
 
 
-def _check_without_batch(
-    node: fx.Node, reads: list[fx.Node], analysis: Analysis
-) -> dict[fx.Node, Any]:
+def _check_without_batch(node: fx.Node, reads: list[fx.Node], analysis: Analysis) -> dict[fx.Node, Any]:
     """No batch axis, for a value without a dynamic size; BadInput if it reads the batch."""
     relation = analysis.relation(node) if reads else None
     free = isinstance(relation, Relation) and relation.entry.free
     if reads and not free and node.target is not torch.ops.aten.sym_size.int:
-        raise BadInput(f"{node.name} ({node.target}) has no axis for the batch of {reads[0].name}: "
-                       f"{_ADVICE}")  # fmt: skip
+        raise BadInput(f"{node.name} ({node.target}) has no axis for the batch of {reads[0].name}: {_ADVICE}")
     return {}
 
 
-def _batch_axis(
-    relation: Relation, out: int, by_value: Mapping[fx.Node, Any], symbol: Any
-) -> BatchAxis | None:
+def _batch_axis(relation: Relation, out: int, by_value: Mapping[fx.Node, Any], symbol: Any) -> BatchAxis | None:
     """The batch axis of an output; all operands' batch axes must lead to the same one."""
     shape = schema.outputs(relation.node)[out].shape
     axis = next((k for k, size in enumerate(shape) if isinstance(size, torch.SymInt)), None)
@@ -200,19 +195,13 @@ def _batch_axis(
     return BatchAxis(axis, int(outer), part.inner) if outer.is_Integer else _refuse_mixed(relation)
 
 
-def _carried(
-    relation: Relation, out: int, by_value: Mapping[fx.Node, Any]
-) -> Iterator[Part | None]:
+def _carried(relation: Relation, out: int, by_value: Mapping[fx.Node, Any]) -> Iterator[Part | None]:
     """The part of an output that each operand's batch axis becomes; None where there is none."""
     for k, operand in enumerate(relation.operands):
         batch_axis = by_value.get(operand.value)
         if batch_axis is not None:
             mixed = is_mixed(relation, k, batch_axis.axis)
-            yield (
-                None
-                if mixed
-                else follow(relation, k, Part(batch_axis.axis, batch_axis.count), out=out)
-            )
+            yield (None if mixed else follow(relation, k, Part(batch_axis.axis, batch_axis.count), out=out))
 
 
 def _repeated_axis(relation: Relation, out: int, axis: int, symbol: Any) -> BatchAxis:
@@ -226,5 +215,4 @@ def _repeated_axis(relation: Relation, out: int, axis: int, symbol: Any) -> Batc
 
 
 def _refuse_mixed(relation: Relation) -> Any:
-    raise BadInput(f"{relation.node.name} ({relation.node.target}) mixes the inputs of a batch: "
-                   f"{_ADVICE}")  # fmt: skip
+    raise BadInput(f"{relation.node.name} ({relation.node.target}) mixes the inputs of a batch: {_ADVICE}")

@@ -119,10 +119,9 @@ class BatchPlan:
         passes = [min(self.inputs, batch - start) for start in range(0, batch, self.inputs)]
         steps = sum(-(-n // self.at_once) for n in passes)
         layers = [
-            LayerTraffic(name, w.constant, w.connected, w.nbytes,
-                         w.nbytes * (len(passes) if w.connected else steps))
+            LayerTraffic(name, w.constant, w.connected, w.nbytes, w.nbytes * (len(passes) if w.connected else steps))
             for name, w in weights_of(self.levels)
-        ]  # fmt: skip
+        ]
         return Traffic(batch, tuple(layers))
 
 

@@ -69,27 +69,29 @@ def plan_batches(
         )
     tries = [at_once] if at_once else range(inputs, 0, -1)
     best = next(k for k in tries if shape.peak(levels, fixed, k) <= budget)
-    levels = [
-        shape.blocked(level, budget - size) for level, size in zip(levels, fixed, strict=True)
-    ]
-    batch_axes = {
-        node.name: axis
-        for node, axis in shape.batch_axes.by_value.items()
-        if node in shape.stored_values
-    }
+    levels = [shape.blocked(level, budget - size) for level, size in zip(levels, fixed, strict=True)]
+    batch_axes = {node.name: axis for node, axis in shape.batch_axes.by_value.items() if node in shape.stored_values}
     sizes = {node.name: values for node, values in shape.batch_axes.sizes.items()}
     input_names = _names(program.graph.find_nodes(op="placeholder"))
     return BatchPlan(
-        tuple(levels), batch_axes, sizes, inputs, best, shape.peak(levels, fixed, best), least,
-        resident, input_names, _refs(shape.results), program.out_spec,
-    )  # fmt: skip
+        tuple(levels),
+        batch_axes,
+        sizes,
+        inputs,
+        best,
+        shape.peak(levels, fixed, best),
+        least,
+        resident,
+        input_names,
+        _refs(shape.results),
+        program.out_spec,
+    )
 
 
 def streamable(program: Program, inputs: int, table: Table) -> dict[str, StoredTensor]:
     """The constants that only fully connected layers read: they can stay in a file."""
     every = {
-        name: StoredTensor(name, c.tensor.dtype, tuple(c.tensor.shape), 0)
-        for name, c in program.constants.items()
+        name: StoredTensor(name, c.tensor.dtype, tuple(c.tensor.shape), 0) for name, c in program.constants.items()
     }
     shape = _LevelShape(program, every, inputs, table)
     return {layer.stored.name: layer.stored for layer in shape.streams.values()}
@@ -102,9 +104,7 @@ class _LevelShape:
     of the level of each value of the batch. stored_values: values stored between levels.
     """
 
-    def __init__(
-        self, program: Program, stored: Mapping[str, StoredTensor], inputs: int, table: Table
-    ):
+    def __init__(self, program: Program, stored: Mapping[str, StoredTensor], inputs: int, table: Table):
         self.program, self.stored, self.inputs = program, stored, inputs
         self.analysis = Analysis(program, table)
         self.batch_axes: BatchAxes = find_batch_axes(self.analysis, inputs)
@@ -121,17 +121,13 @@ class _LevelShape:
         if operands is None:
             return False
         x, weight, bias = operands
-        return x in self.batch_axes.by_value and self._is_constant(weight) and (
-            bias is None or self._is_constant(bias)
-        )  # fmt: skip
+        return x in self.batch_axes.by_value and self._is_constant(weight) and (bias is None or self._is_constant(bias))
 
     def _is_constant(self, node: fx.Node) -> bool:
         """Whether a node depends on constants only."""
         if node.op != "call_function":
             return node.op == "get_attr"
-        return node not in self.batch_axes.by_value and all(
-            map(self._is_constant, node.all_input_nodes)
-        )
+        return node not in self.batch_axes.by_value and all(map(self._is_constant, node.all_input_nodes))
 
     def _streamed(self, node: fx.Node, stored: Mapping[str, StoredTensor]) -> StreamedLayer | None:
         operands = _operands(node) if self._is_connected(node) else None
@@ -162,9 +158,7 @@ class _LevelShape:
     def levels(self) -> list[Level]:
         """The levels in order; each fully connected layer is a level."""
         by_level: dict[Any, list[fx.Node]] = {}
-        for node in sorted(
-            self.level_of, key=self.level_of.__getitem__
-        ):  # sorted() keeps the graph's order
+        for node in sorted(self.level_of, key=self.level_of.__getitem__):  # sorted() keeps the graph's order
             if node.op == "call_function":
                 key = (self.level_of[node], node if node in self.connected else None)
                 by_level.setdefault(key, []).append(node)
@@ -177,8 +171,10 @@ class _LevelShape:
     def _is_constant_result(self, node: fx.Node) -> bool:
         """Whether a result of the network is a call that depends on constants only."""
         if node in self.batch_axes.sizes:
-            raise BadInput("the network returns the size of its batch, which no pass knows; give a "
-                           "part of the model that returns tensors")  # fmt: skip
+            raise BadInput(
+                "the network returns the size of its batch, which no pass knows; give a "
+                "part of the model that returns tensors"
+            )
         return node.op == "call_function" and node not in self.level_of
 
     def _last(self, groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
@@ -192,8 +188,7 @@ class _LevelShape:
 
     def _level(self, k: int, group: list[fx.Node], last: Mapping[fx.Node, int]) -> Level:
         inside = set(group)
-        reads = {s: None for n in group for s in n.all_input_nodes
-                 if s in self.batch_axes.by_value and s not in inside}  # fmt: skip
+        reads = {s: None for n in group for s in n.all_input_nodes if s in self.batch_axes.by_value and s not in inside}
         # Of a tuple, its elements are stored.
         writes = [n for n in group if last.get(n, -1) > k and isinstance(n.meta["val"], Tensor)]
         last_reads = [n for n in reads if last[n] == k and n.op != "placeholder"]
@@ -216,10 +211,9 @@ class _LevelShape:
             if node not in writes:
                 frees.setdefault(last.get(node, node), []).append(node.name)
         return tuple(
-            BatchCall(n.name, n.target, _refs(n.args), _refs(n.kwargs), self._weight(n),
-                 tuple(frees.get(n, ())))
+            BatchCall(n.name, n.target, _refs(n.args), _refs(n.kwargs), self._weight(n), tuple(frees.get(n, ())))
             for n in order
-        )  # fmt: skip
+        )
 
     def _add(self, node: fx.Node, needed: dict[fx.Node, None], group: set[fx.Node]) -> None:
         if node in needed or node.op != "call_function" or node in self.batch_axes.sizes:
@@ -373,10 +367,11 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
 def _read_by_products(node: fx.Node) -> bool:
     """Whether only matrix products read a constant, possibly through views."""
     return all(
-        _read_by_products(user) if user.target in TRANSPOSED_VIEWS
+        _read_by_products(user)
+        if user.target in TRANSPOSED_VIEWS
         else _operands(user) is not None and node in _operands(user)[1:2]  # type: ignore[index]
         for user in node.users
-    )  # fmt: skip
+    )
 
 
 def _root(node: fx.Node) -> str:

@@ -57,8 +57,9 @@ class Cluster:
         try:
             return cls(client, job, prepare, cloudpickle.dumps(call))
         except Exception as error:  # of any type: users' classes have their own
-            raise BadInput(f"client: the network or the source cannot be sent to workers "
-                           f"({error}); give paths of files instead") from error  # fmt: skip
+            raise BadInput(
+                f"client: the network or the source cannot be sent to workers ({error}); give paths of files instead"
+            ) from error
 
     def tasks_of(self, image: int) -> Callable[..., Iterator[tuple[Interval, TaskRecord]]]:
         """A function that runs tasks of one image, and yields each as it is finished."""
@@ -72,14 +73,18 @@ class Cluster:
         assert self.job.target is not None
         folder = self.job.target.folder
         _write(folder / CALL, self.call)
-        tensors = {node.name: value.contiguous() for node, value in values.items()
-                   if isinstance(value, torch.Tensor) and node.op == "call_function"}  # fmt: skip
+        tensors = {
+            node.name: value.contiguous()
+            for node, value in values.items()
+            if isinstance(value, torch.Tensor) and node.op == "call_function"
+        }
         _write(folder / _values_name(image, segment), safetensors.torch.save(tensors))
         digest = digest_of(*self.job.identity.values())
 
         def submit(rows: Interval) -> Any:
-            return self.client.submit(run_remote_task, self.prepare, str(folder), digest, image,
-                                      segment, rows, pure=False, retries=2)  # fmt: skip
+            return self.client.submit(
+                run_remote_task, self.prepare, str(folder), digest, image, segment, rows, pure=False, retries=2
+            )
 
         futures = {submit(rows): rows for rows in stripes}
         deaths, completed = 0, as_completed(list(futures))
@@ -155,24 +160,26 @@ def run_remote_task(
         return _run_task(job, arena, folder, image, segment, rows)
 
 
-def _run_task(
-    job: Streaming, arena: Any, folder: str, image: int, segment: int, rows: Interval
-) -> dict[str, Any]:
+def _run_task(job: Streaming, arena: Any, folder: str, image: int, segment: int, rows: Interval) -> dict[str, Any]:
     values = safetensors.torch.load_file(Path(folder, _values_name(image, segment)))
     place = job.layout.places[segment]
     whole = dict(job.flow.constants)
     nodes = {node.name: node for node in job.flow.program.graph.nodes}
     whole.update({nodes[name]: value for name, value in values.items()})
     sink, store = job.open_part()
-    ends = SourcesAndSinks({}, {job.flow.inputs[0]: job.source.image(image)},
-                           {job.output: sink.image(image)}, whole)  # fmt: skip
+    ends = SourcesAndSinks({}, {job.flow.inputs[0]: job.source.image(image)}, {job.output: sink.image(image)}, whole)
     assert job.target is not None
     stored = {name for p in job.layout.places for name in p.segment.spills}
     for value in {*place.stage.enters, *place.stage.targets}:
         if value.name in stored:
             fake = value.meta["val"]
-            file = spill(tuple(fake.shape), fake.dtype, job.flow.axes[value],
-                         str(job.target.folder), job.spill_name(image, value))  # fmt: skip
+            file = spill(
+                tuple(fake.shape),
+                fake.dtype,
+                job.flow.axes[value],
+                str(job.target.folder),
+                job.spill_name(image, value),
+            )
             (ends.sinks if value in place.stage.targets else ends.sources)[value] = file
     if job.output not in place.stage.targets:
         ends.sinks.pop(job.output)

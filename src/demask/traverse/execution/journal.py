@@ -41,8 +41,9 @@ class TaskRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary that JSON can represent."""
-        tensors = {f"{name}\n{k}": tensor.contiguous() for name, state in self.states.items()
-                   for k, tensor in enumerate(state)}  # fmt: skip
+        tensors = {
+            f"{name}\n{k}": tensor.contiguous() for name, state in self.states.items() for k, tensor in enumerate(state)
+        }
         states = base64.b64encode(safetensors.torch.save(tensors)).decode() if tensors else ""
         return {"macs": self.macs, "written": self.written, "states": states}
 
@@ -54,8 +55,7 @@ class TaskRecord:
         for key in sorted(tensors, key=lambda key: int(key.partition("\n")[2])):
             name = key.partition("\n")[0]
             states[name] = (*states.get(name, ()), tensors[key])
-        written = tuple((tuple((int(a), int(b)) for a, b in box), str(check))
-                        for box, check in data["written"])  # fmt: skip
+        written = tuple((tuple((int(a), int(b)) for a, b in box), str(check)) for box, check in data["written"])
         return cls(int(data["macs"]), written, states)
 
 
@@ -94,9 +94,7 @@ class Journal:
             )
         if not lines:
             _clear(folder, file, {"version": VERSION, "identity": dict(identity)})
-        done: dict[Any, TaskRecord] = {
-            tuple(line["task"]): TaskRecord.from_dict(line) for line in lines[1:]
-        }
+        done: dict[Any, TaskRecord] = {tuple(line["task"]): TaskRecord.from_dict(line) for line in lines[1:]}
         return cls(folder, done, file)
 
     def add(self, task: TaskKey, record: TaskRecord) -> None:

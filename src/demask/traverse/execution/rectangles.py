@@ -33,9 +33,7 @@ class Rectangle(NamedTuple):
         return (self.bottom - self.top) * (self.right - self.left)
 
 
-def rectangles(
-    selected: Tensor, tile: int, size: tuple[int, int], cost: Cost
-) -> tuple[Rectangle, ...]:
+def rectangles(selected: Tensor, tile: int, size: tuple[int, int], cost: Cost) -> tuple[Rectangle, ...]:
     """Rectangles that cover all selected tiles of an image of `size`, sorted by their top; they may
     overlap.
 
@@ -97,8 +95,7 @@ def merge(bounds: np.ndarray, cost: Cost) -> np.ndarray:
         result, gain = result[keep], gain[np.ix_(keep, keep)]
         gain[i] = gain[:, i] = _gain(result[i], result, cost)
         gain[i, i] = -np.inf
-    whole = np.array([[*result.min(0)[[0]], *result.max(0)[[1]], *result.min(0)[[2]],
-                       *result.max(0)[[3]]]])  # fmt: skip
+    whole = np.array([[*result.min(0)[[0]], *result.max(0)[[1]], *result.min(0)[[2]], *result.max(0)[[3]]]])
     return whole if _costs(whole, cost).sum() <= _costs(result, cost).sum() else result
 
 

@@ -155,9 +155,7 @@ def fit_cost(windows: RegionNetwork, tile: int) -> Any:
             top, left = (tall - h) // 2, (wide - w) // 2
             seconds.append(windows.seconds(Rectangle(top, top + h, left, left + w)))
             rows.append([h * w, h, w, 1])
-    by_area, by_height, by_width, constant = np.linalg.lstsq(
-        np.array(rows, float), np.array(seconds), rcond=None
-    )[0]
+    by_area, by_height, by_width, constant = np.linalg.lstsq(np.array(rows, float), np.array(seconds), rcond=None)[0]
 
     def cost(h: np.ndarray, w: np.ndarray) -> np.ndarray:
         return by_area * h * w + by_height * h + by_width * w + constant

@@ -16,12 +16,7 @@ from demask.machine.allocator import release_free_memory
 from demask.machine.arena import ALIGNMENT
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.axes import Window
-from demask.traverse.execution.segment_executor import (
-    Counter,
-    SegmentExecutor,
-    SourcesAndSinks,
-    view_part,
-)
+from demask.traverse.execution.segment_executor import Counter, SegmentExecutor, SourcesAndSinks, view_part
 from demask.traverse.execution.workers import run_strips
 from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment, steps_of
 from demask.traverse.planning.schedule import Step
@@ -30,9 +25,7 @@ from demask.traverse.storage.sources_and_sinks import Spill, in_place, spill, te
 
 OnStep = Callable[[PlacedSegment, Step], None]
 SpillName = Callable[[fx.Node], str]
-RunSegment = Callable[
-    [PlacedSegment, SourcesAndSinks, Tensor, Counter, Callable[[Step], None] | None], None
-]
+RunSegment = Callable[[PlacedSegment, SourcesAndSinks, Tensor, Counter, Callable[[Step], None] | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +125,7 @@ def _execute(
 
 
 def _run_segment(
-    place: PlacedSegment,
-    ends: SourcesAndSinks,
-    work: Tensor,
-    counter: Counter,
-    on_step: Callable[[Step], None] | None,
+    place: PlacedSegment, ends: SourcesAndSinks, work: Tensor, counter: Counter, on_step: Callable[[Step], None] | None
 ) -> None:
     """Run one segment."""
     if place.strips:
@@ -147,11 +136,7 @@ def _run_segment(
 
 
 def _run_until_all_computed(
-    place: PlacedSegment,
-    ends: SourcesAndSinks,
-    work: Tensor,
-    counter: Counter,
-    on_step: Callable[[Step], None] | None,
+    place: PlacedSegment, ends: SourcesAndSinks, work: Tensor, counter: Counter, on_step: Callable[[Step], None] | None
 ) -> None:
     """Run one segment with one worker until each of its calls has computed rows."""
 
@@ -159,9 +144,7 @@ def _run_until_all_computed(
         pending = {unit.value for unit in place.stage.units if unit.value in place.stage.flow.axes}
         for step in steps_of(place.stage, place.segment):
             yield step
-            pending -= {
-                v for v in pending if v not in step or step[v].computed[0] < step[v].computed[1]
-            }
+            pending -= {v for v in pending if v not in step or step[v].computed[0] < step[v].computed[1]}
             if not pending:
                 return
 
@@ -195,12 +178,12 @@ def _step_callback(on_step: OnStep | None, place: PlacedSegment) -> Callable[[St
     return None if on_step is None else lambda step: on_step(place, step)
 
 
-def _maps(
-    flow: Flow, layout: MemoryLayout, place: PlacedSegment, arena: Tensor
-) -> dict[fx.Node, Tensor]:
+def _maps(flow: Flow, layout: MemoryLayout, place: PlacedSegment, arena: Tensor) -> dict[fx.Node, Tensor]:
     values = {v: v.meta["val"] for v in place.maps}
-    return {v: view_part(arena, layout.maps[v], tuple(value.shape), flow.axes[v], value.dtype)
-            for v, value in values.items()}  # fmt: skip
+    return {
+        v: view_part(arena, layout.maps[v], tuple(value.shape), flow.axes[v], value.dtype)
+        for v, value in values.items()
+    }
 
 
 def _use_in_place(place: PlacedSegment, call: ImageRun, ends: SourcesAndSinks) -> None:

@@ -67,9 +67,7 @@ class BandBorder:
             return
         border = self.rows[node]
         if border is not None:
-            border.narrow(axis, low - first, high - low).copy_(
-                computed.narrow(axis, low - rows[0], high - low)
-            )
+            border.narrow(axis, low - first, high - low).copy_(computed.narrow(axis, low - rows[0], high - low))
         self.missing[node] -= high - low
         if not any(self.missing.values()):
             self.ready.set()
@@ -101,10 +99,17 @@ class SegmentExecutor:
     """
 
     def __init__(
-        self, stage: Stage, memory: StageMemory, ends: SourcesAndSinks, arena: Tensor,
-        counter: Counter, above: BandBorder | None = None, below: BandBorder | None = None,
-        *, finishes: bool = True,
-    ):  # fmt: skip
+        self,
+        stage: Stage,
+        memory: StageMemory,
+        ends: SourcesAndSinks,
+        arena: Tensor,
+        counter: Counter,
+        above: BandBorder | None = None,
+        below: BandBorder | None = None,
+        *,
+        finishes: bool = True,
+    ):
         self.finishes = finishes and above is None and below is None
         self.stage, self.flow, self.memory, self.ends = stage, stage.flow, memory, ends
         self.arena, self.counter, self.above, self.below = arena, counter, above, below
@@ -113,9 +118,7 @@ class SegmentExecutor:
         self.first, self.last = _uses(stage)
         cut = ((u.node, self.flow.local.get(u.node)) for u in stage.units)
         self.streamed = {e for u in stage.units for e in stage.streamed(u, ends.maps)}
-        self.packable = frozenset(
-            n for n, local in cut if local is not None and local.kind.packed_bytes
-        )
+        self.packable = frozenset(n for n, local in cut if local is not None and local.kind.packed_bytes)
 
     def run(self, steps: Iterable[Step], on_step: Callable[[Step], None] | None = None) -> None:
         """Run all steps. on_step: called after each.
@@ -159,18 +162,12 @@ class SegmentExecutor:
         active = set()
         for unit in self.stage.units:
             live = step.get(unit.value)
-            if (live is None and unit.node not in self.states) or (
-                live is not None and live.done < live.end
-            ):
+            if (live is None and unit.node not in self.states) or (live is not None and live.done < live.end):
                 active.add(unit.value)
                 active |= {edge.source for edge in unit.edges}
         active |= {v for v, live in step.items() if live.done < live.end}
         owner = self.memory.owner
-        return {
-            v
-            for v in active
-            if v in owner or (v in step and step[v].received[0] < step[v].received[1])
-        }
+        return {v for v in active if v in owner or (v in step and step[v].received[0] < step[v].received[1])}
 
     def _load(self, node: fx.Node, step: Step) -> None:
         """Fill a block with the rows of its tail, new rows of its source, and received rows."""
@@ -293,9 +290,7 @@ class SegmentExecutor:
         if node in self.ends.sinks:
             self.ends.sinks[node].write(whole(node, self.flow.axes[node]), into)
 
-    def _rows(
-        self, node: fx.Node, step: Step, low: int, high: int, columns: Interval | None = None
-    ) -> Tensor:
+    def _rows(self, node: fx.Node, step: Step, low: int, high: int, columns: Interval | None = None) -> Tensor:
         """A view of some rows and columns of a value, in a map or a block."""
         live, axes = step[node], self.flow.axes[node]
         columns_read = live.columns if columns is None or axes[1] is None else columns
@@ -309,15 +304,7 @@ class SegmentExecutor:
         origin = min(step[owner].first, live.first)
         left, right = live.columns
         rows = max(step[owner].end, live.end) - origin
-        key = (
-            node,
-            rows,
-            low - origin,
-            high - origin,
-            columns_read[0] - left,
-            columns_read[1] - left,
-            right - left,
-        )
+        key = (node, rows, low - origin, high - origin, columns_read[0] - left, columns_read[1] - left, right - left)
         view = self.views.get(key)
         if view is None:
             block = self._view(node, self.memory.block[owner], rows, live.columns)

@@ -33,14 +33,15 @@ CLASSES = 256  # at most, to store their numbers as uint8
 
 
 def capture_flow(
-    model: Any, source: StoredSource | TensorSource, normalize: Any, statistics: Statistics,
-    table: Table,
-) -> tuple[Flow, fx.Node]:  # fmt: skip
+    model: Any, source: StoredSource | TensorSource, normalize: Any, statistics: Statistics, table: Table
+) -> tuple[Flow, fx.Node]:
     """A network captured for one image of a source, and its input."""
     shape = source.shape
     if not 3 <= len(shape) <= 5 or 0 in shape:
-        raise BadInput(f"expected images (N, C, H, W), volumes (N, C, D, H, W) or sequences "
-                       f"(N, C, L) of at least one position, got {shape}")  # fmt: skip
+        raise BadInput(
+            f"expected images (N, C, H, W), volumes (N, C, D, H, W) or sequences "
+            f"(N, C, L) of at least one position, got {shape}"
+        )
     program = captured(network_of(model), (1, *shape[1:]), source.dtype)
     program = with_statistics(with_normalized_input(program, normalize), statistics)
     flow = flow_of(program, table)
@@ -49,14 +50,11 @@ def capture_flow(
     if len(flow.inputs) != 1 or len(nodes) != 1:
         raise BadInput(f"stream() takes networks of one input, got {len(flow.inputs)}")
     if len(flow.outputs) != 1 or len(computed) != 1:
-        raise BadInput(f"stream() takes networks of one output that they compute, "
-                       f"got {len(flow.outputs)}")  # fmt: skip
+        raise BadInput(f"stream() takes networks of one output that they compute, got {len(flow.outputs)}")
     return flow, nodes[0]
 
 
-def result_of(
-    shape: tuple[int, ...], values: torch.dtype, output: str | None
-) -> tuple[tuple[int, ...], torch.dtype]:  # fmt: skip
+def result_of(shape: tuple[int, ...], values: torch.dtype, output: str | None) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of a result: of the network's output, or of its classes."""
     if output != "argmax":
         return shape, values if output is None else getattr(torch, output)
@@ -69,8 +67,9 @@ def result_of(
 def batched(shape: tuple[int, ...], images: int) -> tuple[int, ...]:
     """The shape of the results of all images."""
     if images > 1 and (not shape or shape[0] != 1):
-        raise BadInput(f"the result of one image has the shape {shape}: it has no axis for "
-                       f"{images} images; stream them one by one")  # fmt: skip
+        raise BadInput(
+            f"the result of one image has the shape {shape}: it has no axis for {images} images; stream them one by one"
+        )
     return (images, *shape[1:]) if shape else shape
 
 
@@ -98,15 +97,15 @@ def planned_sink(target: FileTarget, axes: Axes, values: torch.dtype) -> StoredS
 
 
 def fillable_sink(
-    destination: Any, shape: tuple[int, ...], values: torch.dtype, output: str | None,
-    layout: str | None,
-) -> TensorSink | StoredSink:  # fmt: skip
+    destination: Any, shape: tuple[int, ...], values: torch.dtype, output: str | None, layout: str | None
+) -> TensorSink | StoredSink:
     """The array or tensor that a user gave for the result."""
     sink = open_sink(destination, shape, values, layout)
     stored = sink.tensor.dtype if isinstance(sink, TensorSink) else sink.dtype
     if output not in (None, "argmax") and stored != getattr(torch, output):
-        raise BadInput(f"the destination holds {name_of(stored)}, and output={output!r} was "
-                       "requested: leave `output` out")  # fmt: skip
+        raise BadInput(
+            f"the destination holds {name_of(stored)}, and output={output!r} was requested: leave `output` out"
+        )
     if output != "argmax":
         check_conversion(values, stored)
     return sink
@@ -186,4 +185,4 @@ __all__ = [
     "network_digest",
     "planned_sink",
     "result_of",
-]  # fmt: skip
+]

@@ -40,22 +40,9 @@ from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment
 from demask.traverse.planning.schedule import target_rows
 from demask.traverse.planning.tasks import check_shared, cut_into_tasks
-from demask.traverse.storage.adjusted_ends import (
-    ArgmaxSink,
-    FilledSource,
-    MaskSink,
-    NodataSink,
-    nodata_of,
-)
+from demask.traverse.storage.adjusted_ends import ArgmaxSink, FilledSource, MaskSink, NodataSink, nodata_of
 from demask.traverse.storage.dtype_conversion import check_conversion, name_of
-from demask.traverse.storage.open_ends import (
-    FileTarget,
-    Region,
-    identity_of,
-    open_source,
-    scaled_metadata,
-    target_of,
-)
+from demask.traverse.storage.open_ends import FileTarget, Region, identity_of, open_source, scaled_metadata, target_of
 from demask.traverse.storage.sources_and_sinks import TensorSink
 from demask.traverse.storage.stored_ends import StoredSink, StoredSource
 
@@ -115,8 +102,9 @@ class Counted:
     def check(self) -> None:
         """Raise RuntimeError where positions were missed or written twice."""
         if self.done != self.height * self.width:
-            raise RuntimeError(f"the plan wrote {self.done} positions of an image of "
-                               f"{self.height} x {self.width}; please report this")  # fmt: skip
+            raise RuntimeError(
+                f"the plan wrote {self.done} positions of an image of {self.height} x {self.width}; please report this"
+            )
 
 
 class RowProgress:
@@ -154,8 +142,7 @@ class RowProgress:
 
     def _tell(self, done: int) -> None:
         if self.progress is not None:
-            self.progress(f"{int(self.rows):,} of {self.total:,} rows{self._time_left()}",
-                          done=done)  # fmt: skip
+            self.progress(f"{int(self.rows):,} of {self.total:,} rows{self._time_left()}", done=done)
 
     def _time_left(self) -> str:
         seconds, left = time.perf_counter() - self.begun, self.work - self.computed - self.skipped
@@ -221,9 +208,8 @@ class Streaming:
         return self.images * sum(segment.steps for segment in self.plan.segments)
 
     def run(
-        self, progress: Callable[..., object] | None = None, *, resume: bool = True,
-        cluster: Any = None,
-    ) -> StreamResult:  # fmt: skip
+        self, progress: Callable[..., object] | None = None, *, resume: bool = True, cluster: Any = None
+    ) -> StreamResult:
         """Execute the plan, image after image.
 
         resume: whether to go on with an unfinished file. cluster: runs the tasks elsewhere.
@@ -240,13 +226,17 @@ class Streaming:
                 counted.check()
                 self._add_image(k, journal, store)
         seconds = time.perf_counter() - begun
-        return StreamResult(self.shape, name_of(self.stored), self.rows, int(tell.resumed),
-                            seconds, macs)  # fmt: skip
+        return StreamResult(self.shape, name_of(self.stored), self.rows, int(tell.resumed), seconds, macs)
 
     def _run_image(
-        self, k: int, sink: Counted, journal: Journal | None, store: RecordingStore | None,
-        tell: RowProgress, cluster: Any,
-    ) -> int:  # fmt: skip
+        self,
+        k: int,
+        sink: Counted,
+        journal: Journal | None,
+        store: RecordingStore | None,
+        tell: RowProgress,
+        cluster: Any,
+    ) -> int:
         """Run one image. Returns its multiply-adds."""
         flow, has_rows = self.flow, self.output in self.flow.axes
 
@@ -259,13 +249,17 @@ class Streaming:
 
         remote = None if cluster is None else cluster.tasks_of(k)
         runner = TaskRunner(self.layout, k, journal, store, count, self.mask, remote)
-        call = ImageRun({flow.inputs[0]: self.source.image(k)},
-                        {self.output: sink} if has_rows else {}, flow.constants)  # fmt: skip
+        call = ImageRun({flow.inputs[0]: self.source.image(k)}, {self.output: sink} if has_rows else {}, flow.constants)
         names = None if journal is None else (lambda node: self.spill_name(k, node))
         values, counter = execute(
-            flow, self.layout, call, folder=self.spill_folder(journal), on_step=tell.step,
-            run_tasks=runner.run, spill_name=names,
-        )  # fmt: skip
+            flow,
+            self.layout,
+            call,
+            folder=self.spill_folder(journal),
+            on_step=tell.step,
+            run_tasks=runner.run,
+            spill_name=names,
+        )
         if not has_rows:
             sink.write(self.window, values[self.output])
         return counter.macs
@@ -273,24 +267,19 @@ class Streaming:
     def _image_key(self, image: int) -> TaskKey | None:
         """The key in the journal of an image whose output is written without tasks; None where
         tasks have keys of their own."""
-        writers = [k for k, place in enumerate(self.layout.places)
-                   if self.output in place.stage.targets]  # fmt: skip
+        writers = [k for k, place in enumerate(self.layout.places) if self.output in place.stage.targets]
         if not writers or self.layout.places[writers[0]].segment.stripe:
             return None
         return (image, writers[0], 0, _extents(self.window)[0])
 
-    def _is_image_done(
-        self, image: int, journal: Journal | None, store: RecordingStore | None
-    ) -> bool:
+    def _is_image_done(self, image: int, journal: Journal | None, store: RecordingStore | None) -> bool:
         """Whether an earlier run wrote a whole image, and the file still has it."""
         key = self._image_key(image)
         if journal is None or store is None or key not in journal.done:
             return False
         return is_intact(store, journal.done[key])
 
-    def _add_image(
-        self, image: int, journal: Journal | None, store: RecordingStore | None
-    ) -> None:  # fmt: skip
+    def _add_image(self, image: int, journal: Journal | None, store: RecordingStore | None) -> None:
         """Note a whole image as done."""
         key = self._image_key(image)
         if journal is not None and store is not None and key is not None:
@@ -311,9 +300,7 @@ class Streaming:
         return self.folder if journal is None else str(journal.folder)
 
     @contextmanager
-    def _opened(
-        self, resume: bool
-    ) -> Iterator[tuple[Any, Journal | None, RecordingStore | None]]:  # fmt: skip
+    def _opened(self, resume: bool) -> Iterator[tuple[Any, Journal | None, RecordingStore | None]]:
         """The sink, and for a file its journal and its store. The file gets its name at the end."""
         if self.target is None:
             yield self.sink, None, None
@@ -395,14 +382,18 @@ def prepare_stream(
     shape = target.images.shape if target is not None else sink.shape
     stored = target.info.dtype if target is not None else sink.dtype
     mask = mask_of(options.mask, shape, axes)
-    identity = {} if target is None else {
-        "network": network_digest(flow),
-        "input": identity_of(source, reader),
-        "plan": digest_of(str(replace(plan, budget=0).to_dict()),
-                          str(replace(options, shared=False)), str(target.info)),
-    }  # fmt: skip
-    return Streaming(flow, plan, layout, images, target, sink, stored, shape, options, mask,
-                     folder, identity)  # fmt: skip
+    identity = (
+        {}
+        if target is None
+        else {
+            "network": network_digest(flow),
+            "input": identity_of(source, reader),
+            "plan": digest_of(
+                str(replace(plan, budget=0).to_dict()), str(replace(options, shared=False)), str(target.info)
+            ),
+        }
+    )
+    return Streaming(flow, plan, layout, images, target, sink, stored, shape, options, mask, folder, identity)
 
 
 def _result_end(
@@ -434,8 +425,9 @@ def _planned(
     def cut(flow: Flow) -> Callable[[MemoryLayout], MemoryLayout]:
         return partial(cut_into_tasks, flow, rows=target.rows if target else 0, stripe=stripe)
 
-    flow, plan, layout = plan_flow(flow, budget, reserved=_reserved(source, sink), compiles=True,
-                                   cut=None if target is None else cut)  # fmt: skip
+    flow, plan, layout = plan_flow(
+        flow, budget, reserved=_reserved(source, sink), compiles=True, cut=None if target is None else cut
+    )
     layout.compile_kernels()
     return flow, plan, layout
 

@@ -155,8 +155,7 @@ class TaskRunner:
     mask: TaskMask | None = None
     remote: Callable[..., Iterator[tuple[Interval, TaskRecord]]] | None = None
 
-    def run(self, place: PlacedSegment, ends: SourcesAndSinks, work: Tensor, counter: Counter,
-            on_step: OnStep) -> None:  # fmt: skip
+    def run(self, place: PlacedSegment, ends: SourcesAndSinks, work: Tensor, counter: Counter, on_step: OnStep) -> None:
         """Run the tasks of a segment that are not done."""
         number = self.layout.places.index(place)
         records: dict[Interval, TaskRecord] = {}
@@ -180,9 +179,8 @@ class TaskRunner:
         ends.whole_values.update(merge_states(place, states))
 
     def _compute(
-        self, place: PlacedSegment, ends: SourcesAndSinks, work: Tensor,
-        missing: Sequence[Interval], on_step: OnStep,
-    ) -> Iterator[tuple[Interval, TaskRecord]]:  # fmt: skip
+        self, place: PlacedSegment, ends: SourcesAndSinks, work: Tensor, missing: Sequence[Interval], on_step: OnStep
+    ) -> Iterator[tuple[Interval, TaskRecord]]:
         if self.remote is not None and missing:
             number = self.layout.places.index(place)
             for rows, record in self.remote(number, missing, ends.whole_values):
@@ -209,8 +207,9 @@ def compute_record(
     on_step: OnStep = None,
 ) -> TaskRecord:
     """Compute one task. Returns its record."""
-    output = next((v for v, sink in ends.sinks.items() if v in target_rows(place.stage)
-                   and v in place.stage.flow.outputs), None)  # fmt: skip
+    output = next(
+        (v for v, sink in ends.sinks.items() if v in target_rows(place.stage) and v in place.stage.flow.outputs), None
+    )
     columns = None
     if mask is not None and output is not None:
         columns = _masked_columns(place, output, rows, mask)
@@ -219,9 +218,7 @@ def compute_record(
     return TaskRecord(macs, store.take() if store is not None else (), states)
 
 
-def _masked_columns(
-    place: PlacedSegment, output: fx.Node, rows: Interval, mask: TaskMask
-) -> list[Interval]:
+def _masked_columns(place: PlacedSegment, output: fx.Node, rows: Interval, mask: TaskMask) -> list[Interval]:
     """The columns to compute of the widest target."""
     flow, heights = place.stage.flow, target_rows(place.stage)
     factor = max(heights.values()) // heights[output]
@@ -231,9 +228,8 @@ def _masked_columns(
 
 
 def _write_fill(
-    place: PlacedSegment, output: fx.Node, sink: Any, rows: Interval, computed: list[Interval],
-    mask: TaskMask,
-) -> None:  # fmt: skip
+    place: PlacedSegment, output: fx.Node, sink: Any, rows: Interval, computed: list[Interval], mask: TaskMask
+) -> None:
     """Write the fill value to the columns that are not computed."""
     flow, heights = place.stage.flow, target_rows(place.stage)
     factor = max(heights.values()) // heights[output]

@@ -33,9 +33,7 @@ from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # Runs an image of a call: module, its flow and layout, inputs, results to fill, index, count.
 # Returns the values without rows, and multiply-adds and steps.
-Image = Callable[
-    ["Tiled", "Prepared", list[Any], list[Any], int, int], tuple[dict[fx.Node, Any], Counter]
-]
+Image = Callable[["Tiled", "Prepared", list[Any], list[Any], int, int], tuple[dict[fx.Node, Any], Counter]]
 
 LOADED = 16 * 2**20  # bytes of code that a first call may load and that plans do not count
 PLANNED = "_demask_planned"  # name of the function that runs the plan, in generated code
@@ -127,15 +125,11 @@ class Tiled(Demasked):
 RESULT_KINDS.register("tiled", Tiled)
 
 
-def tiled(
-    program: Program, plan: TilePlan, flow: Flow, layout: MemoryLayout, table: Table
-) -> Tiled:
+def tiled(program: Program, plan: TilePlan, flow: Flow, layout: MemoryLayout, table: Table) -> Tiled:
     """The module of a program and its plan."""
     nothing = Sizes(0, 0, 0)
     notes = (*program.notes, "runs in tiles: " + str(plan).partition("\n")[0])
-    provenance = Provenance(
-        {}, (), {}, notes, input_specs(program), nothing, nothing, guards=program.guards
-    )
+    provenance = Provenance({}, (), {}, notes, input_specs(program), nothing, nothing, guards=program.guards)
     module: Any = build(program, provenance, Tiled)
     layout.compile_kernels()
     if plan.budget - plan.peak < LOADED:
@@ -171,9 +165,7 @@ def _set_fake_values(graph: fx.Graph, module: Tiled) -> None:
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
-def call_by_image(
-    module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Image | None = None
-) -> Any:
+def call_by_image(module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Image | None = None) -> Any:
     """The results of one call, image by image, without gradients. run: executes an image; None: by
     the plan."""
     info: Any = signature_of(module.graph)
@@ -194,28 +186,28 @@ def planned(module: Tiled, flat: list[Any], run: Image | None = None) -> Any:
     results: list[Any] = [None] * len(prepared.flow.outputs)
     module.counted = Counter()
     for k in range(count):
-        image_inputs = [x[k : k + 1] if node in per_image and node not in prepared.flow.axes else x
-                for node, x in zip(prepared.flow.inputs, flat, strict=True)]  # fmt: skip
+        image_inputs = [
+            x[k : k + 1] if node in per_image and node not in prepared.flow.axes else x
+            for node, x in zip(prepared.flow.inputs, flat, strict=True)
+        ]
         values, counter = (run or run_image)(module, prepared, image_inputs, results, k, count)
-        module.counted = Counter(
-            module.counted.macs + counter.macs, module.counted.steps + counter.steps
-        )
+        module.counted = Counter(module.counted.macs + counter.macs, module.counted.steps + counter.steps)
         for index, node in enumerate(prepared.flow.outputs):
             if not isinstance(node, fx.Node):
                 results[index] = node
             elif node not in prepared.flow.axes:
                 value = values[node]
-                results[index] = (
-                    _stack(results[index], value, k, count) if node in per_image else value
-                )
+                results[index] = _stack(results[index], value, k, count) if node in per_image else value
     return pytree.tree_unflatten(results, info.out_spec)
 
 
 def _nodes_per_image(flow: Flow, flat: Sequence[Any], count: int) -> set[fx.Node]:
     """The nodes whose values differ by image."""
-    nodes = {node for node, value in zip(flow.inputs, flat, strict=True)
-             if isinstance(value, Tensor) and value.ndim and value.shape[0] == count
-             and node.meta["val"].shape[0] == 1}  # fmt: skip
+    nodes = {
+        node
+        for node, value in zip(flow.inputs, flat, strict=True)
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] == count and node.meta["val"].shape[0] == 1
+    }
     for node in flow.calls:
         if any(n in nodes for n in node.all_input_nodes):
             nodes.add(node)
@@ -253,14 +245,15 @@ def _count_images(module: Tiled, flow: Flow, flat: Sequence[Any]) -> int:
         raise ValueError(f"expected inputs of one number of images, got {sorted(counts)}")
     count = counts.pop()
     if count != 1 and not module.plan.images:
-        raise ValueError(f"the plan is for one image at a time, got {count}: its example had one, "
-                         "which does not show that images are independent; give "
-                         "demask.traverse.tile an example of two or more")  # fmt: skip
+        raise ValueError(
+            f"the plan is for one image at a time, got {count}: its example had one, "
+            "which does not show that images are independent; give "
+            "demask.traverse.tile an example of two or more"
+        )
     for node, value in pairs:
         if isinstance(value, Tensor) and node not in flow.axes:
             expected = tuple(node.meta["val"].shape)
-            if tuple(value.shape) not in (expected, (count, *expected[1:]) if expected[:1] == (1,)
-                                          else expected):  # fmt: skip
+            if tuple(value.shape) not in (expected, (count, *expected[1:]) if expected[:1] == (1,) else expected):
                 raise _size_error(node, value)
     return count
 
@@ -270,8 +263,7 @@ def _check_kind(node: fx.Node, value: Any) -> None:
     expected = node.meta.get("val")
     if not isinstance(expected, Tensor):
         if value != expected or type(value) is not type(expected):
-            raise ValueError(f"input {node.name!r}: expected {expected!r}, as in the plan's "
-                             f"example, got {value!r:.60}")  # fmt: skip
+            raise ValueError(f"input {node.name!r}: expected {expected!r}, as in the plan's example, got {value!r:.60}")
     elif not isinstance(value, Tensor) or value.ndim != expected.ndim:
         raise _size_error(node, value)
     elif value.dtype != expected.dtype:
@@ -283,14 +275,21 @@ def _check_kind(node: fx.Node, value: Any) -> None:
 def _size_error(node: fx.Node, value: Any) -> ValueError:
     actual = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
     expected = tuple(node.meta["val"].shape)
-    return ValueError(f"input {node.name!r}: the plan is for {expected}, got {actual}; call "
-                      "demask.traverse.tile with an example of this size")  # fmt: skip
+    return ValueError(
+        f"input {node.name!r}: the plan is for {expected}, got {actual}; call "
+        "demask.traverse.tile with an example of this size"
+    )
 
 
 def run_image(
-    module: Tiled, prepared: Prepared, flat: Sequence[Any], results: list[Any], k: int, count: int,
+    module: Tiled,
+    prepared: Prepared,
+    flat: Sequence[Any],
+    results: list[Any],
+    k: int,
+    count: int,
     on_step: OnStep | None = None,
-) -> tuple[dict[fx.Node, Any], Counter]:  # fmt: skip
+) -> tuple[dict[fx.Node, Any], Counter]:
     """Run image k of a call. Results with rows are allocated at the first image.
 
     Returns the values without rows, and multiply-adds and steps. on_step: called after each step.
@@ -315,8 +314,9 @@ def run_image(
             results[index][k : k + 1] = inputs[node][k : k + 1]
         else:
             sinks[node] = tensor_sink(results[index], flow.axes[node], node.meta["val"].dtype, k)
-    return execute(flow, prepared.layout, ImageRun(sources, sinks, whole_values), on_step=on_step,
-                   folder=tempfile.gettempdir())  # fmt: skip
+    return execute(
+        flow, prepared.layout, ImageRun(sources, sinks, whole_values), on_step=on_step, folder=tempfile.gettempdir()
+    )
 
 
 def constants(module: nn.Module, flow: Flow) -> dict[fx.Node, Any]:

@@ -16,13 +16,7 @@ from torch import Tensor, fx
 from demask.machine.arena import align_size
 from demask.machine.threads import set_threads
 from demask.traverse.axes import cut_shape
-from demask.traverse.execution.segment_executor import (
-    BandBorder,
-    Counter,
-    SegmentExecutor,
-    SourcesAndSinks,
-    view_part,
-)
+from demask.traverse.execution.segment_executor import BandBorder, Counter, SegmentExecutor, SourcesAndSinks, view_part
 from demask.traverse.planning.plan_memory import PlacedSegment
 from demask.traverse.planning.schedule import Step, Strip, walk_bands
 
@@ -41,11 +35,7 @@ class _WorkerArena:
 
 
 def run_strips(
-    place: PlacedSegment,
-    ends: SourcesAndSinks,
-    work: Tensor,
-    counter: Counter,
-    on_step: Callable[[Step], None] | None,
+    place: PlacedSegment, ends: SourcesAndSinks, work: Tensor, counter: Counter, on_step: Callable[[Step], None] | None
 ) -> None:
     """Run the strips of a segment in parallel. work: uint8 [place.bytes]."""
     arena = _WorkerArena(work)
@@ -53,14 +43,18 @@ def run_strips(
     borders = [_border(place, strip, arena) for strip in place.strips[:-1]]
     neighbors = [None, *borders, None]
     work_and_borders = zip(memories, neighbors, neighbors[1:], strict=False)
-    executors = [SegmentExecutor(place.stage, place.memory, ends, memory, Counter(), above, below)
-              for memory, above, below in work_and_borders]  # fmt: skip
+    executors = [
+        SegmentExecutor(place.stage, place.memory, ends, memory, Counter(), above, below)
+        for memory, above, below in work_and_borders
+    ]
     count = torch.get_num_threads()
     threads = max(1, count // len(executors))
     # A worker's thread count is also that of threads that start later: restore it at the end.
     with set_threads(count), ThreadPoolExecutor(len(executors)) as pool:
-        jobs = [pool.submit(_run_strip, executor, place, strip, threads, on_step)
-                for executor, strip in zip(executors, place.strips, strict=True)]  # fmt: skip
+        jobs = [
+            pool.submit(_run_strip, executor, place, strip, threads, on_step)
+            for executor, strip in zip(executors, place.strips, strict=True)
+        ]
     failures = [error for job in jobs if (error := job.exception()) is not None]
     if failures:
         raise failures[-1]  # the workers above only waited for it
@@ -71,11 +65,7 @@ def run_strips(
 
 
 def _run_strip(
-    executor: SegmentExecutor,
-    place: PlacedSegment,
-    strip: Strip,
-    threads: int,
-    on_step: Callable[[Step], None] | None,
+    executor: SegmentExecutor, place: PlacedSegment, strip: Strip, threads: int, on_step: Callable[[Step], None] | None
 ) -> None:
     torch.set_num_threads(threads)
     with torch.no_grad():

@@ -111,9 +111,7 @@ def _value(value: Any) -> Any:
     return value.meta["val"] if hasattr(value, "meta") else value
 
 
-def _step_carried(
-    relation: Relation, operand: int, parts: tuple[Part, Part, Part], out: int
-) -> AxisStep | str:
+def _step_carried(relation: Relation, operand: int, parts: tuple[Part, Part, Part], out: int) -> AxisStep | str:
     """The step of a carried axis: position by position, unless the call needs all of it at once.
 
     parts: of the operand, the operand's in the output, and the output's own, which may be finer.
@@ -124,10 +122,7 @@ def _step_carried(
         return "normalizes over all positions"
     if letters & relation.looped:
         return "carries a state from position to position"
-    if (
-        carried_part.inner * carried_part.size != after.inner * after.size
-        or carried_part.inner % after.inner
-    ):
+    if carried_part.inner * carried_part.size != after.inner * after.size or carried_part.inner % after.inner:
         return "moves positions across the image"
     count, step = carried_part.inner // after.inner, before.size // carried_part.size
     ends = (0, *[step] * (count - 1))  # part of a position is read as all of it
@@ -167,9 +162,7 @@ class _Rule:
 
     def _needed(self, start: int, end: int) -> tuple[int, int]:
         inner = self.after.inner
-        return needed_interval(
-            self.relation, self.operand, self.after.axis, start * inner, end * inner, out=self.out
-        )
+        return needed_interval(self.relation, self.operand, self.after.axis, start * inner, end * inner, out=self.out)
 
 
 def _fit(rule: _Rule, last: bool) -> AxisStep | str | None:
@@ -202,9 +195,7 @@ def _periodic(rule: _Rule) -> AxisStep | None:
     longest = min(PERIODS, *((last - first + 1) // 2 for first, last in (lows, highs)))
     for period in range(1, longest + 1):
         step = rule.low(lows[0] + period) - rule.low(lows[0])
-        if step > 0 and _repeats(rule.low, lows, period, step) and _repeats(
-            rule.high, highs, period, step
-        ):  # fmt: skip
+        if step > 0 and _repeats(rule.low, lows, period, step) and _repeats(rule.high, highs, period, step):
             starts = _table(rule.low, lows, period, step)
             return AxisStep(period, step, starts, _table(rule.high, highs, period, step))
     return None
@@ -227,13 +218,12 @@ def _repeats(value: Callable[[int], int], inside: tuple[int, int], period: int, 
     anchors = {first, first + max(span - period, 0) // 2, max(first, last - 2 * period + 1)}
     return all(
         value(position + period) - value(position) == step
-        for anchor in anchors for position in range(anchor, min(anchor + period, last - period + 1))
-    )  # fmt: skip
+        for anchor in anchors
+        for position in range(anchor, min(anchor + period, last - period + 1))
+    )
 
 
-def _table(
-    value: Callable[[int], int], inside: tuple[int, int], period: int, step: int
-) -> tuple[int, ...]:
+def _table(value: Callable[[int], int], inside: tuple[int, int], period: int, step: int) -> tuple[int, ...]:
     """The values of one period in the middle of the inside, by position modulo the period."""
     middle = (sum(inside) - period + 1) // 2
     values = {}

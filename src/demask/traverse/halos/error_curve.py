@@ -37,8 +37,10 @@ class Point:
 
     def __str__(self) -> str:
         sizes = " x ".join(map(str, self.padding))
-        return (f"{sizes} ({self.share:.0%} of the halo): largest error {self.max_abs:.2g}, "
-                f"{self.changed:.2%} of the 8-bit values change")  # fmt: skip
+        return (
+            f"{sizes} ({self.share:.0%} of the halo): largest error {self.max_abs:.2g}, "
+            f"{self.changed:.2%} of the 8-bit values change"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,9 @@ def curve_of(
         BadInput: if the model does not run on tiles, or no output is cut along every axis.
     """
     if not isinstance(model, nn.Module):
-        raise BadInput(f"a curve needs a model that runs, got {type(model).__name__}: give the "
-                       "nn.Module that was exported")  # fmt: skip
+        raise BadInput(
+            f"a curve needs a model that runs, got {type(model).__name__}: give the nn.Module that was exported"
+        )
     tell = progress or (lambda title, share: None)
     work = structural_copy(model, share=True).eval()
     leaves, spec = pytree.tree_flatten(call)
@@ -93,10 +96,8 @@ def curve_of(
     points: dict[tuple[int, ...], Point] = {}
     for k, share in enumerate(SHARES):
         tell(f"tile with {float(share):.0%} of the halo", (k + 1) / (len(SHARES) + 1))
-        crops = [_padded(one, cut, share, size)
-                 for one, cut, size in zip(tile, cuts, sizes, strict=True)]  # fmt: skip
-        padding = tuple(max(one[0] - crop[0], crop[1] - one[1])
-                        for one, crop in zip(tile, crops, strict=True))  # fmt: skip
+        crops = [_padded(one, cut, share, size) for one, cut, size in zip(tile, cuts, sizes, strict=True)]
+        padding = tuple(max(one[0] - crop[0], crop[1] - one[1]) for one, crop in zip(tile, crops, strict=True))
         if padding in points or crops == [(0, size) for size in sizes]:
             continue  # a crop that is the whole image is no tile
         parts = [_part(leaf, cuts, k, crops) for k, leaf in enumerate(leaves)]
@@ -114,8 +115,7 @@ def _outputs(work: nn.Module, leaves: Sequence[Any], spec: Any) -> list[Any]:
             return pytree.tree_leaves(work(*args, **kwargs))
     except RuntimeError as error:
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        raise BadInput(f"the model does not run on inputs of shapes {shapes}, so it has no curve: "
-                       f"{error}") from error  # fmt: skip
+        raise BadInput(f"the model does not run on inputs of shapes {shapes}, so it has no curve: {error}") from error
 
 
 def _length(cut: TileCut, leaves: Sequence[Any]) -> int:
@@ -146,11 +146,7 @@ def _part(leaf: Any, cuts: Sequence[TileCut], k: int, crops: Sequence[Range]) ->
 
 
 def _tiles(
-    outputs: Sequence[Any],
-    whole: Sequence[Any],
-    cuts: Sequence[TileCut],
-    tile: Sequence[Range],
-    crops: Sequence[Range],
+    outputs: Sequence[Any], whole: Sequence[Any], cuts: Sequence[TileCut], tile: Sequence[Range], crops: Sequence[Range]
 ) -> list[tuple[Tensor, Tensor]]:
     """The tile of each output: computed from a crop, and cut from the whole output."""
     pairs = []
@@ -168,13 +164,10 @@ def _tiles(
     return pairs
 
 
-def _errors(
-    pairs: Sequence[tuple[Tensor, Tensor]], levels: tuple[float, float]
-) -> tuple[float, float]:
+def _errors(pairs: Sequence[tuple[Tensor, Tensor]], levels: tuple[float, float]) -> tuple[float, float]:
     """The largest absolute difference, and the share of 8-bit values that differ."""
     low, high = levels
     worst = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
-    bits = [[((v - low) / (high - low)).clamp(0, 1).mul(255).round() for v in pair]
-            for pair in pairs]  # fmt: skip
+    bits = [[((v - low) / (high - low)).clamp(0, 1).mul(255).round() for v in pair] for pair in pairs]
     changed = sum(int((a != b).sum()) for a, b in bits)
     return worst, changed / sum(a.numel() for a, _ in pairs)

@@ -48,7 +48,7 @@ from demask.traverse.halos.spans import (
     paths_of,
     relations_of,
     spans,
-)  # fmt: skip
+)
 
 GROWTH, TRIES = 4, 3  # factor by which a too small image is enlarged, and how often
 OWN = "in the curve, global calls see a tile's own statistics: its errors do not reach 0"
@@ -230,10 +230,10 @@ def halo(
     recording, paths, notes = _read(model, args, kwargs, table)
     names = _names(model, args, kwargs)
     inputs = tuple(
-        InputHalo(k, names[k], _side(paths[0], node),
-                  _side(paths[1], node) if node in paths[1].parts else None)
-        for k, node in enumerate(recording.inputs) if node is not None and node in paths[0].parts
-    )  # fmt: skip
+        InputHalo(k, names[k], _side(paths[0], node), _side(paths[1], node) if node in paths[1].parts else None)
+        for k, node in enumerate(recording.inputs)
+        if node is not None and node in paths[0].parts
+    )
     result = Halo(inputs, _barriers(paths), notes)
     if not curve:
         return result
@@ -278,8 +278,7 @@ def _read(
             sizes = " and ".join(f"{n} times the {name}" for n, name in pairs if n > 1)
             note = f"read at {sizes} of the example: in it, calls see both borders"
             return recording, (paths[0], paths[1]), (note,) * (max(factors) > 1)
-        factors = tuple(n if isinstance(axis, Paths) else n * GROWTH
-                        for n, axis in zip(factors, paths, strict=True))  # fmt: skip
+        factors = tuple(n if isinstance(axis, Paths) else n * GROWTH for n, axis in zip(factors, paths, strict=True))
         try:
             recording = record_calls(model, *_larger(args, kwargs, factors), table)
         except (NotExportable, BadInput):
@@ -308,8 +307,7 @@ def _paths(recording: HaloRecording, table: Table, *, last: bool) -> list[Paths 
     values = [node for node in recording.inputs if node is not None]
     result: list[Paths | TooSmall] = []
     for axis in (2, 3):
-        inputs = {n: Part(axis, 1, n.meta["val"].shape[axis]) for n in values
-                  if 2 < n.meta["val"].ndim > axis}  # fmt: skip
+        inputs = {n: Part(axis, 1, n.meta["val"].shape[axis]) for n in values if 2 < n.meta["val"].ndim > axis}
         try:
             result.append(paths_of(recording, relations, inputs, rules, last))
         except TooSmall as small:
@@ -360,9 +358,7 @@ def _barriers(paths: tuple[Paths, Paths]) -> tuple[Barrier, ...]:
             if why:
                 calls.setdefault(node, ([], why))[0].append(name)
     return tuple(
-        Barrier(
-            node.name, op_name(_call(node).target), node.meta.get("module", ""), tuple(axes), why
-        )
+        Barrier(node.name, op_name(_call(node).target), node.meta.get("module", ""), tuple(axes), why)
         for node, (axes, why) in calls.items()
     )
 
@@ -372,9 +368,7 @@ def _call(node: fx.Node) -> fx.Node:
     return node if has_schema(node.target) else node.all_input_nodes[0]
 
 
-def _cut(
-    paths: Paths, recording: HaloRecording, inputs: tuple[InputHalo, ...], axis: int
-) -> TileCut:
+def _cut(paths: Paths, recording: HaloRecording, inputs: tuple[InputHalo, ...], axis: int) -> TileCut:
     """How the leaves of the call and of the result are cut along an image axis."""
 
     def leaf(node: fx.Node | None) -> Leaf | None:
@@ -413,10 +407,13 @@ def _page(result: Halo) -> Page:
                 rows.append((one.name, name, exact, local, str(side.align)))
     lines = [*_barrier_lines(result.barriers), *(f"padding {point}" for point in result.curve)]
     head = ("input", "axis", "exact", "local", "align")
-    return Page("demask halo", (
-        TextTable(head, rows, "Positions that a tile needs around it", left=range(len(head))),
-        Lines([*lines, *result.notes], "What reads more"),
-    ))  # fmt: skip
+    return Page(
+        "demask halo",
+        (
+            TextTable(head, rows, "Positions that a tile needs around it", left=range(len(head))),
+            Lines([*lines, *result.notes], "What reads more"),
+        ),
+    )
 
 
 def _barrier_lines(barriers: tuple[Barrier, ...]) -> list[str]:

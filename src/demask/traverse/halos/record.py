@@ -18,13 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.compat.dispatch import (
-    OpOverload,
-    TorchDispatchMode,
-    base_name,
-    is_mutable,
-    overload_name,
-)
+from demask.compat.dispatch import OpOverload, TorchDispatchMode, base_name, is_mutable, overload_name
 from demask.failures import is_strict
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
@@ -55,10 +49,7 @@ class _NotRecordable(Exception):
 
 
 def record_calls(
-    model: nn.Module | ExportedProgram,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    table: Table,
+    model: nn.Module | ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any], table: Table
 ) -> HaloRecording:
     """The calls of `model(*args, **kwargs)` in eval mode; the model is not changed.
 
@@ -85,11 +76,8 @@ def _is_known(node: fx.Node, table: Table) -> bool:
 
 def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> HaloRecording:
     """The recording by torch.export, functional and canonical."""
-    program = canonicalize_calls(
-        fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={})))
-    )
-    inputs = [n if isinstance(n.meta.get("val"), Tensor) else None
-              for n in program.graph.find_nodes(op="placeholder")]  # fmt: skip
+    program = canonicalize_calls(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))))
+    inputs = [n if isinstance(n.meta.get("val"), Tensor) else None for n in program.graph.find_nodes(op="placeholder")]
     for node in program.graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
         path = next(reversed([entry[0] for entry in stack.values()]), "")
@@ -177,9 +165,7 @@ class _HaloRecorder(TorchDispatchMode):
         """The result of a call on tensors without data."""
         key = (func, spec, *map(_describe, leaves))
         if key in self.results:
-            return torch.empty_strided(
-                *self.results[key][:2], dtype=self.results[key][2], device="meta"
-            )
+            return torch.empty_strided(*self.results[key][:2], dtype=self.results[key][2], device="meta")
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):

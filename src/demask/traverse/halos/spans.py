@@ -66,8 +66,12 @@ class Paths:
     @property
     def read_whole(self) -> tuple[fx.Node, ...]:
         """The values with the axis that a call without the axis reads whole."""
-        sources = (edge.source for node, edges in self.edges.items() for edge in edges
-                 if edge.why and not (edge.like and node in self.parts))  # fmt: skip
+        sources = (
+            edge.source
+            for node, edges in self.edges.items()
+            for edge in edges
+            if edge.why and not (edge.like and node in self.parts)
+        )
         return tuple(dict.fromkeys(sources))
 
     @property
@@ -78,8 +82,11 @@ class Paths:
 
 def relations_of(recording: HaloRecording, table: Table) -> dict[fx.Node, Relation | Declined]:
     """The relation of every call; those with several outputs are read through their outputs."""
-    return {node: bind(node, table) for node in recording.graph.nodes if node.op == "call_function"
-            and node.target is not operator.getitem}  # fmt: skip
+    return {
+        node: bind(node, table)
+        for node in recording.graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    }
 
 
 def paths_of(
@@ -105,8 +112,9 @@ def paths_of(
         part = _part_of(relation, node, out, parts)
         if part is not None:
             parts[node] = part
-        edges[node] = tuple(_edge(relation, k, source, (node, out), parts, rules, last)
-                            for k, source in _sources(relation, node))  # fmt: skip
+        edges[node] = tuple(
+            _edge(relation, k, source, (node, out), parts, rules, last) for k, source in _sources(relation, node)
+        )
         if part is not None:
             scales[node] = _scale(edges[node], scales, parts, part)
     outputs = tuple(node for node in recording.outputs if node is not None)
@@ -119,9 +127,7 @@ def _only(by_node: dict[fx.Node, Value], nodes: set[fx.Node]) -> dict[fx.Node, V
     return {node: value for node, value in by_node.items() if node in nodes}
 
 
-def _live(
-    edges: Mapping[fx.Node, tuple[SpanEdge, ...]], outputs: tuple[fx.Node, ...]
-) -> set[fx.Node]:
+def _live(edges: Mapping[fx.Node, tuple[SpanEdge, ...]], outputs: tuple[fx.Node, ...]) -> set[fx.Node]:
     """The nodes that the outputs depend on."""
     live = set(outputs)
     for node in reversed(list(edges)):
@@ -130,9 +136,7 @@ def _live(
     return live
 
 
-def _read(
-    node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]
-) -> tuple[Relation | Declined, int]:
+def _read(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]) -> tuple[Relation | Declined, int]:
     """The relation that computes a value, and the index of the value among its outputs."""
     if node.target is operator.getitem:
         call, out = node.args
@@ -149,9 +153,7 @@ def _sources(relation: Relation | Declined, node: fx.Node) -> list[tuple[int, fx
     return list(enumerate(call.all_input_nodes))
 
 
-def _part_of(
-    relation: Relation | Declined, node: fx.Node, out: int, parts: Mapping[fx.Node, Part]
-) -> Part | None:
+def _part_of(relation: Relation | Declined, node: fx.Node, out: int, parts: Mapping[fx.Node, Part]) -> Part | None:
     """The part of a value's axes that is the image axis: that of the first operand that has it, or
     the finest on the same axis. A call without a rule is assumed to keep the axis if it keeps the
     shape."""
@@ -184,11 +186,7 @@ def _edge(
     if after is None:
         return SpanEdge(source, None, True, "reduces all positions to one value", like)
     step = rules.step(relation, operand, (before, after), reader[1], last)
-    return (
-        SpanEdge(source, None, True, step, like)
-        if isinstance(step, str)
-        else SpanEdge(source, step)
-    )
+    return SpanEdge(source, None, True, step, like) if isinstance(step, str) else SpanEdge(source, step)
 
 
 def _scale(edges, scales: Mapping[fx.Node, Fraction], parts, part: Part) -> Fraction:
@@ -261,9 +259,7 @@ def _periods(paths: Paths) -> Iterator[Fraction]:
 def alignment(paths: Paths, node: fx.Node) -> int:
     """The number of positions of which crops of this input begin at a multiple, so that strided
     layers sample the same positions as in the whole image."""
-    return int(
-        least_multiple([Fraction(1), *(s / paths.scales[node] for s in paths.scales.values())])
-    )
+    return int(least_multiple([Fraction(1), *(s / paths.scales[node] for s in paths.scales.values())]))
 
 
 def least_multiple(values: list[Fraction]) -> Fraction:

@@ -38,9 +38,7 @@ class OperandCut:
 
     def part(self, window: Window) -> Sizes:
         """The shape of the part that a window needs."""
-        needs = [
-            (0, 1) if rule is None else rule(*w) for rule, w in zip(self.rules, window, strict=True)
-        ]
+        needs = [(0, 1) if rule is None else rule(*w) for rule, w in zip(self.rules, window, strict=True)]
         return cut_shape(self.shape, self.axes, (needs[0], needs[1]))
 
 
@@ -196,8 +194,7 @@ def _formats(rank: int) -> tuple[torch.memory_format, ...]:
 
 def is_same_format(x: Tensor, into: Tensor) -> bool:
     """Whether both tensors are dense in the same memory format of torch's image kernels."""
-    return any(x.is_contiguous(memory_format=f) and into.is_contiguous(memory_format=f)
-               for f in _formats(x.ndim))  # fmt: skip
+    return any(x.is_contiguous(memory_format=f) and into.is_contiguous(memory_format=f) for f in _formats(x.ndim))
 
 
 def write_result(op: Any, into: Tensor, *args: Any, over: Any = None) -> None:
@@ -238,9 +235,13 @@ def stepped(value: Tensor, axis: int, start: int, count: int, step: int) -> Tens
 
 
 def padded(
-    x: Tensor, axes: Axes, margins: Mapping[int, Interval], value: float, scratch: Scratch,
+    x: Tensor,
+    axes: Axes,
+    margins: Mapping[int, Interval],
+    value: float,
+    scratch: Scratch,
     dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A copy with a border of `value`. margins: per negative axis, positions before and after."""
     copy = scratch(grown(x.shape, margins), axes, dtype or x.dtype)
     interior = copy

@@ -18,9 +18,20 @@ from demask.traverse.local.call import LocalCall, LocalKind, Scratch, out_overlo
 
 aten = torch.ops.aten
 # Ops that return their first operand, possibly in another dtype or at another address.
-_COPIES = {aten.clone, aten.contiguous, aten.alias, aten.detach, aten.to, aten._to_copy,
-           aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout,
-           aten.lift_fresh, aten.lift_fresh_copy}  # fmt: skip
+_COPIES = {
+    aten.clone,
+    aten.contiguous,
+    aten.alias,
+    aten.detach,
+    aten.to,
+    aten._to_copy,
+    aten.dropout,
+    aten.feature_dropout,
+    aten.alpha_dropout,
+    aten.feature_alpha_dropout,
+    aten.lift_fresh,
+    aten.lift_fresh_copy,
+}
 _SHUFFLES = {aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle}
 Bound = Mapping[str, Any]
 
@@ -34,9 +45,14 @@ def _batch_norm(bound: Bound, into: Tensor) -> None:
     names = ("input", "weight", "bias", "running_mean", "running_var")
     unused = [into.new_empty(0) for _ in range(2)]
     aten.native_batch_norm.out(
-        *(bound[n] for n in names), False, bound["momentum"], bound["eps"],
-        out=into, save_mean=unused[0], save_invstd=unused[1],
-    )  # fmt: skip
+        *(bound[n] for n in names),
+        False,
+        bound["momentum"],
+        bound["eps"],
+        out=into,
+        save_mean=unused[0],
+        save_invstd=unused[1],
+    )
 
 
 def _linear(bound: Bound, into: Tensor) -> None:
@@ -97,9 +113,7 @@ def _carried(call: LocalCall) -> _Carried | Declined:
         if axis is not None and "groups" in call.bound and len(call.relation.outs[0][axis]) > 1:
             return Declined(f"{name}: groups of channels have no parts yet")
         block_sizes = {
-            0
-            if regions.is_whole(call.relation, k, axis)
-            else regions.carried_steps(call.relation, k, axis)[2]
+            0 if regions.is_whole(call.relation, k, axis) else regions.carried_steps(call.relation, k, axis)[2]
             for k, cut in enumerate(call.cuts)
             if axis is not None and cut.rules[dim] is not None
         }
@@ -171,9 +185,7 @@ class LocalApply(LocalKind):
         if entry.args is None:
             return {}
         local_arguments = entry.args(self.call.node, [list(shape)])  # type: ignore[arg-type]
-        return {
-            name: value for name, value in local_arguments.items() if isinstance(value, (list, int))
-        }
+        return {name: value for name, value in local_arguments.items() if isinstance(value, (list, int))}
 
     def allocated_bytes(self, window: Window) -> int:
         computed = self.computed_window(window)
@@ -208,12 +220,7 @@ def _way(call: LocalCall, target: Any) -> tuple[str, Any]:
         return "out", out
     inplace = _inplace(target)
     tensors = [o for o in call.relation.operands if isinstance(o.value, torch.fx.Node)]
-    if (
-        inplace is not None
-        and len(tensors) == 1
-        and first is tensors[0].value
-        and _alike(first, call)
-    ):
+    if inplace is not None and len(tensors) == 1 and first is tensors[0].value and _alike(first, call):
         return "inplace", inplace
     aliases = [r.alias_info for r in schema_of(target).returns]
     return ("view" if aliases and aliases[0] is not None else "result"), target
@@ -226,9 +233,7 @@ def _inplace(target: Any) -> Any:
     overload = getattr(getattr(aten, f"{base_name(target)}_", None), overload_name(target), None)
     if overload is None or torch.Tag.generated in overload.tags:
         return None
-    return (
-        overload if len(schema_of(overload).arguments) == len(schema_of(target).arguments) else None
-    )
+    return overload if len(schema_of(overload).arguments) == len(schema_of(target).arguments) else None
 
 
 def _alike(node: Any, call: LocalCall) -> bool:
@@ -239,9 +244,7 @@ def _alike(node: Any, call: LocalCall) -> bool:
 def bind_arguments(target: Any, bound: Bound) -> tuple[list[Any], dict[str, Any]]:
     """All arguments of an op except `out`: positional ones, and keywords by name."""
     args = [bound[a.name] for a in schema_of(target).arguments if not a.kwarg_only and not a.is_out]
-    keywords = {
-        a.name: bound[a.name] for a in schema_of(target).arguments if a.kwarg_only and not a.is_out
-    }
+    keywords = {a.name: bound[a.name] for a in schema_of(target).arguments if a.kwarg_only and not a.is_out}
     return args, keywords
 
 
@@ -263,21 +266,13 @@ def _products(call: LocalCall) -> int:
         return values
     # Attention: query times key, then weights times values.
     first, second = relation.factors
-    return (
-        product(relation.letters(relation.ins[first]) | relation.letters(relation.ins[second]))
-        + values
-    )
+    return product(relation.letters(relation.ins[first]) | relation.letters(relation.ins[second])) + values
 
 
 def is_rearranged(call: LocalCall) -> bool:
     """Whether a call is a view or a shuffle of its operand: the same values, in another order."""
     relation, target = call.relation, call.node.target
-    if (
-        relation.entry.fill != "same"
-        or len(relation.operands) != 1
-        or relation.moved
-        or relation.window
-    ):
+    if relation.entry.fill != "same" or len(relation.operands) != 1 or relation.moved or relation.window:
         return False
     if not isinstance(target, OpOverload):
         return False

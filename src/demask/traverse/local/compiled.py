@@ -33,12 +33,7 @@ def is_laid_out(call: LocalCall, axes: tuple[Sliding, ...]) -> bool:
     channels = rank - len(sliding) - 1
     is_cut_alike = cut.axes == call.axes and all(cut.arrives[: len(cut_axes)])
     is_one_image = channels >= 0 and math.prod(call.shape[:channels]) == 1
-    return (
-        is_cut_alike
-        and is_one_image
-        and sliding == set(cut_axes)
-        and len(cut_axes) == len(axes) <= 2
-    )
+    return is_cut_alike and is_one_image and sliding == set(cut_axes) and len(cut_axes) == len(axes) <= 2
 
 
 @functools.cache

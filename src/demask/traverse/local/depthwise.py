@@ -19,15 +19,7 @@ from demask.ops.regions import Interval
 from demask.traverse.axes import COLUMNS, ROWS
 from demask.traverse.axes import Window as Part
 from demask.traverse.local.call import LocalCall, LocalKind, Scratch, Sliding
-from demask.traverse.local.compiled import (
-    LLVM,
-    PartDims,
-    across,
-    compiles,
-    fused,
-    is_float32,
-    is_laid_out,
-)
+from demask.traverse.local.compiled import LLVM, PartDims, across, compiles, fused, is_float32, is_laid_out
 from demask.traverse.local.pools import LocalAvgPool, LocalMaxPool
 from demask.traverse.local.windows import LocalConv
 from demask.tune.epilogue import Epilogue, apply_activation
@@ -94,13 +86,12 @@ class _CompiledWindows(LocalKind):
     def _runner(self, mode: str, divisor: int, act: Act | None, add: bool) -> WindowRunner:
         runner = self.runners.get((act, add))
         if runner is None:
-            geometries = [(1, 1, 1) if s is None else (s.geometry.kernel, s.geometry.step,
-                                                  s.geometry.number("dilation", 1))
-                     for s in self.across]  # fmt: skip
+            geometries = [
+                (1, 1, 1) if s is None else (s.geometry.kernel, s.geometry.step, s.geometry.number("dilation", 1))
+                for s in self.across
+            ]
             sizes, steps, dilations = zip(*geometries, strict=True)
-            kernel = WindowKernel(
-                sizes, steps, dilations, self.layout.width, mode, divisor, act, add
-            )
+            kernel = WindowKernel(sizes, steps, dilations, self.layout.width, mode, divisor, act, add)
             runner = self.runners.setdefault((act, add), WindowRunner(kernel))
         return runner
 
@@ -126,9 +117,8 @@ class CompiledDepthwise(_CompiledWindows):
     adds = True
 
     def run_onto(
-        self, values: list[Tensor], window: Part, into: Tensor, scratch: Scratch,
-        after: Epilogue | None, add: bool,
-    ) -> None:  # fmt: skip
+        self, values: list[Tensor], window: Part, into: Tensor, scratch: Scratch, after: Epilogue | None, add: bool
+    ) -> None:
         """Fill `into`, or add to its values; then apply the activation."""
         x, weight, bias = [*values, None][:3]
         sizes = self._sizes(x, into, window)  # type: ignore[arg-type]
@@ -141,8 +131,12 @@ class CompiledDepthwise(_CompiledWindows):
             weight = weight.transpose(-1, -2)  # type: ignore[union-attr]
         # The kernel packs both at each call, so that they may change in between.
         weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()  # type: ignore[union-attr]
-        addresses = (x.data_ptr(), into.data_ptr(), weight.data_ptr(),  # type: ignore[union-attr]
-                  0 if bias is None else bias.data_ptr())  # fmt: skip
+        addresses = (
+            x.data_ptr(),
+            into.data_ptr(),
+            weight.data_ptr(),  # type: ignore[union-attr]
+            0 if bias is None else bias.data_ptr(),
+        )
         self._runner("conv", 1, act, add).run(sizes, torch.get_num_threads(), addresses)
         if after is not None and act is None:
             activated = apply_activation(after, into)
@@ -179,9 +173,7 @@ class CompiledPool(_CompiledWindows):
             self.fallback.run(values, window, into, scratch)
             return
         addresses = values[0].data_ptr(), into.data_ptr(), 0, 0
-        self._runner(self._mode, divisor, None, False).run(
-            sizes, torch.get_num_threads(), addresses
-        )
+        self._runner(self._mode, divisor, None, False).run(sizes, torch.get_num_threads(), addresses)
 
     def scratch_bytes(self, window: Part) -> int:
         return 0 if self._divisor(window) is not None else self.fallback.scratch_bytes(window)

@@ -89,16 +89,12 @@ class Local:
             ValueError: if `add` is set and the call is no convolution.
         """
         if add and not self.kind.adds:
-            raise ValueError(
-                f"{self.node}: expected a convolution to add onto, got {self.node.target}"
-            )
+            raise ValueError(f"{self.node}: expected a convolution to add onto, got {self.node.target}")
         call, computed = self.call, self.kind.computed_window(window)
         if into is None:
             into = parts.empty(call.sizes(window), self.axes, call.dtype)
         values = self._narrowed(operands, window)
-        target = (
-            into if computed == window else scratch(call.sizes(computed), self.axes, call.dtype)
-        )
+        target = into if computed == window else scratch(call.sizes(computed), self.axes, call.dtype)
         if self.kind.adds:
             self.kind.run_onto(values, window, target, scratch, after, add)  # type: ignore[attr-defined]
             return into
@@ -114,9 +110,7 @@ class Local:
         """The operands; those that arrive whole are narrowed to what the window needs."""
         values = list(operands)
         for k, cut in enumerate(self.call.cuts):
-            for axis, rule, arrives, w in zip(
-                cut.axes, cut.rules, cut.arrives, window, strict=True
-            ):
+            for axis, rule, arrives, w in zip(cut.axes, cut.rules, cut.arrives, window, strict=True):
                 if axis is not None and rule is not None and not arrives:
                     values[k] = narrowed(values[k], axis, rule(*w))
         return values
@@ -143,9 +137,7 @@ def activate(after: Epilogue, into: Tensor) -> None:
         into.copy_(activated)
 
 
-def local(
-    node: fx.Node, relation: Relation | Declined, axes: Mapping[fx.Node, Axes]
-) -> Local | Declined:
+def local(node: fx.Node, relation: Relation | Declined, axes: Mapping[fx.Node, Axes]) -> Local | Declined:
     """How a call runs on parts; Declined where it must run whole.
 
     axes: of the values that are cut, including the call's own.
@@ -193,17 +185,13 @@ def _read(
         operand_axes.append(along)
         rules.append(None if along is None else regions.region_rule(relation, k, axis or 0))
         arrives.append(here)
-    cut = OperandCut(
-        (operand_axes[0], operand_axes[1]), (rules[0], rules[1]), (arrives[0], arrives[1]), shape
-    )
+    cut = OperandCut((operand_axes[0], operand_axes[1]), (rules[0], rules[1]), (arrives[0], arrives[1]), shape)
     if value_axes == NONE:
         return cut, None
     window_rules = []
     for dim in (ROWS, COLUMNS):
         cut_axis, rule = value_axes[dim], rules[dim]
-        window_rules.append(
-            rule if arrives[dim] else _all(1 if cut_axis is None else shape[cut_axis])
-        )
+        window_rules.append(rule if arrives[dim] else _all(1 if cut_axis is None else shape[cut_axis]))
     return cut, Read(operand.value, k, (window_rules[0], window_rules[1]), whole=not arrives[ROWS])
 
 
@@ -214,9 +202,7 @@ def _all(length: int) -> Rule:
 def _kind(call: LocalCall) -> LocalKind | Declined:
     """The way to run a call, selected by the table's roles of the axes that are cut."""
     relation = call.relation
-    letters = {
-        letter for axis in call.axes if axis is not None for letter in relation.outs[0][axis]
-    }
+    letters = {letter for axis in call.axes if axis is not None for letter in relation.outs[0][axis]}
     if letters & relation.moved:
         return LocalMove.of(call)
     if letters & relation.window and relation.entry.region in RESIZES:

@@ -94,9 +94,7 @@ def _selected(clipped: list[PositionRun]) -> list[PositionRun]:
     for source, group in itertools.groupby(clipped, key=lambda run: run.source):
         members = list(group)
         index = [run.start + k * run.step for run in members for k in range(run.count)]
-        merged.append(
-            PositionRun(members[0].first, len(index), source, index[0], 0, torch.tensor(index))
-        )
+        merged.append(PositionRun(members[0].first, len(index), source, index[0], 0, torch.tensor(index)))
     return merged
 
 
@@ -124,17 +122,14 @@ class LocalMove(LocalKind):
             for moved, run in zip(self.axes, taken, strict=True):
                 target = target.narrow(moved.axis, run.first, run.count)
             if any(run.source < 0 for run in taken):
-                value = next(
-                    a.value for a, run in zip(self.axes, taken, strict=True) if run.source < 0
-                )
+                value = next(a.value for a, run in zip(self.axes, taken, strict=True) if run.source < 0)
                 target.fill_(value)
             else:
                 self._copy(values[source], target, taken)
 
     def _within(self, window: Window) -> list[list[PositionRun]]:
         return [
-            moved.within(self.call.window(moved.axis, window), self._lows(moved.axis, window))
-            for moved in self.axes
+            moved.within(self.call.window(moved.axis, window), self._lows(moved.axis, window)) for moved in self.axes
         ]
 
     def _lows(self, axis: int, window: Window) -> list[int]:
@@ -169,10 +164,7 @@ class LocalMove(LocalKind):
 
     def allocated_bytes(self, window: Window) -> int:
         """The first of two selections, where indices select along two axes."""
-        has_index = [
-            any(r.index is not None or r.step < 0 for r in axis_runs)
-            for axis_runs in self._within(window)
-        ]
+        has_index = [any(r.index is not None or r.step < 0 for r in axis_runs) for axis_runs in self._within(window)]
         return self.call.bytes(window) if sum(has_index) > 1 else 0
 
 

@@ -46,11 +46,7 @@ class LocalMaxPool(LocalWindows):
         x = values[0]
         for k, (s, axis_taps) in enumerate(zip(self.axes, taps, strict=True)):
             last = k == len(self.axes) - 1
-            target = (
-                into
-                if last
-                else scratch(self._between(x.shape, window, k), self._layout(), x.dtype)
-            )
+            target = into if last else scratch(self._between(x.shape, window, k), self._layout(), x.dtype)
             _largest(x, target, (s,), (axis_taps,))
             x = target
 
@@ -135,8 +131,9 @@ class LocalAvgPool(LocalWindows):
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
         x, borders = values[0], self._borders(window)
         if all(borders):
-            padding = [0 if border == "inside" else s.geometry.padding
-                       for s, border in zip(self.axes, borders, strict=True)]  # fmt: skip
+            padding = [
+                0 if border == "inside" else s.geometry.padding for s, border in zip(self.axes, borders, strict=True)
+            ]
             divisor = self.call.bound.get("divisor_override")
             self._pool(x, into, padding, self.call.bound["ceil_mode"], divisor)
             return
@@ -220,10 +217,7 @@ class LocalAdaptivePool(LocalWindows):
         for combination in itertools.product(*pieces):
             source, target = x, into
             for s, (first, count, low, size) in zip(self.axes, combination, strict=True):
-                source, target = (
-                    source.narrow(s.axis, low, size),
-                    target.narrow(s.axis, first, count),
-                )
+                source, target = (source.narrow(s.axis, low, size), target.narrow(s.axis, first, count))
             self._pool(source, target)
 
     def _pieces(self, s: Sliding, interval: Interval) -> list[tuple[int, int, int, int]]:

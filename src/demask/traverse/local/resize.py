@@ -76,9 +76,7 @@ def combs(taps: Taps, interval: Interval, low: int) -> list[Comb]:
             progression = starts[phase::period]
             step = progression[1] - progression[0] if len(progression) > 1 else 1
             first = k - interval[0] + phase
-            result.append(
-                Comb(first, period, len(progression), progression[0] - low, step, taps.count[k])
-            )
+            result.append(Comb(first, period, len(progression), progression[0] - low, step, taps.count[k]))
         k = last
     return result
 
@@ -135,8 +133,9 @@ class LocalResize(LocalKind):
         return window[dim] != (0, g.output) or self._needs(s, window) != (0, g.input)
 
     def _uses_op(self, window: Window) -> bool:
-        return all(factor is not None or not self._is_cut(s, window)
-                   for s, factor in zip(self.axes, self.factors, strict=True))  # fmt: skip
+        return all(
+            factor is not None or not self._is_cut(s, window) for s, factor in zip(self.axes, self.factors, strict=True)
+        )
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
         x = values[0]
@@ -154,8 +153,9 @@ class LocalResize(LocalKind):
             shape[s.axis] = interval[1] - interval[0]
             pass_target = target if last else scratch(shape, self._layout(), work)
             taps = self._taps(s, work)
-            resample(x, pass_target, s.axis, combs(taps, interval, self._needs(s, window)[0]),
-                     taps.weights, interval[0])  # fmt: skip
+            resample(
+                x, pass_target, s.axis, combs(taps, interval, self._needs(s, window)[0]), taps.weights, interval[0]
+            )
             x = pass_target
         if rest:
             self._op(x, target, window, skip=True)
@@ -276,20 +276,12 @@ def _factor(s: Sliding, align: bool) -> int | None:
     g = s.geometry
     factor = g.output // max(g.input, 1)
     scale = g.number("scale_factors", None)
-    is_exact = (
-        factor * g.input == g.output and factor & (factor - 1) == 0 and scale in (None, factor)
-    )
+    is_exact = factor * g.input == g.output and factor & (factor - 1) == 0 and scale in (None, factor)
     return factor if factor and is_exact and not align else None
 
 
 def _read_taps(
-    packet: Any,
-    rank: int,
-    index: int,
-    g: Geometry,
-    rule: Any,
-    align: bool | None,
-    dtype: torch.dtype,
+    packet: Any, rank: int, index: int, g: Geometry, rule: Any, align: bool | None, dtype: torch.dtype
 ) -> Taps:
     """The op's taps along one axis, from resizing signals that are one at every `_PERIOD`-th
     position."""
@@ -315,20 +307,14 @@ def _signals(length: int, dtype: torch.dtype) -> Tensor:
     return (phases == torch.arange(_PERIOD)[:, None]).to(dtype)
 
 
-def resample(
-    x: Tensor, into: Tensor, axis: int, parts: list[Comb], weights: Tensor | None, origin: int
-) -> None:
+def resample(x: Tensor, into: Tensor, axis: int, parts: list[Comb], weights: Tensor | None, origin: int) -> None:
     """Fill `into` along an axis by combs. origin: its first position, an index into `weights`."""
     shape = [1] * into.ndim
     for c in parts:
         target = stepped(into, axis, c.first, c.count, c.every)
         for tap in range(c.taps):
             position = c.start + tap
-            source = (
-                stepped(x, axis, position, c.count, c.step)
-                if c.step
-                else x.narrow(axis, position, 1)
-            )
+            source = stepped(x, axis, position, c.count, c.step) if c.step else x.narrow(axis, position, 1)
             if weights is None:
                 target.copy_(source)
                 continue

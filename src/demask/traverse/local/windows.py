@@ -69,9 +69,8 @@ class LocalConv(LocalWindows):
     adds = True
 
     def run_onto(
-        self, values: list[Any], window: Window, into: Tensor, scratch: Scratch,
-        after: Epilogue | None, add: bool,
-    ) -> None:  # fmt: skip
+        self, values: list[Any], window: Window, into: Tensor, scratch: Scratch, after: Epilogue | None, add: bool
+    ) -> None:
         """Fill `into`, or add to its values; then apply the activation."""
         x, weight, bias = [*values, None][:3]
         padding, margins = self._padding(window)

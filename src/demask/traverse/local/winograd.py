@@ -32,15 +32,7 @@ from demask.ops.entry import op_name
 from demask.traverse.axes import COLUMNS, NONE, ROWS, empty
 from demask.traverse.axes import Window as Part
 from demask.traverse.local.call import LocalKind, Scratch, Sliding, nbytes
-from demask.traverse.local.compiled import (
-    LLVM,
-    PartDims,
-    across,
-    compiles,
-    fused,
-    is_float32,
-    is_laid_out,
-)
+from demask.traverse.local.compiled import LLVM, PartDims, across, compiles, fused, is_float32, is_laid_out
 from demask.traverse.local.windows import LocalConv
 from demask.tune.epilogue import Epilogue, apply_activation
 
@@ -78,12 +70,7 @@ def is_supported(kind: LocalConv) -> bool:
     is_whole = outer % host().lanes == 0 and inner % max(host().lanes, UNROLLED) == 0
     positions = math.prod(call.shape) // max(outer, 1)
     least, most = CHANNELS
-    return (
-        is_whole
-        and least <= min(inner, outer)
-        and max(inner, outer) <= most
-        and positions >= LEAST_POSITIONS
-    )
+    return is_whole and least <= min(inner, outer) and max(inner, outer) <= most and positions >= LEAST_POSITIONS
 
 
 def _doubled(kind: LocalConv, s: Sliding) -> bool:
@@ -132,9 +119,8 @@ class CompiledWinograd(LocalKind):
         return self.fallback
 
     def run_onto(
-        self, values: list[Any], window: Part, into: Tensor, scratch: Scratch,
-        after: Epilogue | None, add: bool,
-    ) -> None:  # fmt: skip
+        self, values: list[Any], window: Part, into: Tensor, scratch: Scratch, after: Epilogue | None, add: bool
+    ) -> None:
         """Fill `into`, or add to its values; then apply the activation.
 
         The weight may be one that `pack_weight` has returned.
@@ -145,12 +131,15 @@ class CompiledWinograd(LocalKind):
         memory = scratch((self._scratch_floats(window),), NONE, torch.float32)
         source, target = self._dense(x, 0), self._dense(into, 1)
         act = fused(after)
-        addresses = (source.tensor.data_ptr(), target.tensor.data_ptr(), packed.data_ptr(),
-                     0 if bias is None else bias.data_ptr())  # fmt: skip
+        addresses = (
+            source.tensor.data_ptr(),
+            target.tensor.data_ptr(),
+            packed.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+        )
         self._runner(act, add).run(
-            self._sizes(source, target, window), torch.get_num_threads(), addresses,
-            (memory.data_ptr(), memory.nbytes),
-        )  # fmt: skip
+            self._sizes(source, target, window), torch.get_num_threads(), addresses, (memory.data_ptr(), memory.nbytes)
+        )
         if target.tensor is not into:
             into.copy_(target.tensor)
         if after is not None and act is None:
@@ -177,8 +166,9 @@ class CompiledWinograd(LocalKind):
             part_begin = min(max(begin - g.padding, 0), g.input)
             firsts.append(tile - g.padding - part_begin)
             skipped.append(begin - tile)
-        return WinogradSizes(source.rows, source.columns, target.rows, target.columns,
-                             source.pitch, target.pitch, *firsts, *skipped)  # fmt: skip
+        return WinogradSizes(
+            source.rows, source.columns, target.rows, target.columns, source.pitch, target.pitch, *firsts, *skipped
+        )
 
     def _runner(self, act: Act | None, add: bool) -> WinogradRunner:
         runner = self.runners.get((act, add))

@@ -50,11 +50,11 @@ def _normalize(editor: GraphEditor, x: fx.Node, reader: fx.Node, normalize: Any)
         if normalize != "image":
             raise BadInput(f'expected normalize="image" or (means, deviations), got {normalize!r}')
         norm = aten.instance_norm.default
-        return editor.insert(reader, None, norm, x, None, None, None, None, True, 0.1, EPSILON,
-                             False)  # fmt: skip
+        return editor.insert(reader, None, norm, x, None, None, None, None, True, 0.1, EPSILON, False)
     shape = (1, value.shape[1], *(1 for _ in range(value.ndim - 2)))
-    mean, deviation = (torch.tensor(row, dtype=value.dtype).reshape(shape)
-                       for row in _per_channel(normalize, value.shape[1]))  # fmt: skip
+    mean, deviation = (
+        torch.tensor(row, dtype=value.dtype).reshape(shape) for row in _per_channel(normalize, value.shape[1])
+    )
     names = editor.add_constant("mean", mean, reader), editor.add_constant("std", deviation, reader)
     centered = editor.insert(reader, None, aten.sub.Tensor, x, names[0])
     return editor.insert(reader, None, aten.div.Tensor, centered, names[1])
@@ -64,8 +64,9 @@ def _per_channel(normalize: Any, channels: int) -> tuple[list[float], list[float
     try:
         mean, std = (np.broadcast_to(np.asarray(row, np.float64), (channels,)) for row in normalize)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"normalize: expected one mean and one deviation for each of {channels} "
-                       f"channels, got {normalize!r:.80}") from error  # fmt: skip
+        raise BadInput(
+            f"normalize: expected one mean and one deviation for each of {channels} channels, got {normalize!r:.80}"
+        ) from error
     if not np.isfinite(mean).all() or not np.isfinite(std).all() or not (std > 0).all():
         raise BadInput("normalize: expected finite means and deviations above 0")
     return mean.tolist(), std.tolist()

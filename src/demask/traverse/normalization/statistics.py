@@ -74,14 +74,13 @@ class FrozenStatistics:
     def from_dict(cls, data: Mapping[str, Any]) -> FrozenStatistics:
         """The inverse of `to_dict`."""
         try:
-            norms = tuple(NormMoments(str(row["name"]), tuple(map(float, row["mean"])),
-                                      tuple(map(float, row["variance"])))
-                          for row in data["norms"])  # fmt: skip
+            norms = tuple(
+                NormMoments(str(row["name"]), tuple(map(float, row["mean"])), tuple(map(float, row["variance"])))
+                for row in data["norms"]
+            )
             return cls(norms, int(data["tiles"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise BadInput(
-                "statistics: expected what `FrozenStatistics.to_dict` returns"
-            ) from error
+            raise BadInput("statistics: expected what `FrozenStatistics.to_dict` returns") from error
 
 
 Statistics = str | FrozenStatistics
@@ -102,16 +101,16 @@ def with_statistics(program: Program, statistics: Statistics) -> Program:
     if match is None or not int(match[1]):
         if statistics == IMAGE:
             return program
-        raise BadInput(f'expected statistics="image", "tile:N" with N rows of the input, or what '
-                       f"calibrate() returns, got {statistics!r:.80}")  # fmt: skip
+        raise BadInput(
+            f'expected statistics="image", "tile:N" with N rows of the input, or what '
+            f"calibrate() returns, got {statistics!r:.80}"
+        )
     return _by_window(program, int(match[1]))
 
 
 def norms_of(graph: fx.Graph) -> list[fx.Node]:
     """The norms whose statistics are over the image."""
-    return [
-        node for node in graph.nodes if node.target in traits.IMAGE_NORMS and _is_over_image(node)
-    ]
+    return [node for node in graph.nodes if node.target in traits.IMAGE_NORMS and _is_over_image(node)]
 
 
 def _is_over_image(node: fx.Node) -> bool:
@@ -135,13 +134,16 @@ def _frozen(program: Program, statistics: FrozenStatistics) -> Program:
     known = [(one.name, len(one.mean)) for one in statistics.norms]
     own = [(node.name, groups_of(node)) for node in norms]
     if known != own:
-        raise BadInput(f"statistics: they are of the norms {known}, this network has {own}; call "
-                       "calibrate() with this network")  # fmt: skip
+        raise BadInput(
+            f"statistics: they are of the norms {known}, this network has {own}; call calibrate() with this network"
+        )
     for node, moments in zip(norms, statistics.norms, strict=True):
         bound, value = schema.arguments(node), node.meta["val"]
         repeats = value.shape[1] // len(moments.mean)
-        mean, variance = (torch.tensor(row, dtype=torch.float64).repeat_interleave(repeats)
-                          for row in (moments.mean, moments.variance))  # fmt: skip
+        mean, variance = (
+            torch.tensor(row, dtype=torch.float64).repeat_interleave(repeats)
+            for row in (moments.mean, moments.variance)
+        )
         scale = (variance + bound["eps"]).rsqrt()
         shape = [1, value.shape[1], *[1] * (value.ndim - 2)]
         scale, shift = (
@@ -158,9 +160,10 @@ def _affine(editor: GraphEditor, node: fx.Node, scale: fx.Node, shift: fx.Node) 
     """(x * scale + shift) * weight + bias as one call; the constants are computed once."""
     bound, value = schema.arguments(node), node.meta["val"]
     shape = [1, value.shape[1], *[1] * (value.ndim - 2)]
-    weight, bias = (None if bound[name] is None else
-                    editor.call(aten.reshape.default, bound[name], shape)
-                    for name in ("weight", "bias"))  # fmt: skip
+    weight, bias = (
+        None if bound[name] is None else editor.call(aten.reshape.default, bound[name], shape)
+        for name in ("weight", "bias")
+    )
     if weight is not None:
         scale, shift = (editor.call(aten.mul.Tensor, v, weight) for v in (scale, shift))
     if bias is not None:
@@ -220,27 +223,21 @@ def _normalize_windows(editor: GraphEditor, node: fx.Node, extents: Sequence[int
     return _cast(editor, y, value.dtype)
 
 
-def _window_means(
-    editor: GraphEditor, x: fx.Node, extents: Sequence[int], groups: int
-) -> fx.Node:  # fmt: skip
+def _window_means(editor: GraphEditor, x: fx.Node, extents: Sequence[int], groups: int) -> fx.Node:
     """Means of windows and groups of channels, (N, C, windows down, windows across)."""
     size = list(extents)
     means = editor.call(aten.avg_pool2d.default, x, size, size, [0, 0], True, False)
     n, channels, down, across = means.meta["val"].shape
     if groups == channels:
         return means
-    grouped = editor.call(
-        aten.reshape.default, means, [n, groups, channels // groups, down, across]
-    )
+    grouped = editor.call(aten.reshape.default, means, [n, groups, channels // groups, down, across])
     grouped = editor.call(aten.mean.dim, grouped, [2], True)
     wide = [n, groups, channels // groups, down, across]
     wide_means = editor.call(aten.expand.default, grouped, wide)
     return editor.call(aten.reshape.default, wide_means, [n, channels, down, across])
 
 
-def _spread(
-    editor: GraphEditor, windows: fx.Node, extents: Sequence[int], like: Tensor
-) -> fx.Node:  # fmt: skip
+def _spread(editor: GraphEditor, windows: fx.Node, extents: Sequence[int], like: Tensor) -> fx.Node:
     """The value of its window at each position."""
     down, across = (n * k for n, k in zip(windows.meta["val"].shape[2:], extents, strict=True))
     wide = editor.call(aten.upsample_nearest2d.vec, windows, [down, across], None)
@@ -261,9 +258,7 @@ class MomentRecorder(fx.Interpreter):
         for name, constant in program.constants.items():
             _attach(module, name, constant.tensor)
         super().__init__(module, graph=program.graph)
-        self.norms: dict[fx.Node, tuple[int, Any, Any]] = dict.fromkeys(
-            norms_of(program.graph), (0, 0.0, 0.0)
-        )
+        self.norms: dict[fx.Node, tuple[int, Any, Any]] = dict.fromkeys(norms_of(program.graph), (0, 0.0, 0.0))
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self.norms:
@@ -281,9 +276,7 @@ def _attach(module: torch.nn.Module, name: str, tensor: Tensor) -> None:
         if not hasattr(module, parent):
             setattr(module, parent, torch.nn.Module())
         module = getattr(module, parent)
-    setattr(
-        module, last, torch.nn.Parameter(tensor, False) if tensor.is_floating_point() else tensor
-    )
+    setattr(module, last, torch.nn.Parameter(tensor, False) if tensor.is_floating_point() else tensor)
 
 
 def measure(programs: Iterable[tuple[Program, Tensor]]) -> FrozenStatistics:
@@ -299,12 +292,15 @@ def measure(programs: Iterable[tuple[Program, Tensor]]) -> FrozenStatistics:
         rows = [(node.name, *sums) for node, sums in recorder.norms.items()]
         if totals and [row[0] for row in rows] != [row[0] for row in totals]:
             raise BadInput("calibrate: the network has other norms for other sizes of tiles")
-        totals = rows if not totals else [
-            (name, a + b, m + n, v + w)
-            for (name, a, m, v), (_, b, n, w) in zip(totals, rows, strict=True)
-        ]  # fmt: skip
-    norms = tuple(NormMoments(name, tuple((means / count).tolist()), tuple((sums / count).tolist()))
-                  for name, count, means, sums in totals)  # fmt: skip
+        totals = (
+            rows
+            if not totals
+            else [(name, a + b, m + n, v + w) for (name, a, m, v), (_, b, n, w) in zip(totals, rows, strict=True)]
+        )
+    norms = tuple(
+        NormMoments(name, tuple((means / count).tolist()), tuple((sums / count).tolist()))
+        for name, count, means, sums in totals
+    )
     if any(not math.isfinite(x) for one in norms for x in (*one.mean, *one.variance)):
         raise BadInput("calibrate: a norm sees values that are not finite in these tiles")
     return FrozenStatistics(norms, totals[0][1] if totals else 0)

@@ -18,9 +18,14 @@ Cut = Callable[[MemoryLayout], MemoryLayout]
 
 
 def plan_flow(
-    flow: Flow, budget: int, *, reserved: int = 0, compiles: bool = False, workers: int = 1,
+    flow: Flow,
+    budget: int,
+    *,
+    reserved: int = 0,
+    compiles: bool = False,
+    workers: int = 1,
     cut: Callable[[Flow], Cut] | None = None,
-) -> tuple[Flow, TilePlan, MemoryLayout]:  # fmt: skip
+) -> tuple[Flow, TilePlan, MemoryLayout]:
     """The flow with the kernels that fit a budget, its fastest plan, and the memory layout.
 
     compiles: whether the call itself compiles the kernels, within the budget. cut: the function

@@ -141,43 +141,43 @@ class TilePlan(PageSource):
             segments = tuple(_segment(row) for row in data["segments"])
             numbers = {key: _number(data[key]) for key in _NUMBERS}
             sizes = tuple(tuple(map(_number, row)) for row in data["sizes"])
-            return cls(
-                segments,
-                sizes=sizes,
-                images=_flag(data["images"]),
-                notes=_words(data["notes"]),
-                **numbers,
-            )
+            return cls(segments, sizes=sizes, images=_flag(data["images"]), notes=_words(data["notes"]), **numbers)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadInput(f"the plan of the network is damaged: {error!r}") from error
 
     def page(self) -> Page:
         """What `print`, `to_html` and notebooks show, as sections."""
-        head = (f"{len(self.segments)} segments; peak {format_bytes(self.peak)} of "
-                f"{format_bytes(self.budget)} (live {format_bytes(self.live)}, "
-                f"process {format_bytes(self.overhead)}); "
-                f"{self.macs:.4g} MACs ({self.recompute:.4f} x untiled); "
-                f"traffic {format_bytes(self.traffic)}")  # fmt: skip
+        head = (
+            f"{len(self.segments)} segments; peak {format_bytes(self.peak)} of "
+            f"{format_bytes(self.budget)} (live {format_bytes(self.live)}, "
+            f"process {format_bytes(self.overhead)}); "
+            f"{self.macs:.4g} MACs ({self.recompute:.4f} x untiled); "
+            f"traffic {format_bytes(self.traffic)}"
+        )
         heads = ("", "mode", "tile", "steps", "calls", "keeps", "memory", "MACs", "traffic")
         rows = [_row(k, segment) for k, segment in enumerate(self.segments)]
         widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-        lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip()
-                 for row in (heads, *rows)]  # fmt: skip
+        lines = [
+            "  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)
+        ]
         segments = TextTable(("segment", *heads[1:]), rows, "Segments", left=(0, 1, 2, 4, 5))
-        return Page("demask: plan of tiles", (
-            InTerminal([Lines([head, *lines])]), OnPage([self._timeline(), segments]),
-            Lines(self.notes, "Notes", is_close=True),
-        ), head)  # fmt: skip
+        return Page(
+            "demask: plan of tiles",
+            (
+                InTerminal([Lines([head, *lines])]),
+                OnPage([self._timeline(), segments]),
+                Lines(self.notes, "Notes", is_close=True),
+            ),
+            head,
+        )
 
     def _timeline(self) -> Timeline:
         """The values in memory, segment by segment."""
         spans = [
-            Span(_span(s.nodes), s.macs + 1, s.stored + s.bytes, f"{s.mode}, {s.macs:.3g} MACs")
-            for s in self.segments
+            Span(_span(s.nodes), s.macs + 1, s.stored + s.bytes, f"{s.mode}, {s.macs:.3g} MACs") for s in self.segments
         ]
         limits = {"budget": self.budget} if self.budget <= CLOSE * self.peak else {}
-        return Timeline(spans, "multiply-adds, segment after segment", "Values in memory",
-                        limits)  # fmt: skip
+        return Timeline(spans, "multiply-adds, segment after segment", "Values in memory", limits)
 
 
 CLOSE = 3  # a budget of at most so many times the peak is drawn with it
@@ -186,16 +186,22 @@ _NUMBERS = ("budget", "peak", "live", "overhead", "macs", "macs_untiled", "traff
 
 def _row(k: int, segment: Segment) -> tuple[str, ...]:
     tile = {BANDS: f"{segment.rows} rows", FRUSTUMS: f"{segment.rows} x {segment.columns}"}
-    stored = ", ".join(
-        f"{name} on disk" if name in segment.spills else name for name in segment.keeps
-    )
+    stored = ", ".join(f"{name} on disk" if name in segment.spills else name for name in segment.keeps)
     if segment.workers > 1:
         tile[BANDS] += f" x {segment.workers} strips"
     if segment.stripe:
         tile[segment.mode] += f" in tasks of {segment.stripe}"
-    return (str(k), segment.mode, tile.get(segment.mode, "whole"), str(segment.steps),
-            _span(segment.nodes), stored, format_bytes(segment.bytes), f"{segment.macs:.3g}",
-            format_bytes(segment.traffic))  # fmt: skip
+    return (
+        str(k),
+        segment.mode,
+        tile.get(segment.mode, "whole"),
+        str(segment.steps),
+        _span(segment.nodes),
+        stored,
+        format_bytes(segment.bytes),
+        f"{segment.macs:.3g}",
+        format_bytes(segment.traffic),
+    )
 
 
 def _span(nodes: tuple[str, ...]) -> str:
@@ -207,10 +213,7 @@ def _segment(row: Any) -> Segment:
     if mode not in MODES:
         raise ValueError(f"mode {mode!r}")
     names = {key: _words(row[key]) for key in ("nodes", "keeps", "spills")}
-    numbers = {
-        key: _number(row[key])
-        for key in ("rows", "columns", "steps", "workers", "bytes", "macs", "traffic")
-    }
+    numbers = {key: _number(row[key]) for key in ("rows", "columns", "steps", "workers", "bytes", "macs", "traffic")}
     numbers |= {key: _number(row.get(key, 0)) for key in ("stripe", "stored")}
     over = {_word(a): _word(b) for a, b in row["over"].items()}
     fields: dict[str, Any] = {**names, **numbers}

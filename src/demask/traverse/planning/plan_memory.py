@@ -67,8 +67,7 @@ class PlacedSegment:
 
     def borders(self) -> list[list[int]]:
         """For each two adjacent strips, the bytes of each value that is exchanged."""
-        return [[align_size(self.border_bytes(v, n)) for v, n in strip.borders.items()]
-                for strip in self.strips[:-1]]  # fmt: skip
+        return [[align_size(self.border_bytes(v, n)) for v, n in strip.borders.items()] for strip in self.strips[:-1]]
 
     def border_bytes(self, node: fx.Node, rows: int) -> int:
         """Bytes of exchanged rows of a value; 0 for maps, which workers share."""
@@ -152,9 +151,7 @@ def stripes_of(stage: Stage, segment: Segment) -> list[Interval]:
     return [(top, min(top + size, height)) for top in range(0, height, size)]
 
 
-def steps_of_stripe(
-    stage: Stage, segment: Segment, rows: Interval, columns: Interval | None = None
-) -> Iterator[Step]:
+def steps_of_stripe(stage: Stage, segment: Segment, rows: Interval, columns: Interval | None = None) -> Iterator[Step]:
     """The steps that compute some rows of the tallest target, and nothing else of the targets.
 
     columns: of the widest target; None for all. The rows around them are computed again.
@@ -185,8 +182,10 @@ def tile_at(stage: Stage, rows: Interval, columns: Interval) -> Step:
     height, width = max(ends.values()), max(stage.flow.columns(v) for v in ends)
     for v, n in ends.items():
         m = stage.flow.columns(v)
-        window[v] = ((rows[0] * n // height, min(rows[1], height) * n // height),
-                     (columns[0] * m // width, min(columns[1], width) * m // width))  # fmt: skip
+        window[v] = (
+            (rows[0] * n // height, min(rows[1], height) * n // height),
+            (columns[0] * m // width, min(columns[1], width) * m // width),
+        )
     return tile_step(stage, window)
 
 
@@ -216,8 +215,7 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
     for segment in segments:
         stage = stage_of(flow, segment)
         if segment.mode in (BANDS, FRUSTUMS) and (not stage.is_streamable or segment.rows < 1):
-            raise BadInput(f"the plan runs {segment.nodes[:1]} in {segment.mode}, which is not "
-                           "possible")  # fmt: skip
+            raise BadInput(f"the plan runs {segment.nodes[:1]} in {segment.mode}, which is not possible")
         if not 1 <= segment.workers <= WORKERS:
             raise BadInput(f"the plan has {segment.workers} workers, expected 1 to {WORKERS}")
         if segment.mode == FRUSTUMS and segment.columns < 1:
@@ -229,19 +227,23 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
         for unit in stage.units:
             for edge in unit.edges:
                 if edge.whole and edge.source.name in spilled and not can_stream_keys(unit.node):
-                    raise BadInput(f"the plan stores {edge.source.name} on disk, but "
-                                   f"{unit.node.name} reads all of its rows at once")  # fmt: skip
-            missing = [n.name for node in unit.nodes for n in node.all_input_nodes
-                       if n not in available and n not in unit.nodes]  # fmt: skip
+                    raise BadInput(
+                        f"the plan stores {edge.source.name} on disk, but "
+                        f"{unit.node.name} reads all of its rows at once"
+                    )
+            missing = [
+                n.name
+                for node in unit.nodes
+                for n in node.all_input_nodes
+                if n not in available and n not in unit.nodes
+            ]
             if missing:
                 raise BadInput(f"the plan runs {unit.node.name} before its operand {missing[0]}")
             available |= set(unit.nodes)
         computed |= set(stage.targets) | {u.node for u in stage.units if u.node not in flow.axes}
     missing_outputs = [n for n in flow.outputs if isinstance(n, fx.Node) and n not in computed]
     if missing_outputs:
-        raise BadInput(
-            f"the plan does not compute {missing_outputs[0].name}, which the network returns"
-        )
+        raise BadInput(f"the plan does not compute {missing_outputs[0].name}, which the network returns")
 
 
 def lay_out_checked(flow: Flow, segments: Sequence[Segment]) -> MemoryLayout:
@@ -250,8 +252,7 @@ def lay_out_checked(flow: Flow, segments: Sequence[Segment]) -> MemoryLayout:
     layout = lay_out(flow, segments)
     for segment, place in zip(segments, layout.places, strict=True):
         if place.segment.over != segment.over:
-            raise BadInput(f"the plan lets maps of {segment.nodes[:1]} overwrite values that are "
-                           "still read")  # fmt: skip
+            raise BadInput(f"the plan lets maps of {segment.nodes[:1]} overwrite values that are still read")
     return layout
 
 
@@ -318,9 +319,7 @@ def _whole_lifetimes(flow: Flow, places: Sequence[PlacedSegment]) -> dict[fx.Nod
     return lifetimes
 
 
-def _allocate(
-    flow: Flow, places: tuple[PlacedSegment, ...], map_values: set[fx.Node]
-) -> MemoryLayout:
+def _allocate(flow: Flow, places: tuple[PlacedSegment, ...], map_values: set[fx.Node]) -> MemoryLayout:
     """Maps and segments in one arena, placed by lifetime."""
     owner = {v: v for v in map_values}
     names = {v.name: v for v in map_values}
@@ -349,13 +348,10 @@ def _allocate(
         whole + sum(block.size for block in blocks[: len(lives)] if block.start <= k <= block.end)
         for k, whole in enumerate(whole_bytes)
     )
-    return MemoryLayout(places, maps, work, arena.size, tuple(whole_bytes), tuple(last_used),
-                        stored)  # fmt: skip
+    return MemoryLayout(places, maps, work, arena.size, tuple(whole_bytes), tuple(last_used), stored)
 
 
-def find_overwrites(
-    stage: Stage, steps: Sequence[Step], maps: frozenset[fx.Node]
-) -> dict[fx.Node, fx.Node]:
+def find_overwrites(stage: Stage, steps: Sequence[Step], maps: frozenset[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Maps that can overwrite maps that are read: each row after it was read for the last time."""
     unit_of = {u.value: (k, u) for k, u in enumerate(stage.units)}
     overwritable = [v for v in stage.enters if v in maps]

@@ -166,11 +166,7 @@ class Planner:
                 recomputed.append(node)
                 stack += node.all_input_nodes
         recomputed.sort(key=self.index_of.__getitem__)
-        keeps = {
-            n
-            for n in calls
-            if n in self.flow.axes and n not in self.recomputed and self._is_read_after(n, high)
-        }
+        keeps = {n for n in calls if n in self.flow.axes and n not in self.recomputed and self._is_read_after(n, high)}
         return recomputed + calls, keeps
 
     def _is_read_after(self, node: fx.Node, high: int) -> bool:
@@ -210,9 +206,7 @@ class Planner:
             return Segment(BARRIER, tuple(n.name for n in nodes), ())
         stage = build_stage(self.flow, nodes, keeps)
         is_possible = (
-            stage.is_streamable
-            and bool(target_rows(stage))
-            and (mode != FRUSTUMS or self._has_columns(stage))
+            stage.is_streamable and bool(target_rows(stage)) and (mode != FRUSTUMS or self._has_columns(stage))
         )
         chosen = (mode, rows, columns) if is_possible else (LAYERWISE, 0, 0)
         return self._build_choice(stage, nodes, (low, high), *chosen).segment
@@ -224,16 +218,11 @@ class Planner:
         """Whether the stage runs in parts and all of its values have columns to cut."""
         axes = self.flow.axes
         values = [*stage.enters, *(u.value for u in stage.units if u.value in axes)]
-        return (
-            stage.is_streamable
-            and bool(target_rows(stage))
-            and all(axes[v][1] is not None for v in values)
-        )
+        return stage.is_streamable and bool(target_rows(stage)) and all(axes[v][1] is not None for v in values)
 
     def _build_choice(
-        self, stage: Stage, nodes: Sequence[fx.Node], cuts: tuple[int, int], mode: str, rows: int,
-        columns: int,
-    ) -> StageChoice:  # fmt: skip
+        self, stage: Stage, nodes: Sequence[fx.Node], cuts: tuple[int, int], mode: str, rows: int, columns: int
+    ) -> StageChoice:
         low, high = cuts
         names, keeps = (tuple(n.name for n in some) for some in (nodes, stage.targets))
         spills = tuple(v.name for v in stage.targets if self._is_spilled(v))
@@ -258,19 +247,13 @@ class Planner:
         return StageChoice(segment, _seconds(stage, segment), map_bytes + own_bytes)
 
     def _is_map(self, node: fx.Node) -> bool:
-        return (
-            node.op == "call_function"
-            and not self._is_spilled(node)
-            and not self._is_only_returned(node)
-        )
+        return node.op == "call_function" and not self._is_spilled(node) and not self._is_only_returned(node)
 
     def _is_only_returned(self, node: fx.Node) -> bool:
         """Whether a value is an output that no call reads."""
         return node in self.outputs and all(u.op == "output" for u in node.users)
 
-    def _is_read_whole(
-        self, node: fx.Node, unless: Callable[[fx.Node], bool] = lambda reader: False
-    ) -> bool:
+    def _is_read_whole(self, node: fx.Node, unless: Callable[[fx.Node], bool] = lambda reader: False) -> bool:
         """Whether a call reads all rows of a value at once. unless: readers to ignore."""
         readers = [u for u in node.users if u.op == "call_function" and not unless(u)]
         return any(e.whole and e.source is node for u in readers for e in self.flow.edges(u))
@@ -315,16 +298,17 @@ class Planner:
         cuts = self.cuts()
         best: dict[int, tuple[float, float, list[Segment]]] = {0: (0.0, 0.0, [])}
         for j, high in enumerate(cuts[1:], 1):
-            candidates = [(max(best[low][0], c.bytes), best[low][1] + c.seconds, low, c.segment)
-                          for low in cuts[:j] for c in self.choices(low, high, 0)]  # fmt: skip
+            candidates = [
+                (max(best[low][0], c.bytes), best[low][1] + c.seconds, low, c.segment)
+                for low in cuts[:j]
+                for c in self.choices(low, high, 0)
+            ]
             size, seconds, low, segment = min(candidates, key=lambda candidate: candidate[:2])
             best[high] = size, seconds, [*best[low][2], segment]
         return best[len(self.calls)]
 
 
-def _try_bands(
-    stage: Stage, choose: Callable[[int], StageChoice], budget: float
-) -> list[StageChoice]:
+def _try_bands(stage: Stage, choose: Callable[[int], StageChoice], budget: float) -> list[StageChoice]:
     """The bands of least height, and the fastest that fit the budget.
 
     Memory is linear in the height of bands: two heights determine it, and other heights are tried
@@ -429,9 +413,18 @@ def plan_tiles(
     for tiles, spills in itertools.product((False, True), repeat=2):
         if (spills and not disk) or (cut is not None and not spills):
             continue
-        planners = [Planner(flow, recompute=recompute, spills=spills, tiles=tiles, workers=workers,
-                            smallest=2**20 if cut is None else 0, cut=cut)
-                for recompute in (False, True)]  # fmt: skip
+        planners = [
+            Planner(
+                flow,
+                recompute=recompute,
+                spills=spills,
+                tiles=tiles,
+                workers=workers,
+                smallest=2**20 if cut is None else 0,
+                cut=cut,
+            )
+            for recompute in (False, True)
+        ]
         planners = planners if planners[1].recomputed else planners[:1]
         tried += planners
         layouts = [fitted for p in planners if (fitted := _find_fitting(p, available)) is not None]
@@ -474,14 +467,25 @@ def _lay_out(planner: Planner, fastest: tuple[float, list[Segment]]) -> tuple[fl
 
 def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, reserved: int) -> TilePlan:
     """The plan of placed segments, with exact counts."""
-    exact = tuple(replace(place.segment, stored=stored)
-                  for place, stored in zip(layout.places, layout.stored, strict=True))  # fmt: skip
+    exact = tuple(
+        replace(place.segment, stored=stored) for place, stored in zip(layout.places, layout.stored, strict=True)
+    )
     live = layout.live + reserved
     total = sum(s.macs for s in exact)
     untiled = sum(flow.macs(n) for n in flow.calls)
     sizes = tuple(tuple(n.meta["val"].shape) for n in flow.inputs if n in flow.axes)
-    return TilePlan(exact, budget, live + layout.overhead, live, layout.overhead, total, untiled,
-                sum(s.traffic for s in exact), sizes, notes=tuple(_notes(flow)))  # fmt: skip
+    return TilePlan(
+        exact,
+        budget,
+        live + layout.overhead,
+        live,
+        layout.overhead,
+        total,
+        untiled,
+        sum(s.traffic for s in exact),
+        sizes,
+        notes=tuple(_notes(flow)),
+    )
 
 
 def _notes(flow: Flow) -> Iterator[str]:

@@ -153,10 +153,7 @@ def _top(stage: Stage, rows: Mapping[fx.Node, int], share: float) -> dict[fx.Nod
 
 
 def walk_bands(
-    stage: Stage,
-    band: int,
-    strip: Strip | None = None,
-    columns: Mapping[fx.Node, Interval] | None = None,
+    stage: Stage, band: int, strip: Strip | None = None, columns: Mapping[fx.Node, Interval] | None = None
 ) -> Iterator[Step]:
     """The steps of bands of `band` rows of the tallest target, down a strip or the whole image.
 
@@ -174,16 +171,14 @@ def walk_bands(
     done, first_live = dict(strip.first), dict(strip.first)
     for row in range(top + band - start, bottom + band, band):
         last = row >= bottom
-        wanted = {v: strip.last[v] if last else min(strip.last[v], math.floor(row * n / height))
-                  for v, n in ends.items()}  # fmt: skip
+        wanted = {
+            v: strip.last[v] if last else min(strip.last[v], math.floor(row * n / height)) for v, n in ends.items()
+        }
         for v, n in strip.due.items() if last else ():
             wanted[v] = max(n, wanted.get(v, 0))
         end = _rows_after(stage, strip, wanted, done, row, height, ahead)
         keep = _first_rows_read(stage, strip, end)
-        step = {
-            v: LiveRows(first_live[v], done[v], end[v], keep[v], columns[v], strip.own[v])
-            for v in columns
-        }
+        step = {v: LiveRows(first_live[v], done[v], end[v], keep[v], columns[v], strip.own[v]) for v in columns}
         for unit in stage.sinks:  # each row is counted by one worker
             v = unit.edges[0].source
             begin, until = strip.counted.get(unit.node, (0, strip.last[v]))
@@ -247,9 +242,7 @@ def middle_steps(stage: Stage, band: int) -> list[Step]:
         keep = _first_rows_read(stage, strip, end)
         if k:
             columns = {v: (0, stage.flow.columns(v)) for v in values}
-            steps.append(
-                {v: LiveRows(first_live[v], done[v], end[v], keep[v], columns[v]) for v in values}
-            )
+            steps.append({v: LiveRows(first_live[v], done[v], end[v], keep[v], columns[v]) for v in values})
         done, first_live = end, keep
     return steps
 
@@ -277,9 +270,7 @@ def _union(a: Interval, b: Interval) -> Interval:
     return min(a[0], b[0]), max(a[1], b[1])
 
 
-def _ahead(
-    stage: Stage, ends: Mapping[fx.Node, int], height: int, band: int
-) -> dict[fx.Node, float]:
+def _ahead(stage: Stage, ends: Mapping[fx.Node, int], height: int, band: int) -> dict[fx.Node, float]:
     """Rows by which each value is ahead of its share, from the first band."""
     nothing = dict.fromkeys(_values(stage), 0)
     strip = _whole_strip(stage)
@@ -290,9 +281,14 @@ def _ahead(
 
 
 def _rows_after(
-    stage: Stage, strip: Strip, wanted: Mapping[fx.Node, int], done: Mapping[fx.Node, int],
-    row: int, height: int, ahead: Mapping[fx.Node, float],
-) -> dict[fx.Node, int]:  # fmt: skip
+    stage: Stage,
+    strip: Strip,
+    wanted: Mapping[fx.Node, int],
+    done: Mapping[fx.Node, int],
+    row: int,
+    height: int,
+    ahead: Mapping[fx.Node, float],
+) -> dict[fx.Node, int]:
     """The end of the rows of each value after the step that completes `row` of the tallest target.
 
     wanted: rows of targets. done: rows of earlier steps. ahead: rows ahead of a value's share.

@@ -69,8 +69,7 @@ class Stage:
 
     def streamed(self, unit: Unit, maps: Container[fx.Node]) -> list[FlowEdge]:
         """The operands that a unit reads whole, in blocks, from their source."""
-        return [e for e in unit.edges
-                if e.whole and e.source in self.enters and e.source not in maps]  # fmt: skip
+        return [e for e in unit.edges if e.whole and e.source in self.enters and e.source not in maps]
 
     @property
     def is_streamable(self) -> bool:

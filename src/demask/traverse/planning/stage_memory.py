@@ -54,9 +54,7 @@ class _PeakSizes:
     def __init__(self, stage: Stage, maps: frozenset[fx.Node]):
         self.stage, self.maps = stage, maps
         self.values = [v for v in stage.enters if v not in maps]
-        self.values += [
-            u.value for u in stage.units if u.value in stage.flow.axes and u.value not in maps
-        ]
+        self.values += [u.value for u in stage.units if u.value in stage.flow.axes and u.value not in maps]
         self.block = dict.fromkeys(self.values, 0)
         self.tail = dict.fromkeys(self.values, 0)
         self.scratch = dict.fromkeys(range(len(stage.units)), 0)
@@ -82,11 +80,7 @@ class _PeakSizes:
                 self._add_allocated(k, self.stage.flow.gathers[unit.node].scratch_bytes(window))
         for value, base in list(self.exact_reads):
             written, read = step.get(value), step[base]
-            if (
-                written is None
-                or written.computed != read.computed
-                or written.columns != read.columns
-            ):
+            if written is None or written.computed != read.computed or written.columns != read.columns:
                 self.exact_reads.discard((value, base))
 
     def _add_allocated(self, k: int, size: int) -> None:
@@ -116,11 +110,7 @@ def part_bytes(stage: Stage, node: fx.Node, live: LiveRows, rows: int) -> int:
 
 
 def plan_stage_memory(
-    stage: Stage,
-    steps: Iterable[Step],
-    maps: frozenset[fx.Node],
-    *,
-    estimate: bool = False,
+    stage: Stage, steps: Iterable[Step], maps: frozenset[fx.Node], *, estimate: bool = False
 ) -> StageMemory:
     """The memory of a stage for all of its steps.
 
@@ -140,9 +130,7 @@ def plan_stage_memory(
     for v, n in peaks.tail.items():
         if n:
             tails[v], size = size, size + align_size(n)
-    scratch_blocks = {
-        k: (arena.offsets[len(lives) + i], n) for i, (k, n) in enumerate(scratch.items())
-    }
+    scratch_blocks = {k: (arena.offsets[len(lives) + i], n) for i, (k, n) in enumerate(scratch.items())}
     cut = [stage.flow.local[u.node] for u in stage.units if u.node in stage.flow.local]
     packed_sizes = [local.kind.packed_bytes for local in cut]
     packed = sum(packed_sizes) + max(packed_sizes, default=0)  # packing one weight needs a copy
@@ -150,14 +138,10 @@ def plan_stage_memory(
     block_offsets = dict(zip(lives, arena.offsets, strict=False))
     large = frozenset(k for k, n in peaks.allocated.items() if n >= LARGE)
     allocated = max(peaks.allocated.values(), default=0)
-    return StageMemory(
-        block_offsets, tails, scratch_blocks, owner, size, allocated, packed, kernels, large
-    )
+    return StageMemory(block_offsets, tails, scratch_blocks, owner, size, allocated, packed, kernels, large)
 
 
-def _lifetimes(
-    stage: Stage, peaks: _PeakSizes, owner: Mapping[fx.Node, fx.Node]
-) -> dict[fx.Node, tuple[int, int]]:
+def _lifetimes(stage: Stage, peaks: _PeakSizes, owner: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, tuple[int, int]]:
     """The first and the last unit that use each block, over all values in it."""
     unit_of = {u.value: k for k, u in enumerate(stage.units)}
     lives: dict[fx.Node, tuple[int, int]] = {}
@@ -167,9 +151,7 @@ def _lifetimes(
         reads = [k for k, _ in stage.readers.get(v, ())]
         first = unit_of.get(v, min(reads, default=0))
         life, other = (first, max([first, *reads])), lives.get(owner[v])
-        lives[owner[v]] = (
-            life if other is None else (min(other[0], life[0]), max(other[1], life[1]))
-        )
+        lives[owner[v]] = life if other is None else (min(other[0], life[0]), max(other[1], life[1]))
     return lives
 
 
@@ -182,9 +164,7 @@ def _owners(stage: Stage, peaks: _PeakSizes) -> dict[fx.Node, fx.Node]:
             continue
         for edge in unit.edges:
             base = edge.source
-            if (unit.addend is base or _pointwise(stage, unit)) and _is_only_reader(
-                stage, peaks, unit, base
-            ):
+            if (unit.addend is base or _pointwise(stage, unit)) and _is_only_reader(stage, peaks, unit, base):
                 owner[base] = owner[unit.value]
                 break
     return owner

@@ -16,13 +16,7 @@ from demask.ops.regions import Interval
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.analysis.streamed_attention import can_stream_keys
 from demask.traverse.planning.plan import BANDS, FRUSTUMS, Segment
-from demask.traverse.planning.plan_memory import (
-    MemoryLayout,
-    lay_out,
-    step_macs,
-    stripes_of,
-    tile_at,
-)
+from demask.traverse.planning.plan_memory import MemoryLayout, lay_out, step_macs, stripes_of, tile_at
 from demask.traverse.planning.schedule import target_rows
 from demask.traverse.planning.stage import Stage
 
@@ -30,9 +24,7 @@ MOST = 64  # tasks of a segment
 AGAIN = 1.05  # largest factor of multiply-adds, by rows that are computed again
 
 
-def cut_into_tasks(
-    flow: Flow, layout: MemoryLayout, rows: int, stripe: int | None = None
-) -> MemoryLayout:
+def cut_into_tasks(flow: Flow, layout: MemoryLayout, rows: int, stripe: int | None = None) -> MemoryLayout:
     """The layout of a plan whose segments are cut into tasks.
 
     Args:
@@ -59,9 +51,7 @@ def check_shared(flow: Flow, layout: MemoryLayout) -> None:
                 )
 
 
-def _stripe(
-    flow: Flow, stage: Stage, segment: Segment, rows: int, wanted: int | None
-) -> int:  # fmt: skip
+def _stripe(flow: Flow, stage: Stage, segment: Segment, rows: int, wanted: int | None) -> int:
     """Rows of the tallest target per task; 0 for one task."""
     heights = target_rows(stage)
     if segment.mode not in (BANDS, FRUSTUMS) or not heights:
@@ -81,8 +71,7 @@ def _stripe(
     whole = step_macs(stage, tile_at(stage, (0, height), _all_columns(stage)))
     while size < height:
         cut = replace(segment, stripe=size)
-        again = sum(step_macs(stage, tile_at(stage, r, _all_columns(stage)))
-                    for r in stripes_of(stage, cut))  # fmt: skip
+        again = sum(step_macs(stage, tile_at(stage, r, _all_columns(stage))) for r in stripes_of(stage, cut))
         if again <= AGAIN * whole:
             return size
         size *= 2
@@ -102,7 +91,10 @@ def _reader_of_all(flow: Flow, value: fx.Node) -> fx.Node | None:
 
 def task_names(layout: MemoryLayout, images: int) -> Sequence[tuple[int, int, Interval]]:
     """(image, segment, rows) of all tasks, in order."""
-    return [(image, k, rows)
-            for image in range(images)
-            for k, place in enumerate(layout.places) if place.segment.stripe
-            for rows in stripes_of(place.stage, place.segment)]  # fmt: skip
+    return [
+        (image, k, rows)
+        for image in range(images)
+        for k, place in enumerate(layout.places)
+        if place.segment.stripe
+        for rows in stripes_of(place.stage, place.segment)
+    ]

@@ -55,10 +55,9 @@ class AxisOrder:
         if unknown or missing:
             raise BadInput(
                 f"{name}: layout={text!r} of {tuple(shape)} "
-                + (f"has the axis {unknown[0]} more than images do" if unknown
-                   else f"has no axis {missing[0]}")
+                + (f"has the axis {unknown[0]} more than images do" if unknown else f"has no axis {missing[0]}")
                 + '; expected letters such as "NCHW", "HWC" or "TCZYX"'
-            )  # fmt: skip
+            )
         axes = tuple(_axis_of(letter, letters, shape) for letter in kind)
         sizes = tuple(1 if axis is None else int(shape[axis]) for axis in axes)
         return cls(kind, axes, sizes, len(shape), (0,) * len(kind))
@@ -86,8 +85,10 @@ class AxisOrder:
 
     def in_images(self, box: Box) -> Box:
         """A box of the array as a box of the images."""
-        return tuple((0, 1) if axis is None else (box[axis][0] - first, box[axis][1] - first)
-                     for axis, first in zip(self.axes, self.origin, strict=True))  # fmt: skip
+        return tuple(
+            (0, 1) if axis is None else (box[axis][0] - first, box[axis][1] - first)
+            for axis, first in zip(self.axes, self.origin, strict=True)
+        )
 
     def view_images(self, values: Tensor) -> Tensor:
         """Values of a box of the array, viewed as those of images."""
@@ -127,9 +128,10 @@ def usual_order(shape: Sequence[int], name: str = "the array") -> AxisOrder:
     """The order of an array whose axes nobody named: N and C first, as in torch."""
     kinds = {len(kind): kind for kind in KINDS}
     if len(shape) not in kinds:
-        raise BadInput(f"{name}: expected images (N, C, H, W), volumes (N, C, D, H, W) or "
-                       f"sequences (N, C, L), got {tuple(shape)}; name the axes: layout='HWC'"
-                       )  # fmt: skip
+        raise BadInput(
+            f"{name}: expected images (N, C, H, W), volumes (N, C, D, H, W) or "
+            f"sequences (N, C, L), got {tuple(shape)}; name the axes: layout='HWC'"
+        )
     kind = kinds[len(shape)]
     sizes = tuple(map(int, shape))
     return AxisOrder(kind, tuple(range(len(kind))), sizes, len(kind), (0,) * len(kind))

@@ -85,8 +85,7 @@ def chunks_in(box: Box, shape: Sequence[int], chunks: Sequence[int]) -> Iterator
         return
     numbers = (range(a // n, -(-b // n)) for (a, b), n in zip(box, chunks, strict=True))
     for index in itertools.product(*numbers):
-        yield tuple((k * n, min((k + 1) * n, size))
-                    for k, n, size in zip(index, chunks, shape, strict=True))  # fmt: skip
+        yield tuple((k * n, min((k + 1) * n, size)) for k, n, size in zip(index, chunks, shape, strict=True))
 
 
 def view(tensor: Tensor, box: Box) -> Tensor:
@@ -98,8 +97,5 @@ def view(tensor: Tensor, box: Box) -> Tensor:
 
 def within(part: Tensor, box: Box, axes: Axes, window: Window) -> Tensor:
     """The positions of a box in the part of a window."""
-    starts = {
-        axis: first for axis, (first, _) in zip(axes, window, strict=True) if axis is not None
-    }
-    return view(part, tuple((a - starts.get(k, 0), b - starts.get(k, 0))
-                            for k, (a, b) in enumerate(box)))  # fmt: skip
+    starts = {axis: first for axis, (first, _) in zip(axes, window, strict=True) if axis is not None}
+    return view(part, tuple((a - starts.get(k, 0), b - starts.get(k, 0)) for k, (a, b) in enumerate(box)))

@@ -93,24 +93,16 @@ def fetch(file: Descriptor, layout: FileLayout, box: Box, into: Tensor) -> None:
     into: a flat buffer, filled in the file's order, or a tensor of the box's shape whose memory has
     the file's order within each contiguous piece.
     """
-    _transfer(
-        file, layout, box, into, lambda position, memory: os.preadv(file.number, [memory], position)
-    )
+    _transfer(file, layout, box, into, lambda position, memory: os.preadv(file.number, [memory], position))
 
 
 def store(file: Descriptor, layout: FileLayout, box: Box, values: Tensor) -> None:
     """Write a box from a tensor as `fetch` fills it."""
-    _transfer(
-        file, layout, box, values, lambda position, memory: os.pwrite(file.number, memory, position)
-    )
+    _transfer(file, layout, box, values, lambda position, memory: os.pwrite(file.number, memory, position))
 
 
 def _transfer(
-    file: Descriptor,
-    layout: FileLayout,
-    box: Box,
-    tensor: Tensor,
-    move: Callable[[int, memoryview], int],
+    file: Descriptor, layout: FileLayout, box: Box, tensor: Tensor, move: Callable[[int, memoryview], int]
 ) -> None:
     runs = layout.runs(box)
     try:
@@ -138,8 +130,7 @@ def _memory(layout: FileLayout, box: Box, tensor: Tensor) -> Iterator[memoryview
     for index in product(*map(range, ordered.shape[:outer])):
         piece = ordered[index]
         if not piece.is_contiguous():
-            raise ValueError(f"expected a part laid out as {layout.order}, got strides "
-                             f"{tensor.stride()}")  # fmt: skip
+            raise ValueError(f"expected a part laid out as {layout.order}, got strides {tensor.stride()}")
         yield _bytes(piece.reshape(-1))
 
 
@@ -190,6 +181,8 @@ def _allocated(number: int, size: int) -> bool:
 
 def _error_text(name: str, size: int, folder: Path, error: OSError) -> str:
     if error.errno in FULL:
-        return (f"{folder} has no room for {name}, which needs {size:,} bytes "
-                f"({error.strerror}): free some, or name a folder on another disk")  # fmt: skip
+        return (
+            f"{folder} has no room for {name}, which needs {size:,} bytes "
+            f"({error.strerror}): free some, or name a folder on another disk"
+        )
     return f"{name}: {error.strerror or error}"

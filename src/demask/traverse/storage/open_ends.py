@@ -19,12 +19,7 @@ from demask.files.atomic_write import check_writable
 from demask.traverse.axes import NONE, Axes
 from demask.traverse.storage.axis_order import KINDS, AxisOrder, usual_order
 from demask.traverse.storage.dtype_conversion import check_conversion, name_of
-from demask.traverse.storage.sources_and_sinks import (
-    TensorSink,
-    TensorSource,
-    tensor_sink,
-    tensor_source,
-)
+from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource, tensor_sink, tensor_source
 from demask.traverse.storage.stored_ends import StoredSink, StoredSource
 from demask.traverse.storage.stores.formats import ArrayInfo, Format, format_of, open_path
 from demask.traverse.storage.stores.store import SliceStore, Store, backing_file
@@ -33,9 +28,7 @@ End = Any  # a path, an array, a tensor, or an object that can be sliced
 Region = tuple[int, int, int, int]  # first row, first column, rows, columns
 
 
-def open_source(
-    source: End, layout: str | None = None, region: Region | None = None
-) -> StoredSource | TensorSource:
+def open_source(source: End, layout: str | None = None, region: Region | None = None) -> StoredSource | TensorSource:
     """The images of a source. layout: letters of its axes; None: those that it names, or torch's
     order. Raises BadInput where it is no array of images."""
     if _is_memory(source):
@@ -58,9 +51,7 @@ def _is_memory(end: End) -> bool:
     return isinstance(end, np.ndarray) and backing_file(end) is None
 
 
-def _order(
-    shape: tuple[int, ...], layout: str | None, name: str, region: Region | None
-) -> AxisOrder:
+def _order(shape: tuple[int, ...], layout: str | None, name: str, region: Region | None) -> AxisOrder:
     images = AxisOrder.of(layout, shape, name) if layout else usual_order(shape, name)
     if 0 in images.shape:
         raise BadInput(f"{name}: expected images of at least one position, got {shape}")
@@ -70,8 +61,9 @@ def _order(
     height, width = images.shape[-2:]
     inside = rows > 0 and columns > 0 and top >= 0 and left >= 0
     if len(images.letters) == 3 or not inside or top + rows > height or left + columns > width:
-        raise BadInput(f"region={region}: expected (first row, first column, rows, columns) inside "
-                       f"of {height} x {width}")  # fmt: skip
+        raise BadInput(
+            f"region={region}: expected (first row, first column, rows, columns) inside of {height} x {width}"
+        )
     return images.region((top, top + rows), (left, left + columns))
 
 
@@ -125,9 +117,7 @@ class FileTarget:
         self.format.finish(self.part, self.final, self.info)
 
 
-def check_target(
-    destination: End, metadata: Mapping[str, Any] | None = None
-) -> tuple[Format, Path]:  # fmt: skip
+def check_target(destination: End, metadata: Mapping[str, Any] | None = None) -> tuple[Format, Path]:
     """The format and absolute path of a file to write. Raises BadInput where it could not be
     written after the work, or would replace a folder that is no array."""
     format_ = format_of(destination, metadata)
@@ -137,24 +127,23 @@ def check_target(
     if not final.is_dir() or not format_.marks:
         return format_, check_writable(final)
     if any(final.iterdir()) and not any((final / mark).exists() for mark in format_.marks):
-        raise BadInput(f"{destination} is a folder that is no {format_.name} array, and would be "
-                       "replaced; give another name")  # fmt: skip
+        raise BadInput(
+            f"{destination} is a folder that is no {format_.name} array, and would be replaced; give another name"
+        )
     check_writable(final / "any")
     return format_, final.resolve()
 
 
 def target_of(
-    destination: End, shape: tuple[int, ...], stored: torch.dtype, metadata: Mapping[str, Any],
-    chunk: int | None = None,
-) -> FileTarget:  # fmt: skip
+    destination: End, shape: tuple[int, ...], stored: torch.dtype, metadata: Mapping[str, Any], chunk: int | None = None
+) -> FileTarget:
     """The file for a result of this shape (N, C, ...) and dtype. chunk: rows and columns of its
     chunks; None: the format's. Raises BadInput where the format cannot hold it."""
     format_, final = check_target(destination, metadata)
     module = format_.load()
     kinds = {len(kind): kind for kind in KINDS}
     if format_.name != "NumPy" and len(shape) not in kinds:
-        raise BadInput(f"{destination}: the result has the shape {shape}, which is no image; write "
-                       "a .npy file")  # fmt: skip
+        raise BadInput(f"{destination}: the result has the shape {shape}, which is no image; write a .npy file")
     kind = kinds.get(len(shape), "NC"[: len(shape)])
     letters = module.letters(kind, shape, stored)
     sizes = dict(zip(kind, shape, strict=True))
@@ -162,10 +151,13 @@ def target_of(
     chunks = module.chunks(array_shape, letters)
     if chunk is not None:
         if not format_.marks or chunk < 1:
-            raise BadInput(f"chunk={chunk}: expected at least 1, for .zarr; {format_.name} files "
-                           "have no chunks, or tiles of 512 x 512")  # fmt: skip
-        chunks = tuple(min(n, chunk) if letter in "HW" else c for n, c, letter
-                       in zip(array_shape, chunks, letters, strict=True))  # fmt: skip
+            raise BadInput(
+                f"chunk={chunk}: expected at least 1, for .zarr; {format_.name} files "
+                "have no chunks, or tiles of 512 x 512"
+            )
+        chunks = tuple(
+            min(n, chunk) if letter in "HW" else c for n, c, letter in zip(array_shape, chunks, letters, strict=True)
+        )
     info = ArrayInfo(array_shape, stored, letters, chunks, metadata)
     axes = tuple(letters.index(k) if k in letters else None for k in kind)
     images = AxisOrder(kind, axes, shape, len(letters), (0,) * len(kind))
@@ -183,17 +175,17 @@ def open_sink(
     if isinstance(destination, np.ndarray) and not destination.flags.writeable:
         raise BadInput("the destination is a read-only array; open it with mode='r+'")
     if not hasattr(destination, "__setitem__"):
-        raise BadInput(f"destination: expected a path, an array, a tensor or an object to which "
-                       f"slices can be assigned, got {type(destination).__name__}")  # fmt: skip
+        raise BadInput(
+            f"destination: expected a path, an array, a tensor or an object to which "
+            f"slices can be assigned, got {type(destination).__name__}"
+        )
     store = SliceStore.of(destination, "the destination")
     check_conversion(values, store.dtype)
     images = _order_of_result(store.shape, shape, layout)
     return StoredSink(store, images, NONE, None, values)
 
 
-def _order_of_result(
-    own: tuple[int, ...], shape: tuple[int, ...], layout: str | None
-) -> AxisOrder:  # fmt: skip
+def _order_of_result(own: tuple[int, ...], shape: tuple[int, ...], layout: str | None) -> AxisOrder:
     """The order of a destination of shape `own` for a result of shape `shape`: that of the source's
     layout if it fits, else torch's."""
     if layout is not None and len(layout) == len(own):
@@ -209,9 +201,8 @@ def _order_of_result(
 
 
 def scaled_metadata(
-    source: StoredSource | TensorSource, shape: tuple[int, ...], stored: torch.dtype, *,
-    labels: bool,
-) -> dict[str, Any]:  # fmt: skip
+    source: StoredSource | TensorSource, shape: tuple[int, ...], stored: torch.dtype, *, labels: bool
+) -> dict[str, Any]:
     """What of a source's metadata is true of a result: sizes of pixels and coordinates, scaled."""
     metadata: dict[str, Any] = {"labels": True} if labels else {}
     if not isinstance(source, StoredSource) or len(shape) < 4:
@@ -220,8 +211,9 @@ def scaled_metadata(
     letters = images.letters
     factors = {letters[k]: images.shape[k] / shape[k] for k in (-2, -1)}
     if known.get("scale"):
-        metadata["scale"] = {letter: (size * factors.get(letter, 1.0), unit)
-                             for letter, (size, unit) in known["scale"].items()}  # fmt: skip
+        metadata["scale"] = {
+            letter: (size * factors.get(letter, 1.0), unit) for letter, (size, unit) in known["scale"].items()
+        }
     if known.get("transform") is not None:
         transform = known["transform"]
         top, left = images.origin[-2:]

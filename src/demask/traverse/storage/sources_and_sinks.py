@@ -18,32 +18,9 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.traverse.axes import Axes, Window, order, strides
-from demask.traverse.storage.boxes import (
-    LIMIT,
-    Box,
-    box_of,
-    elements,
-    extents,
-    pieces,
-    view,
-    within,
-)
-from demask.traverse.storage.dense_file import (
-    Descriptor,
-    FileLayout,
-    fetch,
-    named,
-    reserve,
-    store,
-    temporary,
-)
-from demask.traverse.storage.dtype_conversion import (
-    assign,
-    check_conversion,
-    convert,
-    scratch_size,
-    work_dtype,
-)
+from demask.traverse.storage.boxes import LIMIT, Box, box_of, elements, extents, pieces, view, within
+from demask.traverse.storage.dense_file import Descriptor, FileLayout, fetch, named, reserve, store, temporary
+from demask.traverse.storage.dtype_conversion import assign, check_conversion, convert, scratch_size, work_dtype
 from demask.traverse.storage.stores.store import torch_dtype
 
 
@@ -173,8 +150,9 @@ class Spill:
     def _checked_box(self, window: Window, part: Tensor) -> Box:
         box = box_of(self.shape, self.axes, window)
         if part.dtype != self.dtype or tuple(part.shape) != extents(box):
-            raise ValueError(f"expected a part of {extents(box)} in {self.dtype}, "
-                             f"got {tuple(part.shape)} in {part.dtype}")  # fmt: skip
+            raise ValueError(
+                f"expected a part of {extents(box)} in {self.dtype}, got {tuple(part.shape)} in {part.dtype}"
+            )
         return box
 
     def close(self) -> None:
@@ -192,9 +170,8 @@ class Spill:
 
 
 def spill(
-    shape: Sequence[int], dtype: torch.dtype, axes: Axes, folder: str | os.PathLike[str],
-    name: str = "",
-) -> Spill:  # fmt: skip
+    shape: Sequence[int], dtype: torch.dtype, axes: Axes, folder: str | os.PathLike[str], name: str = ""
+) -> Spill:
     """A temporary file for a value. Raises BadInput where the disk has no room for it.
 
     folder: on a disk; on many systems the default folder for temporary files is in memory. name: of
@@ -213,9 +190,7 @@ def tensor_source(data: Tensor | np.ndarray, axes: Axes, index: int | None = Non
     return TensorSource(axes, index, _tensor(data))
 
 
-def tensor_sink(
-    data: Tensor | np.ndarray, axes: Axes, values: torch.dtype, index: int | None = None
-) -> TensorSink:
+def tensor_sink(data: Tensor | np.ndarray, axes: Axes, values: torch.dtype, index: int | None = None) -> TensorSink:
     """A tensor or an array to write to, in place. values: dtype of the parts."""
     if isinstance(data, np.ndarray) and not data.flags.writeable:
         raise BadInput("the destination is a read-only array; open it with mode='r+'")
@@ -241,8 +216,9 @@ def in_place(end: Any) -> Tensor | None:
 def _tensor(data: Tensor | np.ndarray) -> Tensor:
     if isinstance(data, Tensor):
         if data.device.type != "cpu" or data.layout != torch.strided:
-            raise BadInput(f"expected a dense tensor on the CPU, got {data.layout} on "
-                           f"{data.device}; move it first: tensor.cpu()")  # fmt: skip
+            raise BadInput(
+                f"expected a dense tensor on the CPU, got {data.layout} on {data.device}; move it first: tensor.cpu()"
+            )
         return data.detach()
     torch_dtype(data.dtype, "the array")
     try:
@@ -253,7 +229,4 @@ def _tensor(data: Tensor | np.ndarray) -> Tensor:
         raise BadInput(f"the array's layout is not supported ({error}); copy it first") from error
 
 
-__all__ = [
-    "RowSource", "Sink", "Spill", "TensorSink", "TensorSource", "spill", "tensor_sink",
-    "tensor_source",
-]  # fmt: skip
+__all__ = ["RowSource", "Sink", "Spill", "TensorSink", "TensorSource", "spill", "tensor_sink", "tensor_source"]

@@ -31,13 +31,7 @@ from demask.traverse.storage.boxes import (
     view,
     within,
 )
-from demask.traverse.storage.dtype_conversion import (
-    assign,
-    convert,
-    is_quantized,
-    scratch_size,
-    work_dtype,
-)
+from demask.traverse.storage.dtype_conversion import assign, convert, is_quantized, scratch_size, work_dtype
 from demask.traverse.storage.stores.store import Store
 
 

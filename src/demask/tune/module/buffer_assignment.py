@@ -15,13 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from demask.compat.dispatch import (
-    OpOverload,
-    base_name,
-    has_composite_kernel,
-    overload_name,
-    schema_of,
-)
+from demask.compat.dispatch import OpOverload, base_name, has_composite_kernel, overload_name, schema_of
 from demask.compat.onednn import ops
 from demask.graph.node_records import TensorType
 from demask.graph.queries import COPY, input_dependent
@@ -91,9 +85,7 @@ class _Buffers:
 
     def last_read(self, node: fx.Node) -> int:
         """Position in the graph of the last call that reads a value's buffer."""
-        return max(
-            (self.order[user] for member in self.members(node) for user in member.users), default=0
-        )
+        return max((self.order[user] for member in self.members(node) for user in member.users), default=0)
 
 
 def sharing_cached(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -169,9 +161,7 @@ def _dies(node: fx.Node, base: Any, buffers: _Buffers) -> bool:
     members = set(buffers.members(base))
     others = [source for source in node.all_input_nodes if source is not base]
     reads = sum(argument is base for argument in node.args)
-    return (
-        buffers.last_read(base) == buffers.order[node] and reads == 1 and not members & set(others)
-    )
+    return buffers.last_read(base) == buffers.order[node] and reads == 1 and not members & set(others)
 
 
 def _alike(node: fx.Node, base: Any) -> bool:
@@ -194,11 +184,7 @@ def _with_out(node: fx.Node) -> OpOverload | None:
     """The overload that writes into `out`, unless it is generated: then it computes and copies."""
     target: Any = node.target
     value = node.meta.get("value")
-    if (
-        not isinstance(target, OpOverload)
-        or target.namespace != "aten"
-        or not returns_new_memory(node)
-    ):
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or not returns_new_memory(node):
         return None
     if not isinstance(value, TensorType) or value.device != "cpu":
         return None

@@ -121,10 +121,7 @@ class FastForward:
         if not self.sources.unchanged():
             self.graph = None
             return False
-        return not any(
-            part._forward_hooks or part._forward_pre_hooks or FORWARD in vars(part)
-            for part in self.inside
-        )
+        return not any(part._forward_hooks or part._forward_pre_hooks or FORWARD in vars(part) for part in self.inside)
 
     def _takes(self, key: Any) -> bool:
         """Whether the graph is called for a call: for new sizes from the `AGAIN`-th time on."""

@@ -196,9 +196,12 @@ def fast_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def _copied(
-    quick: fx.Graph, node: fx.Node, new: dict[fx.Node, Any], call: InPlace | InArena | None,
+    quick: fx.Graph,
+    node: fx.Node,
+    new: dict[fx.Node, Any],
+    call: InPlace | InArena | None,
     views: dict[fx.Node, fx.Node],
-) -> fx.Node:  # fmt: skip
+) -> fx.Node:
     """A node copied into the fast graph, in place or into a view of the arena if `call` says so.
     new: copies of the nodes before it."""
     if call is None:
@@ -249,8 +252,7 @@ def _new_entry(module: Optimized, inputs: Sequence[Any]) -> ShapeEntry:
         blocks.append(Block(strided_bytes(shape, stride, dtype), call.start, call.end))
         views.append(View(0, shape, stride, dtype))
     arena = plan_arena(blocks)
-    placed = tuple(View(offset, v.shape, v.stride, v.dtype)
-                   for offset, v in zip(arena.offsets, views, strict=True))  # fmt: skip
+    placed = tuple(View(offset, v.shape, v.stride, v.dtype) for offset, v in zip(arena.offsets, views, strict=True))
     if not values.keys() >= set(cached):
         raise ValueError("this graph reads packed weights where no layer does: it is damaged")
     valid = (lambda: False) if sources is None else sources.unchanged
@@ -292,9 +294,7 @@ def _run(
             values[node] = _called(module, node)(*args, **kwargs)
         if node in wanted and not is_pack(node):
             value = values[node]
-            results[node] = (
-                (tuple(value.shape), value.stride(), value.dtype) if node in live else value
-            )
+            results[node] = (tuple(value.shape), value.stride(), value.dtype) if node in live else value
         for source in node.all_input_nodes:
             left[source] -= 1
             if not left[source]:

@@ -142,6 +142,4 @@ def _spread(editor: GraphEditor, node: fx.Node, region: _GatherRegion, *, rows: 
         shape = list(tensor.shape)
         shape[axis] = region.count
         wide = tensor.new_zeros(shape).index_copy(axis, region.positions, tensor)
-        node.replace_input_with(
-            arguments[name], editor.replace_constant(arguments[name], wide, node)
-        )
+        node.replace_input_with(arguments[name], editor.replace_constant(arguments[name], wide, node))

@@ -21,18 +21,14 @@ from demask.tune.module.buffer_assignment import returns_new_memory
 
 aten = torch.ops.aten
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-CONVOLUTIONS = {
-    op for op, axes in (traits.CONVOLUTIONS | traits.TRANSPOSED_CONVOLUTIONS).items() if axes > 1
-}
+CONVOLUTIONS = {op for op, axes in (traits.CONVOLUTIONS | traits.TRANSPOSED_CONVOLUTIONS).items() if axes > 1}
 Wants = Callable[[fx.Node], bool]  # whether a convolution should run in channels last
 
 
 def is_image_convolution(node: fx.Node) -> bool:
     """Whether a call is a convolution of images, fused or not."""
     pointwise = ops()._convolution_pointwise
-    return is_image(node) and (
-        node.target in CONVOLUTIONS or node.target in (pointwise.default, pointwise.binary)
-    )
+    return is_image(node) and (node.target in CONVOLUTIONS or node.target in (pointwise.default, pointwise.binary))
 
 
 def is_image(node: fx.Node) -> bool:
@@ -116,8 +112,11 @@ class _ChannelsLast:
             for user in [u for u in source.users if _returns_view(u)]:
                 user.replace_input_with(source, self.converted(source, False, user))
         output = next(iter(reversed(self.editor.graph.nodes)))
-        usual = [n for n in output.all_input_nodes if is_image(n) and n in self.live
-                 and n.op == "call_function" and n.meta["val"].is_contiguous()]  # fmt: skip
+        usual = [
+            n
+            for n in output.all_input_nodes
+            if is_image(n) and n in self.live and n.op == "call_function" and n.meta["val"].is_contiguous()
+        ]
         for source in usual if self.last else ():
             output.replace_input_with(source, self.converted(source, False, output))
 

@@ -55,9 +55,7 @@ def contraction_weight(editor: GraphEditor, node: Any) -> Tensor | None:
         return None
     arguments = schema.arguments(node)
     weight = editor.tensor(arguments["weight"])
-    if weight is None or (
-        arguments["bias"] is not None and editor.tensor(arguments["bias"]) is None
-    ):
+    if weight is None or (arguments["bias"] is not None and editor.tensor(arguments["bias"]) is None):
         return None
     if OUTPUT_AXIS[node.target] == 1 and arguments["groups"] != 1:
         return None
@@ -72,9 +70,7 @@ def channel_axis(node: fx.Node) -> int:
     return node.meta["val"].ndim - 1 if node.target is aten.linear.default else 1
 
 
-def replace_layer(
-    editor: GraphEditor, node: fx.Node, weight: Tensor, bias: Tensor | None, reader: fx.Node
-) -> fx.Node:
+def replace_layer(editor: GraphEditor, node: fx.Node, weight: Tensor, bias: Tensor | None, reader: fx.Node) -> fx.Node:
     """The call that replaces a contraction, with another weight and bias, rounded to its dtype. It
     is inserted before `reader`, the only call that reads it."""
     arguments = schema.arguments(node)
@@ -85,9 +81,7 @@ def replace_layer(
         offset = editor.replace_constant(arguments["bias"], bias.to(dtype), node)
     elif bias is not None:
         name = str(arguments["weight"].target).rpartition(".")[0]
-        offset = editor.add_constant(
-            f"{name}.bias".lstrip("."), bias.to(dtype), reader, parameter=True
-        )
+        offset = editor.add_constant(f"{name}.bias".lstrip("."), bias.to(dtype), reader, parameter=True)
     layer = editor.repeat_call(node, reader, weight=kernel, bias=offset)
     editor.replace(node, layer)
     return layer
@@ -130,12 +124,8 @@ def _norm(editor: GraphEditor, node: fx.Node) -> Affine | None:
     if arguments["training"]:
         return None
     names = ("weight", "bias", "running_mean", "running_var")
-    tensors = [
-        None if arguments[name] is None else editor.tensor(arguments[name]) for name in names
-    ]
-    absent = any(
-        arguments[n] is not None and t is None for n, t in zip(names, tensors, strict=True)
-    )
+    tensors = [None if arguments[name] is None else editor.tensor(arguments[name]) for name in names]
+    absent = any(arguments[n] is not None and t is None for n, t in zip(names, tensors, strict=True))
     if absent or tensors[2] is None or tensors[3] is None:
         return None
     weight, bias, mean, var = (None if t is None else t.double() for t in tensors)
@@ -146,9 +136,7 @@ def _norm(editor: GraphEditor, node: fx.Node) -> Affine | None:
     return Affine(arguments["input"], 1, scale, (0 if bias is None else bias) - mean * scale)
 
 
-def _pushed(
-    editor: GraphEditor, step: Affine, reader: fx.Node, live: set[fx.Node]
-) -> fx.Node | None:
+def _pushed(editor: GraphEditor, step: Affine, reader: fx.Node, live: set[fx.Node]) -> fx.Node | None:
     """The node that computes `step`, by changing the call that computes its operand; None if that
     is impossible."""
     node = step.x

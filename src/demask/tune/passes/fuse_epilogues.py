@@ -82,9 +82,7 @@ def epilogue_chain(node: fx.Node, live: set[fx.Node]) -> EpilogueChain:
     return EpilogueChain(reader, act, other)
 
 
-def _fuse(
-    editor: GraphEditor, node: fx.Node, live: set[fx.Node], wanted: Wanted, convolves: bool
-) -> None:
+def _fuse(editor: GraphEditor, node: fx.Node, live: set[fx.Node], wanted: Wanted, convolves: bool) -> None:
     calls = epilogue_chain(node, live)
     if not wanted(node, calls.after, calls.other is not None):
         return
@@ -113,17 +111,14 @@ def _addend(node: fx.Node, reader: fx.Node, live: set[fx.Node], convolves: bool)
     return other if whole or one_map else None
 
 
-def _convolution(
-    editor: GraphEditor, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None
-) -> fx.Node:
+def _convolution(editor: GraphEditor, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None) -> fx.Node:
     arguments = schema.arguments(node)
     count = node.meta["val"].ndim - 2
-    padding, stride, dilation = (
-        _per_axis(arguments[key], count) for key in ("padding", "stride", "dilation")
-    )
-    sizes = [size if isinstance(size, int) else
-             editor.insert(last, None, aten.sym_size.int, arguments["input"], axis)
-             for axis, size in enumerate(arguments["input"].meta["val"].shape)]  # fmt: skip
+    padding, stride, dilation = (_per_axis(arguments[key], count) for key in ("padding", "stride", "dilation"))
+    sizes = [
+        size if isinstance(size, int) else editor.insert(last, None, aten.sym_size.int, arguments["input"], axis)
+        for axis, size in enumerate(arguments["input"].meta["val"].shape)
+    ]
     geometry = (padding, stride, dilation, arguments["groups"])
     weight = arguments["weight"]
     if count == 2:
@@ -134,9 +129,7 @@ def _convolution(
         spread = [sizes[0]] + [-1] * (count + 1)
         other = editor.insert(last, last, aten.expand.default, other, spread)
         other = editor.insert(last, last, COPY, other)
-    target, args = convolution(
-        arguments["input"], weight, arguments["bias"], geometry, after, other
-    )
+    target, args = convolution(arguments["input"], weight, arguments["bias"], geometry, after, other)
     return editor.insert(last, last, target, *args)
 
 
@@ -144,15 +137,11 @@ def _per_axis(value: Any, count: int) -> list[int]:
     return list(value) * count if len(value) == 1 else list(value)
 
 
-def _linear(
-    editor: GraphEditor, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None
-) -> fx.Node:
+def _linear(editor: GraphEditor, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None) -> fx.Node:
     arguments = schema.arguments(node)
     x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     packed = editor.insert(last, weight, ops()._reorder_linear_weight.default, weight, None)
     if other is not None:
-        return editor.insert(
-            last, last, ops()._linear_pointwise.binary, x, other, packed, bias, "add"
-        )
+        return editor.insert(last, last, ops()._linear_pointwise.binary, x, other, packed, bias, "add")
     activation = (after.name, list(after.scalars), after.algorithm)
     return editor.insert(last, last, ops()._linear_pointwise.default, x, packed, bias, *activation)

@@ -49,10 +49,9 @@ class Sum:
         return Sum(
             self.axis,
             torch.where(present, self.constant[index], torch.zeros((), dtype=torch.float64)),
-            [(node, torch.where(present, where[index], -torch.ones_like(index)))
-             for node, where in self.terms],
+            [(node, torch.where(present, where[index], -torch.ones_like(index))) for node, where in self.terms],
             self.inner,
-        )  # fmt: skip
+        )
 
 
 Chooser = Callable[[GraphEditor, Sum, fx.Node, fx.Node], str | None]
@@ -118,9 +117,7 @@ def _tree(editor: GraphEditor, node: fx.Node, axis: int, root: fx.Node, live: se
     return Sum(axis, torch.zeros(count, dtype=torch.float64), [(node, torch.arange(count))])
 
 
-def _call(
-    editor: GraphEditor, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]
-) -> Sum | None:
+def _call(editor: GraphEditor, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]) -> Sum | None:
     """A call of a join as a sum; None if it is none."""
     arguments = schema.arguments(node)
     rank = node.meta["val"].ndim
@@ -165,8 +162,9 @@ def _added(
     shape = node.meta["val"].shape
     value = editor.tensor(other)
     count = channels_of(node, axis)
-    whole = [isinstance(side.meta["val"], Tensor) and same_shape(side.meta["val"], node.meta["val"])
-             for side in (x, other)]  # fmt: skip
+    whole = [
+        isinstance(side.meta["val"], Tensor) and same_shape(side.meta["val"], node.meta["val"]) for side in (x, other)
+    ]
     if value is not None and count is not None and whole[0]:
         vector = per_channel(value, len(shape), axis, count)
         if vector is not None:
@@ -221,17 +219,10 @@ def _scattered(
     which = torch.full((count,), -1, dtype=torch.long)
     which[index] = torch.arange(len(index))
     spread = added.taken(which)
-    return Sum(
-        axis,
-        base.constant + spread.constant,
-        base.terms + spread.terms,
-        base.inner + spread.inner,
-    )
+    return Sum(axis, base.constant + spread.constant, base.terms + spread.terms, base.inner + spread.inner)
 
 
-def _emit(
-    editor: GraphEditor, total: Sum, root: fx.Node, live: set[fx.Node], choose: Chooser
-) -> None:
+def _emit(editor: GraphEditor, total: Sum, root: fx.Node, live: set[fx.Node], choose: Chooser) -> None:
     """Replace the root by a chain of additions: other terms first, then each layer."""
     owned = [node in live and _owned(editor, node, total) for node, _ in total.terms]
     branches = [term for term, mine in zip(total.terms, owned, strict=True) if mine]
@@ -239,8 +230,7 @@ def _emit(
     forms = [choose(editor, total, node, root) for node, _ in branches]
     if not branches or None in forms:
         return
-    terms = [_placed(editor, node, where, total.axis, root, forms[0])
-             for node, where in others if node in live]  # fmt: skip
+    terms = [_placed(editor, node, where, total.axis, root, forms[0]) for node, where in others if node in live]
     constant: Tensor | None = total.constant
     for (node, where), form in zip(branches, forms, strict=True):
         terms.append(_branch(editor, node, where, constant, form, root))
@@ -264,12 +254,7 @@ def _owned(editor: GraphEditor, node: fx.Node, total: Sum) -> bool:
 
 
 def _placed(
-    editor: GraphEditor,
-    node: fx.Node,
-    where: Tensor,
-    axis: int,
-    root: fx.Node,
-    form: str | None = None,
+    editor: GraphEditor, node: fx.Node, where: Tensor, axis: int, root: fx.Node, form: str | None = None
 ) -> fx.Node:
     """A term at its channels of the join, with zeros at the others."""
     count = channels_of(node, axis) or 0
@@ -288,9 +273,7 @@ def _placed(
     return editor.insert(root, None, aten.index_select.default, node, axis, read)
 
 
-def _offsets(
-    editor: GraphEditor, terms: list[tuple[fx.Node, Tensor]], axis: int, root: fx.Node
-) -> fx.Node:
+def _offsets(editor: GraphEditor, terms: list[tuple[fx.Node, Tensor]], axis: int, root: fx.Node) -> fx.Node:
     """The sum of terms that depend on no input, which is computed once per size."""
     placed = [_placed(editor, node, where, axis, root) for node, where in terms]
     total = placed[0]
@@ -300,9 +283,8 @@ def _offsets(
 
 
 def _branch(
-    editor: GraphEditor, node: fx.Node, where: Tensor, constant: Tensor | None, form: str | None,
-    root: fx.Node,
-) -> fx.Node:  # fmt: skip
+    editor: GraphEditor, node: fx.Node, where: Tensor, constant: Tensor | None, form: str | None, root: fx.Node
+) -> fx.Node:
     """A layer that writes at its channels of the join, with the join's constant in its bias."""
     arguments = schema.arguments(node)
     weight, axis = editor.tensor(arguments["weight"]), OUTPUT_AXIS[node.target]
@@ -314,9 +296,7 @@ def _branch(
         return _through(editor, node, where, add, root)
     shape = [1] * weight.ndim
     shape[axis] = -1
-    grown = torch.where(
-        present.reshape(shape), weight.index_select(axis, index), weight.new_zeros(())
-    )
+    grown = torch.where(present.reshape(shape), weight.index_select(axis, index), weight.new_zeros(()))
     if bias is not None:
         bias = torch.where(present, bias[index].double(), torch.zeros((), dtype=torch.float64))
     offset = bias if add is None else add if bias is None else bias + add
@@ -325,9 +305,7 @@ def _branch(
     return layer
 
 
-def _through(
-    editor: GraphEditor, node: fx.Node, where: Tensor, constant: Tensor | None, root: fx.Node
-) -> fx.Node:
+def _through(editor: GraphEditor, node: fx.Node, where: Tensor, constant: Tensor | None, root: fx.Node) -> fx.Node:
     """A 1 x 1 convolution that moves channels to those of the join. It has a stride if slices skip
     rows and columns before it."""
     value = node.meta["val"]
@@ -353,9 +331,7 @@ def _unskipped(node: fx.Node) -> tuple[fx.Node, list[int]]:
         axis, step = arguments["dim"] - 2, arguments["step"]
         inner = arguments["self"]
         size = inner.meta["val"].shape[arguments["dim"]]
-        whole = isinstance(size, int) and source.meta["val"].shape[arguments["dim"]] == -(
-            -size // step
-        )
+        whole = isinstance(size, int) and source.meta["val"].shape[arguments["dim"]] == -(-size // step)
         if axis < 0 or stride[axis] != 1 or (arguments["start"] or 0) != 0 or not whole:
             break
         source, stride[axis] = inner, step

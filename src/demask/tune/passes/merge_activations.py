@@ -67,11 +67,7 @@ def _between(node: Any, high: int) -> fx.Node | None:
     if not _is(node, aten.clamp.default):
         return None
     arguments = schema.arguments(node)
-    return (
-        _plus(arguments["self"], high / 2)
-        if (arguments["min"], arguments["max"]) == (0, high)
-        else None
-    )
+    return _plus(arguments["self"], high / 2) if (arguments["min"], arguments["max"]) == (0, high) else None
 
 
 def _plus(node: Any, number: float) -> fx.Node | None:

@@ -41,9 +41,7 @@ def _has_one_pixel(editor: GraphEditor, node: fx.Node) -> bool:
     return plain and arguments["groups"] == 1 and not any(arguments["padding"])
 
 
-def _flatten(
-    editor: GraphEditor, node: fx.Node, rows: dict[fx.Node, fx.Node], table: Table
-) -> None:
+def _flatten(editor: GraphEditor, node: fx.Node, rows: dict[fx.Node, fx.Node], table: Table) -> None:
     arguments = schema.arguments(node)
     x, axes = arguments["input"], node.meta["val"].ndim - 2
     weight = editor.tensor(arguments["weight"])

@@ -65,9 +65,7 @@ def remove_pads(program: Program, worth: Worth, table: Table) -> Program:
     return editor.finish()
 
 
-def round_widths(
-    program: Program, wanted: Callable[[int], int], worth: Worth, table: Table
-) -> Program:
+def round_widths(program: Program, wanted: Callable[[int], int], worth: Worth, table: Table) -> Program:
     """The program with the widths of layers rounded up to `wanted(width)` if that is faster."""
     editor = GraphEditor(program)
     for node in editor.calls(*OUTPUT_AXIS):
@@ -100,9 +98,7 @@ def _pad(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     axis = rank - 1 - padded_ends[0] // 2 if padded_ends else 0
     if len(padded_ends) != 1 or padded_ends[0] % 2 == 0 or pads[padded_ends[0]] < 0:
         return None
-    return (
-        (arguments["self"], axis, pads[padded_ends[0]]) if axis == 1 or axis == rank - 1 else None
-    )
+    return (arguments["self"], axis, pads[padded_ends[0]]) if axis == 1 or axis == rank - 1 else None
 
 
 def plan_widening(
@@ -152,8 +148,12 @@ def _sources(editor: GraphEditor, node: fx.Node, axis: int, table: Table) -> lis
         return node.all_input_nodes
     if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         sides: Any = node.args
-        alike = all(isinstance(s, fx.Node) and channels_of(s, axis) == channels_of(node, axis)
-                    and s.meta["val"].ndim == value.ndim for s in sides)  # fmt: skip
+        alike = all(
+            isinstance(s, fx.Node)
+            and channels_of(s, axis) == channels_of(node, axis)
+            and s.meta["val"].ndim == value.ndim
+            for s in sides
+        )
         return list(sides) if alike else None
     return None
 
@@ -188,9 +188,7 @@ def is_rounding(editor: GraphEditor, node: fx.Node) -> bool:
     scale, points = editor.tensor(node.args[1]), [editor.tensor(n.args[2]) for n in (node, source)]
     if scale is None or any(t is not None and t.numel() != 1 for t in (scale, *points)):
         return False
-    known = [
-        n.args[2] is None or t is not None for n, t in zip((node, source), points, strict=True)
-    ]
+    known = [n.args[2] is None or t is not None for n, t in zip((node, source), points, strict=True)]
     return all(known) and len({0 if t is None else int(t) for t in points}) == 1
 
 
@@ -237,9 +235,7 @@ def apply_widening(editor: GraphEditor, plan: Widening) -> None:
         shape[plan.axis] = count + plan.more
         node.meta["val"] = editor.values.dense(shape, value)
         if node in depthwise:
-            args, kwargs = schema.bind_arguments(
-                node.target, schema.arguments(node) | {"groups": count + plan.more}
-            )
+            args, kwargs = schema.bind_arguments(node.target, schema.arguments(node) | {"groups": count + plan.more})
             node.args, node.kwargs = args, kwargs
         if node.target is aten.constant_pad_nd.default:
             pads = [n + plan.more if n else 0 for n in node.args[1]]  # type: ignore[union-attr]
@@ -259,9 +255,7 @@ def _pad_fixed(editor: GraphEditor, node: fx.Node, plan: Widening) -> None:
     users = [user for user in node.users if user in plan.values]
     first = next(n for n in editor.graph.nodes if n in users)
     after = [0, 0] * (node.meta["val"].ndim - 1 - plan.axis)
-    padded = editor.insert(
-        first, None, aten.constant_pad_nd.default, node, [*after, 0, plan.more], 0.0
-    )
+    padded = editor.insert(first, None, aten.constant_pad_nd.default, node, [*after, 0, plan.more], 0.0)
     for user in users:
         user.replace_input_with(node, padded)
 
@@ -280,6 +274,4 @@ def _grow(editor: GraphEditor, node: fx.Node, more: int, *, rows: bool) -> None:
         shape = list(tensor.shape)
         shape[axis] = more
         grown = torch.cat([tensor, tensor.new_zeros(shape)], axis)
-        node.replace_input_with(
-            arguments[name], editor.replace_constant(arguments[name], grown, node)
-        )
+        node.replace_input_with(arguments[name], editor.replace_constant(arguments[name], grown, node))

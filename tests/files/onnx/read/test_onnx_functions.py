@@ -66,9 +66,10 @@ def test_a_softmax_before_opset_13_is_over_all_axes_from_one_on(op: str, axis: i
     net = network_of(node(op, ["x"], ["y"], axis=axis), 12)
     flat = X.reshape(math.prod(X.shape[: axis % 3]), -1)
     expected = {
-        "Softmax": lambda: flat.softmax(-1), "LogSoftmax": lambda: flat.log_softmax(-1),
+        "Softmax": lambda: flat.softmax(-1),
+        "LogSoftmax": lambda: flat.log_softmax(-1),
         "Hardmax": lambda: (flat == flat.amax(-1, keepdim=True)).float(),
-    }[op]()  # fmt: skip
+    }[op]()
     torch.testing.assert_close(net(X), expected.view(X.shape))
 
 
@@ -81,10 +82,19 @@ def test_group_norms_of_halves_are_computed_in_floats(stash_type: int) -> None:
 
 
 def test_a_tree_with_another_transform_is_refused() -> None:
-    leaf = {"nodes_splits": torch.zeros(1), "nodes_modes": torch.zeros(1, dtype=torch.uint8),
-            "nodes_featureids": [0], "nodes_truenodeids": [0], "nodes_falsenodeids": [0],
-            "nodes_trueleafs": [1], "nodes_falseleafs": [1], "leaf_targetids": [0],
-            "leaf_weights": torch.ones(1), "tree_roots": [0], "n_targets": 1}  # fmt: skip
+    leaf = {
+        "nodes_splits": torch.zeros(1),
+        "nodes_modes": torch.zeros(1, dtype=torch.uint8),
+        "nodes_featureids": [0],
+        "nodes_truenodeids": [0],
+        "nodes_falsenodeids": [0],
+        "nodes_trueleafs": [1],
+        "nodes_falseleafs": [1],
+        "leaf_targetids": [0],
+        "leaf_weights": torch.ones(1),
+        "tree_roots": [0],
+        "n_targets": 1,
+    }
     trees.tree_ensemble(torch.ones(2, 1), **leaf)
     with pytest.raises(BadInput, match="expected post_transform 0, 1 or 2, got 3"):
         trees.tree_ensemble(torch.ones(2, 1), **leaf, post_transform=3)

@@ -14,24 +14,37 @@ from demask.files.onnx.ops import ENTRIES
 from demask.ops import TABLE
 
 IMAGE, WEIGHT, ROWS = (2, 4, 5, 6), (3, 4, 3, 3), (2, 3, 8)
-FUSED = [("Relu", []), ("Sigmoid", []), ("Tanh", []), ("LeakyRelu", [0.1]), ("Clip", [-0.5, 0.25]),
-         ("HardSigmoid", [0.3, 0.4])]  # fmt: skip
+FUSED = [
+    ("Relu", []),
+    ("Sigmoid", []),
+    ("Tanh", []),
+    ("LeakyRelu", [0.1]),
+    ("Clip", [-0.5, 0.25]),
+    ("HardSigmoid", [0.3, 0.4]),
+]
 CASES = [
-    *(("FusedConv", (IMAGE, WEIGHT, (3,)),
-       {"activation": name, **({"activation_params": p} if p else {})}) for name, p in FUSED),
-    ("FusedConv", (IMAGE, WEIGHT, (3,), (2, 3, 5, 6)),
-     {"activation": "HardSwish", "pads": [1] * 4}),
-    *(("FusedGemm", ((3, 5), (5, 4), (4,)), {"activation": name}) for name in
-      ("Relu", "Sigmoid", "Tanh", "Softplus", "Softsign")),
-    *(("FusedGemm", ((3, 5), (5, 4)), {"activation": name, "activation_alpha": 0.3, **more})
-      for name, more in (("Elu", {}), ("HardSigmoid", {"activation_beta": 0.4}))),
-    ("FusedGemm", ((5, 3), (4, 5), (4,)), {"activation": "LeakyRelu", "activation_alpha": 0.2,
-                                           "transA": 1, "transB": 1, "alpha": 0.5}),
+    *(
+        ("FusedConv", (IMAGE, WEIGHT, (3,)), {"activation": name, **({"activation_params": p} if p else {})})
+        for name, p in FUSED
+    ),
+    ("FusedConv", (IMAGE, WEIGHT, (3,), (2, 3, 5, 6)), {"activation": "HardSwish", "pads": [1] * 4}),
+    *(
+        ("FusedGemm", ((3, 5), (5, 4), (4,)), {"activation": name})
+        for name in ("Relu", "Sigmoid", "Tanh", "Softplus", "Softsign")
+    ),
+    *(
+        ("FusedGemm", ((3, 5), (5, 4)), {"activation": name, "activation_alpha": 0.3, **more})
+        for name, more in (("Elu", {}), ("HardSigmoid", {"activation_beta": 0.4}))
+    ),
+    (
+        "FusedGemm",
+        ((5, 3), (4, 5), (4,)),
+        {"activation": "LeakyRelu", "activation_alpha": 0.2, "transA": 1, "transB": 1, "alpha": 0.5},
+    ),
     ("FusedMatMul", ((2, 3, 4, 5), (2, 3, 5, 6)), {"alpha": 0.5}),
     ("FusedMatMul", ((2, 3, 5, 4), (2, 3, 6, 5)), {"transA": 1, "transB": 1}),
     ("FusedMatMul", ((4, 2, 3, 5), (2, 3, 5, 6)), {"transBatchA": 1}),
-    ("FusedMatMul", ((5, 2, 3, 4), (5, 2, 3, 6)),
-     {"transBatchA": 1, "transA": 1, "transBatchB": 1}),
+    ("FusedMatMul", ((5, 2, 3, 4), (5, 2, 3, 6)), {"transBatchA": 1, "transA": 1, "transBatchB": 1}),
     *((op, (ROWS,), {}) for op in ("Gelu", "FastGelu", "QuickGelu")),
     ("QuickGelu", (ROWS,), {"alpha": 0.7}),
     *((op, (ROWS, (8,)), {}) for op in ("BiasGelu", "FastGelu")),
@@ -40,7 +53,7 @@ CASES = [
     ("SkipLayerNormalization", (ROWS, ROWS[1:], (8,), (8,)), {}),
     ("SkipSimplifiedLayerNormalization", (ROWS, ROWS, (8,)), {}),
     ("SkipSimplifiedLayerNormalization", (ROWS, ROWS, (8,), (8,)), {"epsilon": 0.01}),
-]  # fmt: skip
+]
 
 
 def session(model, **options):
@@ -67,8 +80,7 @@ def test_fused_ops_are_computed_as_the_runtime_does(tmp_path, op, shapes, attrib
     names = [f"x{k}" for k in range(len(arrays))]
     outputs = ["y", "", "", "z"] if op.startswith("Skip") else ["y"]
     node = helper.make_node(op, names, outputs, domain="com.microsoft", **attributes)
-    inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, a.shape)
-              for n, a in zip(names, arrays, strict=True)]  # fmt: skip
+    inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, a.shape) for n, a in zip(names, arrays, strict=True)]
     infos = [onnx.ValueInfoProto(name=name) for name in outputs if name]
     model = write(tmp_path / "in.onnx", [node], inputs, infos)
     expected = session(model).run(None, dict(zip(names, arrays, strict=True)))
@@ -93,8 +105,13 @@ def test_files_that_the_runtime_wrote_are_cut(tmp_path, level, share):
         array[::2] = 0
         return array
 
-    tensors = {"w": half(32, 3, 3, 3), "v": draw.uniform(-1, 1, (32, 32, 1, 1)), "b": half(32),
-               "u": half(64, 32), "t": draw.uniform(-1, 1, (8, 64))}  # fmt: skip
+    tensors = {
+        "w": half(32, 3, 3, 3),
+        "v": draw.uniform(-1, 1, (32, 32, 1, 1)),
+        "b": half(32),
+        "u": half(64, 32),
+        "t": draw.uniform(-1, 1, (8, 64)),
+    }
     tensors = [numpy_helper.from_array(a.astype(np.float32), n) for n, a in tensors.items()]
     node = helper.make_node
     nodes = [
@@ -109,8 +126,10 @@ def test_files_that_the_runtime_wrote_are_cut(tmp_path, level, share):
         node("Relu", ["e"], ["e1"]),
         node("Gemm", ["e1", "t"], ["y"], transB=1),
     ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", *sizes])
-            for name, sizes in (("x", [3, 9, 9]), ("y", [8])))  # fmt: skip
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", *sizes])
+        for name, sizes in (("x", [3, 9, 9]), ("y", [8]))
+    )
     model = write(tmp_path / "in.onnx", nodes, [x], [y], tensors)
     path = str(tmp_path / "fused.onnx")
     level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")

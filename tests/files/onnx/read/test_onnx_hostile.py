@@ -111,8 +111,9 @@ def bomb(made):
         calls = [node(f"F{k + 1}", ["p"], [f"q{i}"], domain="mine") for i in range(2)]
         function = helper.make_function("mine", name, ["p", "w"], ["q0"], calls, [])
         made.functions.append(function) if k else made.functions[1].CopyFrom(function)
-    last = helper.make_function("mine", "F30", ["p"], ["r"], [node("Relu", ["p"], ["r"])],
-                                [helper.make_opsetid("", 18)])  # fmt: skip
+    last = helper.make_function(
+        "mine", "F30", ["p"], ["r"], [node("Relu", ["p"], ["r"])], [helper.make_opsetid("", 18)]
+    )
     made.functions.append(last)
 
 
@@ -260,15 +261,16 @@ TENSORS = {
     "the wrong field": (weight(raw_data=b"", int64_data=[1] * 48), "192 bytes, it has 0"),
     "numbers too large": (
         weight(raw_data=b"", dims=[1], data_type=TensorProto.INT8, int32_data=[300]),
-        "do not fit into 8 bits"),
+        "do not fit into 8 bits",
+    ),
     "text as bytes": (weight(data_type=TensorProto.STRING), "outside string_data"),
-    "too few texts": (
-        weight(raw_data=b"", data_type=TensorProto.STRING, string_data=[b"a"]), "need 48 texts"),
+    "too few texts": (weight(raw_data=b"", data_type=TensorProto.STRING, string_data=[b"a"]), "need 48 texts"),
     "text that is none": (
         weight(raw_data=b"", dims=[1], data_type=TensorProto.STRING, string_data=[b"\xff"]),
-        "expected UTF-8"),
+        "expected UTF-8",
+    ),
     "a segment": (lambda m: m.graph.initializer[0].segment.SetInParent(), "segments"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -279,8 +281,9 @@ def test_broken_tensors(tmp_path, name):
 
 def sparse(values, places, sizes):
     made = LAYERS()
-    made.graph.sparse_initializer.append(helper.make_sparse_tensor(
-        constant("sp", np.float32(values)), constant("", np.array(places)), sizes))  # fmt: skip
+    made.graph.sparse_initializer.append(
+        helper.make_sparse_tensor(constant("sp", np.float32(values)), constant("", np.array(places)), sizes)
+    )
     return made
 
 
@@ -306,8 +309,5 @@ def test_every_element_type_as_the_onnx_package_decodes_it():
                 made = numpy_helper.from_array(numpy_helper.to_array(made), "t")
             expected = numpy_helper.to_array(made)
             wide = np.complex128 if expected.dtype.kind == "c" else np.float64
-            found = tensor(made, Path()).to(torch.complex128 if wide is np.complex128 else
-                                            torch.float64)  # fmt: skip
-            np.testing.assert_array_equal(
-                found, expected.astype(wide), TensorProto.DataType.Name(kind)
-            )
+            found = tensor(made, Path()).to(torch.complex128 if wide is np.complex128 else torch.float64)
+            np.testing.assert_array_equal(found, expected.astype(wide), TensorProto.DataType.Name(kind))

@@ -92,8 +92,15 @@ def masked(kind):
         node("Relu", "n", "r"),
         node("Conv", "r w2", "y"),
     ]
-    constants = {"w": w, "b": bias, "scale": scale, "shift": shift, "mean": np.zeros(8, np.float32),
-                 "var": np.ones(8, np.float32), "w2": drawn(4, 8, 1, 1)}  # fmt: skip
+    constants = {
+        "w": w,
+        "b": bias,
+        "scale": scale,
+        "shift": shift,
+        "mean": np.zeros(8, np.float32),
+        "var": np.ones(8, np.float32),
+        "w2": drawn(4, 8, 1, 1),
+    }
     if kind == "mul":
         constants["mask"] = MASK.reshape(8, 1, 1, 1)
     return nodes, constants
@@ -102,9 +109,7 @@ def masked(kind):
 @pytest.mark.parametrize("kind", ["initializer", "mul", "scale"])
 def test_masks_as_they_come_in_files(tmp_path, kind):
     nodes, constants = masked(kind)
-    path = file(
-        tmp_path / "m.onnx", nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 4, 8, 8]}, **constants
-    )
+    path = file(tmp_path / "m.onnx", nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 4, 8, 8]}, **constants)
     check(path, torch.randn(2, 3, 8, 8), w=(5, 3, 3, 3), w2=(4, 5, 1, 1), scale=(5,))
 
 
@@ -150,13 +155,11 @@ def test_names_that_modules_cannot_have(tmp_path):
 
 
 def branch(op, name):
-    return helper.make_graph([node(op, "x", name)], op, [], [
-        helper.make_tensor_value_info(name, FLOAT, None)])  # fmt: skip
+    return helper.make_graph([node(op, "x", name)], op, [], [helper.make_tensor_value_info(name, FLOAT, None)])
 
 
 def test_a_constant_condition_takes_its_branch(tmp_path):
-    nodes = [helper.make_node("If", ["c"], ["y"], then_branch=branch("Relu", "t"),
-                              else_branch=branch("Neg", "e"))]  # fmt: skip
+    nodes = [helper.make_node("If", ["c"], ["y"], then_branch=branch("Relu", "t"), else_branch=branch("Neg", "e"))]
     path = file(tmp_path / "m.onnx", nodes, {"x": ["N", 3]}, {"y": ["N", 3]}, c=np.array(True))
     _, slim = check(path, torch.randn(2, 3))
     assert "relu" in slim.code and "neg" not in slim.code
@@ -166,9 +169,10 @@ def test_a_condition_on_values_is_refused_with_its_node(tmp_path):
     nodes = [
         node("ReduceSum", "x", "s", keepdims=0),
         node("Greater", "s zero", "c"),
-        helper.make_node("If", ["c"], ["y"], name="the choice", then_branch=branch("Relu", "t"),
-                         else_branch=branch("Neg", "e")),
-    ]  # fmt: skip
+        helper.make_node(
+            "If", ["c"], ["y"], name="the choice", then_branch=branch("Relu", "t"), else_branch=branch("Neg", "e")
+        ),
+    ]
     path = file(tmp_path / "m.onnx", nodes, {"x": ["N", 3]}, {"y": ["N", 3]}, zero=np.float32(0))
     net, x = demask.from_onnx(path), torch.randn(2, 3)
     agree([net(x)], run(path, x))
@@ -178,28 +182,34 @@ def test_a_condition_on_values_is_refused_with_its_node(tmp_path):
 
 def test_a_loop_with_a_constant_count_is_unrolled(tmp_path):
     body = helper.make_graph(
-        [node("Mul", "state w", "scaled"), node("Add", "scaled x", "next"),
-         node("Identity", "go", "again")], "body",
-        [helper.make_tensor_value_info("i", TensorProto.INT64, []),
-         helper.make_tensor_value_info("go", TensorProto.BOOL, []),
-         helper.make_tensor_value_info("state", FLOAT, ["N", 3])],
-        [helper.make_tensor_value_info("again", TensorProto.BOOL, []),
-         helper.make_tensor_value_info("next", FLOAT, ["N", 3])])  # fmt: skip
-    nodes = [helper.make_node("Loop", ["n", "", "x"], ["y"], body=body)]
-    path = file(
-        tmp_path / "m.onnx", nodes, {"x": ["N", 3]}, {"y": ["N", 3]}, n=np.array(4), w=drawn(3)
+        [node("Mul", "state w", "scaled"), node("Add", "scaled x", "next"), node("Identity", "go", "again")],
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("state", FLOAT, ["N", 3]),
+        ],
+        [
+            helper.make_tensor_value_info("again", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("next", FLOAT, ["N", 3]),
+        ],
     )
+    nodes = [helper.make_node("Loop", ["n", "", "x"], ["y"], body=body)]
+    path = file(tmp_path / "m.onnx", nodes, {"x": ["N", 3]}, {"y": ["N", 3]}, n=np.array(4), w=drawn(3))
     check(path, torch.randn(2, 3))
 
 
 def test_arithmetic_on_sizes_disappears(tmp_path):
     """Shape, Gather, Concat, Reshape, as exporters write a flatten; batch and height dynamic."""
     nodes = [
-        node("Shape", "x", "s"), node("Gather", "s zero", "n", axis=0),
-        node("Unsqueeze", "n axes", "n1"), node("Concat", "n1 rest", "to", axis=0),
-        node("Relu", "x", "r"), node("Reshape", "r to", "flat"),
+        node("Shape", "x", "s"),
+        node("Gather", "s zero", "n", axis=0),
+        node("Unsqueeze", "n axes", "n1"),
+        node("Concat", "n1 rest", "to", axis=0),
+        node("Relu", "x", "r"),
+        node("Reshape", "r to", "flat"),
         node("ReduceSum", "flat axis1", "y", keepdims=1),
-    ]  # fmt: skip
+    ]
     path = file(
         tmp_path / "m.onnx",
         nodes,
@@ -230,11 +240,16 @@ def test_half_and_whole_numbers_keep_their_types(tmp_path):
         node("ArgMax", "y", "best", axis=1, keepdims=0),
         node("Add", "k one", "k1"),
     ]
-    outputs = {"y": (TensorProto.FLOAT16, ["N", 4]), "best": (TensorProto.INT64, ["N"]),
-               "k1": (TensorProto.INT32, [])}  # fmt: skip
+    outputs = {"y": (TensorProto.FLOAT16, ["N", 4]), "best": (TensorProto.INT64, ["N"]), "k1": (TensorProto.INT32, [])}
     w = drawn(3, 4).astype(np.float16)
-    path = file(tmp_path / "m.onnx", nodes, {"x": ["N", 3], "k": (TensorProto.INT32, [])}, outputs,
-                w=w, one=np.array(1, np.int32))  # fmt: skip
+    path = file(
+        tmp_path / "m.onnx",
+        nodes,
+        {"x": ["N", 3], "k": (TensorProto.INT32, [])},
+        outputs,
+        w=w,
+        one=np.array(1, np.int32),
+    )
     check(path, torch.randn(2, 3), torch.tensor(5, dtype=torch.int32))
 
 
@@ -246,8 +261,9 @@ def exported(module, x, path, opset, dynamic):
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        torch.onnx.export(module.eval(), (x,), path, opset_version=opset, dynamo=False,
-                          input_names=["x"], dynamic_axes={"x": dynamic})  # fmt: skip
+        torch.onnx.export(
+            module.eval(), (x,), path, opset_version=opset, dynamo=False, input_names=["x"], dynamic_axes={"x": dynamic}
+        )
     return path
 
 
@@ -277,8 +293,7 @@ def test_an_image_network_of_any_size(tmp_path, opset):
         for block in (net.a, net.b):
             block[0].weight[::2] = 0
             block[0].bias[::2] = 0
-    path = exported(net, torch.randn(1, 3, 16, 24), tmp_path / "m.onnx", opset,
-                    {0: "n", 2: "h", 3: "w"})  # fmt: skip
+    path = exported(net, torch.randn(1, 3, 16, 24), tmp_path / "m.onnx", opset, {0: "n", 2: "h", 3: "w"})
     module = demask.from_onnx(path)
     slim = demask.demask(module, (torch.randn(2, 3, 16, 24),))
     assert slim.demasked.after.parameters < 0.6 * slim.demasked.before.parameters
@@ -322,9 +337,13 @@ def test_a_transformer_of_any_length(tmp_path, opset):
     hub = transformers()
     torch.manual_seed(0)
     config = hub.BertConfig(
-        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=48, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=60,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        attn_implementation="eager",
+    )
 
     class Bert(nn.Module):
         def __init__(self):
@@ -362,8 +381,10 @@ def test_two_paths_of_one_file_are_equal_modules(tmp_path):
 
 def test_casts_to_the_type_that_a_value_has_do_not_keep_verify_from_float64(tmp_path):
     weight = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
-    nodes = [helper.make_node("Cast", ["x"], ["c"], to=TensorProto.FLOAT),
-             helper.make_node("MatMul", ["c", "w"], ["y"])]  # fmt: skip
+    nodes = [
+        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["c", "w"], ["y"]),
+    ]
     path = file(tmp_path / "m.onnx", nodes, {"x": ["n", 4]}, {"y": ["n", 6]}, w=weight)
     net = demask.from_onnx(path)
     found = demask.verify(net, demask.demask(net, (torch.randn(2, 4),)), (torch.randn(2, 4),))

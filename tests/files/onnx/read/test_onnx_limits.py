@@ -47,7 +47,7 @@ AMPLIFIED = {
     "unknown fields": (inside(GRAPH)(b"\x78\x00" * 18_000_000), "16777216 fields"),
     "graphs in graphs": (inside(*[GRAPH, *[NODE, ATTRIBUTE, 0x32] * 40])(b""), "deeper than 64"),
     "types in types": (inside(GRAPH, 0x5A, 0x12, *[0x22, 0x0A] * 90)(b""), "deeper than 64"),
-}  # fmt: skip
+}
 
 
 LONG = ("names", "unknown fields")  # as many fields as may be take seconds: by night
@@ -100,17 +100,7 @@ def test_many_constants_and_long_names_take_no_time(tmp_path):
 
 def test_names_that_the_module_has_itself(tmp_path):
     made = LAYERS()
-    for name in (
-        "plan",
-        "interface",
-        "forward",
-        "training",
-        "_parameters",
-        "a",
-        "a.b",
-        "a.b.c",
-        ".",
-    ):
+    for name in ("plan", "interface", "forward", "training", "_parameters", "a", "a.b", "a.b.c", "."):
         made.graph.initializer.append(constant(name, onnx_files.weights(3)))
     net = OnnxModule(parse_model(made, tmp_path))
     assert net(torch.ones(2, 6)).shape == (2, 2, 4)
@@ -126,13 +116,13 @@ def network(op, *constants, inputs=("x",), **attributes):
 
 def repeated(trips):
     body = helper.make_graph(
-        [node("Identity", ["c"], ["go"]), node("Identity", ["v"], ["next"])], "body",
+        [node("Identity", ["c"], ["go"]), node("Identity", ["v"], ["next"])],
+        "body",
         [value("i", INT64, []), value("c", BOOL, []), value("v")],
-        [value("go", BOOL, []), value("next")])  # fmt: skip
-    loop = node("Loop", ["c0", "c1", "x"], ["y"], body=body)
-    return onnx_files.model(
-        [loop], [constant("c0", np.array(trips)), constant("c1", np.array(True))]
+        [value("go", BOOL, []), value("next")],
     )
+    loop = node("Loop", ["c0", "c1", "x"], ["y"], body=body)
+    return onnx_files.model([loop], [constant("c0", np.array(trips)), constant("c1", np.array(True))])
 
 
 def doubling(times):
@@ -148,21 +138,21 @@ ABSURD = {
     "ConstantOfShape": network("ConstantOfShape", np.array([HUGE]), inputs=()),
     "ConstantOfShape, overflow": network("ConstantOfShape", np.array([2**62, 4]), inputs=()),
     "Expand": onnx_files.model(
-        [node("Expand", ["x", "c"], ["e"]), node("Relu", ["e"], ["y"])],
-        [constant("c", np.array([HUGE, 1, 1]))]),
+        [node("Expand", ["x", "c"], ["e"]), node("Relu", ["e"], ["y"])], [constant("c", np.array([HUGE, 1, 1]))]
+    ),
     "Tile": network("Tile", np.array([HUGE, 2**10])),
     "Range": network("Range", np.array(0), np.array(HUGE), np.array(1), inputs=()),
-    "Range, overflow": network(
-        "Range", np.array(-(2**63)), np.array(2**63 - 1), np.array(1), inputs=()),
+    "Range, overflow": network("Range", np.array(-(2**63)), np.array(2**63 - 1), np.array(1), inputs=()),
     "Pad": network("Pad", np.array([HUGE, 0, HUGE, 0])),
     "Resize": network("Resize", np.array([], np.float32), np.array([1e9, 1e9], np.float32)),
     "OneHot": network("OneHot", np.array(HUGE), np.array([0.0, 1.0], np.float32)),
     "Reshape": network("Reshape", np.array([2**62, 2**62])),
     "EyeLike of much": onnx_files.model(
         [node("ConstantOfShape", ["c"], ["e"]), node("EyeLike", ["e"], ["y"])],
-        [constant("c", np.array([2**31, 2**31]))]),
+        [constant("c", np.array([2**31, 2**31]))],
+    ),
     "Concat again and again": doubling(23),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ABSURD)
@@ -219,8 +209,10 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 def test_the_command_refuses_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     from demask.cli.main import main
 
-    for name, made in (("cut", LAYERS().SerializeToString()[:200]),
-                       ("out", onnx_files.outside("../secret").SerializeToString())):  # fmt: skip
+    for name, made in (
+        ("cut", LAYERS().SerializeToString()[:200]),
+        ("out", onnx_files.outside("../secret").SerializeToString()),
+    ):
         (tmp_path / f"{name}.onnx").write_bytes(made)
         before = sorted(tmp_path.iterdir())
         words = ["demask", "slim", f"{tmp_path / name}.onnx", "-o", f"{tmp_path / 'slim.demask'}"]

@@ -19,9 +19,7 @@ SHARE = 0.9  # of the cases, counting those listed as failures
 def wrong(chosen: Iterable[Case]) -> list[str]:
     """The failures that nobody expects."""
     torch.manual_seed(0)
-    return [
-        f"{case.name}: {why}" for case in chosen if (why := failure(case)) and not case.expected
-    ]
+    return [f"{case.name}: {why}" for case in chosen if (why := failure(case)) and not case.expected]
 
 
 def test_a_node_test_of_each_op_passes():

@@ -46,8 +46,7 @@ def test_random_expressions_match_as_in_re():
 
 
 @pytest.mark.parametrize(
-    "pattern",
-    ["(a+)+b", "(a|a)*b", "(a|aa)+b", "(.*)*b", "a*a*a*a*a*a*a*a*b", "((a{1,9}){1,9}){1,9}b"],
+    "pattern", ["(a+)+b", "(a|a)*b", "(a|aa)+b", "(.*)*b", "a*a*a*a*a*a*a*a*b", "((a{1,9}){1,9}){1,9}b"]
 )
 def test_patterns_that_python_takes_forever_for(pattern):
     assert compile_pattern(pattern).matches(["a" * 60, "a" * 60 + "b"]) == [False, True]
@@ -55,13 +54,7 @@ def test_patterns_that_python_takes_forever_for(pattern):
 
 @pytest.mark.parametrize(
     ("pattern", "text"),
-    [
-        ("^a$", "a"),
-        ("(?i)AB", "aB"),
-        ("(?s)a.b", "a\nb"),
-        (r"\[x\]{2}", "[x]]"),
-        ("a{,3}", "a{,3}"),
-    ],
+    [("^a$", "a"), ("(?i)AB", "aB"), ("(?s)a.b", "a\nb"), (r"\[x\]{2}", "[x]]"), ("a{,3}", "a{,3}")],
 )
 def test_anchors_flags_and_literals(pattern, text):
     assert compile_pattern(pattern).matches([text, text + "!"]) == [True, False]

@@ -133,9 +133,7 @@ def _stages(case: Case) -> Iterator[Outcome]:
         "run": lambda data: _run(data, args),
     }
     checks: dict[str, Callable[[Any], str | None]] = {
-        "demask": lambda slim: (
-            _difference(slim(*args), wanted, case) or _on_draws(module, slim, args, case)
-        ),
+        "demask": lambda slim: _difference(slim(*args), wanted, case) or _on_draws(module, slim, args, case),
         "run": lambda made: _difference(made, wanted, _rounded(case, wanted)),
     }
     made = None
@@ -270,8 +268,7 @@ def test_a_wrong_output_is_found(monkeypatch, stage):
     assert unwanted([one("test_sigmoid")])
 
 
-@pytest.mark.parametrize("error, kind", [(demask.BadInput("no"), "refused"),
-                                         (RuntimeError("no"), "crashed")])  # fmt: skip
+@pytest.mark.parametrize("error, kind", [(demask.BadInput("no"), "refused"), (RuntimeError("no"), "crashed")])
 def test_an_error_that_is_not_listed_is_found(monkeypatch, error, kind):
     def planted(module, args):
         raise error

@@ -21,8 +21,7 @@ from graphs import to_graph
 
 pytest.importorskip("onnxruntime")
 INF, NAN = math.inf, math.nan
-ODD = torch.tensor([0.0, -0.0, 1, -1, 0.5, -1.5, 2.5, 1e-9, -1e-9, 88, -88, 104, -104, 1e4, -1e4,
-                    INF, -INF, NAN])  # fmt: skip
+ODD = torch.tensor([0.0, -0.0, 1, -1, 0.5, -1.5, 2.5, 1e-9, -1e-9, 88, -88, 104, -104, 1e4, -1e4, INF, -INF, NAN])
 LAST = 2**31 - 1
 WHOLE = torch.tensor([7, -7, 7, -7, 0, 5, -5, LAST, -(2**31), 2**53 + 1])
 BY = torch.tensor([2, 2, -2, -2, 3, 5, 5, 2, 2, 2])
@@ -145,8 +144,9 @@ def test_no_rule_with_a_tolerance_is_used(monkeypatch):
 
 def padded():
     """Constant channels in front of a padded convolution, which leave a border map."""
-    net = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
-                        nn.Conv2d(32, 32, 3, padding=1)).eval()  # fmt: skip
+    net = nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)
+    ).eval()
     with torch.no_grad():
         net[0].weight[:16] = 0
         net[1].bias.uniform_(0.5, 1)
@@ -156,8 +156,7 @@ def padded():
 def test_files_are_no_larger_than_the_network(tmp_path):
     """Border maps stay kernels: a map per pixel would be ten times the network."""
     slim = to_graph(padded(), (torch.randn(1, 1, 40, 40),), dynamic_shapes="all")
-    for name, net in (("slim", slim), ("static", to_graph(padded(), (torch.ones(1, 1, 9, 9),),
-                                                               dynamic_shapes={}))):  # fmt: skip
+    for name, net in (("slim", slim), ("static", to_graph(padded(), (torch.ones(1, 1, 9, 9),), dynamic_shapes={}))):
         to_onnx(net, tmp_path / f"{name}.onnx")
         stored = onnx.load(tmp_path / f"{name}.onnx").graph.initializer
         count = sum(math.prod(tensor.dims) for tensor in stored)
@@ -289,9 +288,7 @@ class TiedLayers(nn.Module):
 
 
 @pytest.mark.parametrize("result", [None, "class", "graph"])
-@pytest.mark.parametrize(
-    ("kind", "x"), [(TiedWords, torch.arange(10).view(2, 5)), (TiedLayers, torch.randn(3, 16))]
-)
+@pytest.mark.parametrize(("kind", "x"), [(TiedWords, torch.arange(10).view(2, 5)), (TiedLayers, torch.randn(3, 16))])
 def test_tied_weights_are_stored_once(tmp_path, kind, x, result):
     net = kind().eval()
     with torch.no_grad():
@@ -345,11 +342,11 @@ def spelled_out() -> onnx.ModelProto:
         ("Gemm", ["reducemean_5", "c"], {"alpha": 1.0, "transB": 0}),
     ]
     h, rng = onnx.helper, np.random.default_rng(0)
-    nodes = [h.make_node(op, reads, [f"{op.lower()}_{k}"], f"{op}_{k}", **more)
-             for k, (op, reads, more) in enumerate(layers)]  # fmt: skip
+    nodes = [
+        h.make_node(op, reads, [f"{op.lower()}_{k}"], f"{op}_{k}", **more) for k, (op, reads, more) in enumerate(layers)
+    ]
     sizes = {"w": (8, 3, 3, 3), "u": (4, 8, 3, 3), "c": (4, 5), **dict.fromkeys("sbmv", (8,))}
-    tensors = [onnx.numpy_helper.from_array(rng.random(n).astype(np.float32), name)
-               for name, n in sizes.items()]  # fmt: skip
+    tensors = [onnx.numpy_helper.from_array(rng.random(n).astype(np.float32), name) for name, n in sizes.items()]
     x = h.make_tensor_value_info("x", 1, ["n", 3, 12, 12])
     y = h.make_tensor_value_info("gemm_6", 1, ["n", 5])
     graph = h.make_graph(nodes, "g", [x], [y], tensors)

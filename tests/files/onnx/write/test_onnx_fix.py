@@ -22,17 +22,23 @@ def speech(path):
     other = weights(6, 4)
     other[:, :2] = 0
     branches = {
-        f"{k}_branch": helper.make_graph(
-            [node("MatMul", ["x", w], [k])], k, [], [value(k, sizes=None)]
-        )
+        f"{k}_branch": helper.make_graph([node("MatMul", ["x", w], [k])], k, [], [value(k, sizes=None)])
         for k, w in (("then", "first"), ("else", "second"))
     }
-    nodes = [node("Equal", ["rate", "low"], ["is_low"]), node("If", ["is_low"], ["h"], **branches),
-             node("Relu", ["h"], ["r"]), node("MatMul", ["r", "last"], ["m"]),
-             node("Mul", ["m", "factor"], ["y"])]  # fmt: skip
+    nodes = [
+        node("Equal", ["rate", "low"], ["is_low"]),
+        node("If", ["is_low"], ["h"], **branches),
+        node("Relu", ["h"], ["r"]),
+        node("MatMul", ["r", "last"], ["m"]),
+        node("Mul", ["m", "factor"], ["y"]),
+    ]
     ports = [value("x"), value("rate", INT64, []), value("factor", FLOAT, ["n", 1])]
-    tensors = [constant("first", weights(6, 4)), constant("second", other),
-               constant("last", weights(4, 3)), constant("low", np.array(8000))]  # fmt: skip
+    tensors = [
+        constant("first", weights(6, 4)),
+        constant("second", other),
+        constant("last", weights(4, 3)),
+        constant("low", np.array(8000)),
+    ]
     graph = helper.make_graph(nodes, "g", ports, [value("y", sizes=["n", 3])], tensors)
     opsets = [helper.make_opsetid("", 18)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
@@ -106,10 +112,14 @@ def test_what_does_not_fit_is_refused(path, inputs, words):
 
 
 def test_kinds_of_numbers(tmp_path):
-    kinds = {"a": (BOOL, [True, False]), "b": (onnx.TensorProto.UINT8, [1, 255]),
-             "c": (onnx.TensorProto.BFLOAT16, [1, 0.5]), "d": (FLOAT, [float("inf"), -1]),
-             "e": (onnx.TensorProto.COMPLEX64, [1, 2j]),
-             "f": (onnx.TensorProto.UINT64, [2**63, 2**64 - 1])}  # fmt: skip
+    kinds = {
+        "a": (BOOL, [True, False]),
+        "b": (onnx.TensorProto.UINT8, [1, 255]),
+        "c": (onnx.TensorProto.BFLOAT16, [1, 0.5]),
+        "d": (FLOAT, [float("inf"), -1]),
+        "e": (onnx.TensorProto.COMPLEX64, [1, 2j]),
+        "f": (onnx.TensorProto.UINT64, [2**63, 2**64 - 1]),
+    }
     ports = [value("x", sizes=[2]), *(value(k, kind, [2]) for k, (kind, _) in kinds.items())]
     outs = [value(f"{p.name}_out", p.type.tensor_type.elem_type, [2]) for p in ports]
     nodes = [node("Identity", [p.name], [f"{p.name}_out"]) for p in ports]
@@ -120,9 +130,7 @@ def test_kinds_of_numbers(tmp_path):
     net = demask.from_onnx(tmp_path / "kinds.onnx", inputs=given)
     found = [t.tolist() for t in net(torch.ones(2))]
     for array in (np.array([1, 255], ">i4"), torch.tensor([1, 255]), (1, 255)):
-        assert demask.from_onnx(
-            tmp_path / "kinds.onnx", inputs=given | {"b": array}
-        ).b.tolist() == [1, 255]
+        assert demask.from_onnx(tmp_path / "kinds.onnx", inputs=given | {"b": array}).b.tolist() == [1, 255]
     assert found == [[1.0, 1.0], *given.values()]
     for name, wrong in (("a", [1, 0]), ("b", [1, 256]), ("b", [-1, 0]), ("b", [0.5, 1])):
         with pytest.raises(BadInput, match=f"input '{name}': expected"):

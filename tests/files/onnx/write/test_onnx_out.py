@@ -22,11 +22,7 @@ class Small(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.norm, self.b = (
-            nn.Conv2d(3, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
-            nn.Conv2d(8, 4, 3),
-        )
+        self.a, self.norm, self.b = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3))
 
     def forward(self, image, scale):
         y = torch.relu(self.norm(self.a(image)))
@@ -115,8 +111,11 @@ def interface_file(path):
         helper.make_tensor_value_info("best", TensorProto.INT64, ["N"]),
         helper.make_tensor_value_info("count + 1", TensorProto.INT64, [2]),
     ]
-    constants = [onnx.numpy_helper.from_array(w, "w"), onnx.numpy_helper.from_array(head, "head"),
-                 onnx.numpy_helper.from_array(np.array(1), "one")]  # fmt: skip
+    constants = [
+        onnx.numpy_helper.from_array(w, "w"),
+        onnx.numpy_helper.from_array(head, "head"),
+        onnx.numpy_helper.from_array(np.array(1), "one"),
+    ]
     graph = helper.make_graph(nodes, "odd names", inputs, outputs, constants, doc_string="a doc")
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
     helper.set_model_props(model, {"labels": "cat,dog", "stride": "32"})
@@ -277,8 +276,7 @@ def test_what_cannot_be_written_for_all_sizes_is_written_for_one(tmp_path, monke
     with pytest.warns(UserWarning, match=r"these sizes alone: x \[3, 5\].*an op"):
         to_onnx(slim, tmp_path / "net.onnx")
     agree(run(tmp_path / "net.onnx", x), [Written()(x)])
-    assert [d.dim_value for d in onnx.load(tmp_path / "net.onnx").graph.input[0].type.tensor_type
-            .shape.dim] == [3, 5]  # fmt: skip
+    assert [d.dim_value for d in onnx.load(tmp_path / "net.onnx").graph.input[0].type.tensor_type.shape.dim] == [3, 5]
 
 
 @pytest.mark.parametrize("net", [nn.ELU(), nn.CELU(2.0), nn.SELU()], ids=str)
@@ -300,8 +298,7 @@ def test_another_op_set_than_asked_for_is_a_warning(tmp_path):
 
 def test_names_of_inputs_and_outputs_that_inner_values_have(tmp_path) -> None:
     """The file's input and output are named like values that the exporter names."""
-    calls = [node("Relu", ["add"], ["a"]), node("Add", ["a", "a"], ["b"]),
-             node("Mul", ["b", "b"], ["relu"])]  # fmt: skip
+    calls = [node("Relu", ["add"], ["a"]), node("Add", ["a", "a"], ["b"]), node("Mul", ["b", "b"], ["relu"])]
     ports = [value("add")], [value("relu", sizes=None)]
     graph = helper.make_graph(calls, "g", *ports)
     opsets = [helper.make_opsetid("", 18)]

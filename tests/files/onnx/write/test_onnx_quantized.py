@@ -36,8 +36,9 @@ ort = pytest.importorskip("onnxruntime")
 quantization = pytest.importorskip("onnxruntime.quantization")
 Kind = quantization.QuantType
 PLACES = {np.uint8: 128, np.int8: -3, np.uint16: 32768, np.int16: 5}
-STORED = [pytest.param(kind, marks=since(2, 12, "torch.where of uint16"))
-          if kind is np.uint16 else kind for kind in PLACES]  # fmt: skip
+STORED = [
+    pytest.param(kind, marks=since(2, 12, "torch.where of uint16")) if kind is np.uint16 else kind for kind in PLACES
+]
 
 
 class Net(nn.Module):
@@ -101,12 +102,17 @@ def quantized_file(kind, per_channel, values, weights) -> bytes:
         whole, given = Path(name, "float.onnx"), Path(name, "given.onnx")
         demask.to_onnx(masked(kind), whole, (torch.from_numpy(image(0)),))
         quantization.quantize_static(
-            whole, given, Draws(), per_channel=per_channel, activation_type=values,
-            weight_type=weights, quant_format=quantization.QuantFormat.QDQ,
+            whole,
+            given,
+            Draws(),
+            per_channel=per_channel,
+            activation_type=values,
+            weight_type=weights,
+            quant_format=quantization.QuantFormat.QDQ,
             # 7 bits: without VNNI the runtime clips the sum of two products to 16 bits, and which
             # two are summed depends on how many channels there are.
             reduce_range=weights is Kind.QInt8,
-        )  # fmt: skip
+        )
         return given.read_bytes()
 
 
@@ -126,15 +132,11 @@ def demasked_file() -> nn.Module:
 
 def test_a_report_counts_quantized_weights(tmp_path):
     path = made(tmp_path, Tokens)
-    result = demask.optimize_onnx(
-        path, tmp_path / "slim.onnx", (torch.from_numpy(image(9)),), minimal=True
-    )
+    result = demask.optimize_onnx(path, tmp_path / "slim.onnx", (torch.from_numpy(image(9)),), minimal=True)
     before, after = result.slim.demasked.before, result.slim.demasked.after
     layers = sum(p.numel() for p in masked(Tokens).parameters())
     assert before.parameters == layers and 0 < after.parameters < layers
-    assert not any(
-        p.requires_grad for p in demask.from_onnx(path).parameters() if p.dtype.itemsize < 4
-    )
+    assert not any(p.requires_grad for p in demask.from_onnx(path).parameters() if p.dtype.itemsize < 4)
 
 
 def test_a_report_counts_weights_that_are_quantized_with_their_inputs(tmp_path):
@@ -198,8 +200,7 @@ def weights_of(path) -> list[np.ndarray]:
     layers = [n for n in graph.node if n.op_type in ("Conv", "Gemm", "MatMul")]
     found = [makers.get(n.input[1]) for n in layers]
     found = [makers.get(n.input[0], n) if n and n.op_type == "Transpose" else n for n in found]
-    return [stored[n.input[0] if n else layer.input[1]]
-            for layer, n in zip(layers, found, strict=True)]  # fmt: skip
+    return [stored[n.input[0] if n else layer.input[1]] for layer, n in zip(layers, found, strict=True)]
 
 
 TYPES = [(Kind.QUInt8, Kind.QInt8), (Kind.QInt8, Kind.QInt8), (Kind.QUInt8, Kind.QUInt8)]
@@ -207,11 +208,7 @@ EVERY = list(itertools.product([Net, Tokens], TYPES, [True, False]))
 
 
 # By day each kind of network, pair of types and kind of scales once.
-@pytest.mark.parametrize(
-    ("kind", "types", "per_channel"),
-    [EVERY[3], *at_night(*EVERY[:3], *EVERY[4:])],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "types", "per_channel"), [EVERY[3], *at_night(*EVERY[:3], *EVERY[4:])], ids=str)
 def test_a_quantized_file_stays_quantized(tmp_path, kind, types, per_channel):
     values, weights = types
     path, out = made(tmp_path, kind, per_channel, values, weights), tmp_path / "slim.onnx"
@@ -254,13 +251,22 @@ def layer(kind, point) -> onnx.ModelProto:
     bias[[0, 3, 4, 9]] = 0, 700, 0, 0
     ws = (np.arange(1, 13) * 0.0101).astype(np.float32)
     tensors = {
-        "w": w, "ws": ws, "wz": np.zeros(12, np.int8), "b": bias, "xs": np.float32(0.0313),
-        "bs": ws * np.float32(0.0313), "point": kind(point), "ys": np.float32(0.517),
+        "w": w,
+        "ws": ws,
+        "wz": np.zeros(12, np.int8),
+        "b": bias,
+        "xs": np.float32(0.0313),
+        "bs": ws * np.float32(0.0313),
+        "point": kind(point),
+        "ys": np.float32(0.517),
         "at": np.array([1, 0, 3, 5, 8, 9, 11, 2]),
-        "v": rng.standard_normal((6, 8, 1, 1)).astype(np.float32), "vs": np.float32(0.0213),
-        "vz": np.int8(0), "m": rng.integers(0, 255, (7, 4)).astype(np.uint8),
-        "ms": np.float32([0.1, 0.2, 0.3, 0.4]), "mz": np.uint8([127, 128, 0, 9]),
-    }  # fmt: skip
+        "v": rng.standard_normal((6, 8, 1, 1)).astype(np.float32),
+        "vs": np.float32(0.0213),
+        "vz": np.int8(0),
+        "m": rng.integers(0, 255, (7, 4)).astype(np.uint8),
+        "ms": np.float32([0.1, 0.2, 0.3, 0.4]),
+        "mz": np.uint8([127, 128, 0, 9]),
+    }
     make = helper.make_node
     nodes = [
         make("QuantizeLinear", ["x", "xs", "point"], ["q"]),
@@ -296,9 +302,11 @@ def test_each_way_to_store_a_constant(tmp_path, kind):
     assert sorted(kept) == [1, 2, 5, 8, 11]
     stored = tensors(out)
     assert {k: (stored[k].dtype, stored[k].shape) for k in "wbvm"} == {
-        "w": (np.int8, (5, 3, 3, 3)), "b": (np.int32, (5,)), "v": (np.int8, (6, 5, 1, 1)),
+        "w": (np.int8, (5, 3, 3, 3)),
+        "b": (np.int32, (5,)),
+        "v": (np.int8, (6, 5, 1, 1)),
         "m": (np.uint8, stored["m"].shape),
-    }  # fmt: skip
+    }
     assert stored["v_bias"].dtype == np.int32 and stored["v_bias"].any()  # of constant channel 3
     given = tensors(path)
     np.testing.assert_array_equal(stored["w"], given["w"][kept])
@@ -309,9 +317,7 @@ def test_each_way_to_store_a_constant(tmp_path, kind):
     step = (
         0.517
         * np.abs(given["v"]).max()
-        * np.abs(dequantize_values(*(torch.tensor(given[k]) for k in ("m", "ms", "mz")), 1).numpy())
-        .sum(0)
-        .max()
+        * np.abs(dequantize_values(*(torch.tensor(given[k]) for k in ("m", "ms", "mz")), 1).numpy()).sum(0).max()
     )
     assert np.abs(a - b).max() <= step and np.abs(a - b).mean() < 1e-3 * np.abs(a).mean()
 
@@ -404,9 +410,7 @@ def test_a_wrong_scale_in_the_history_leaves_a_weight_float(tmp_path):
     step = tensors(path)["output_scale"]
     assert np.abs(run(out, image(9)) - run(path, image(9))).max() <= 2 * step
     after = slim.state_dict()
-    assert before.keys() == after.keys() and all(
-        torch.equal(v, after[k]) for k, v in before.items()
-    )
+    assert before.keys() == after.keys() and all(torch.equal(v, after[k]) for k, v in before.items())
 
 
 @pytest.mark.nightly
@@ -457,24 +461,16 @@ def entries(tmp_path_factory) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [
-        (3, 10**9),
-        (3, -7),
-        (4, {"dtype": "float32"}),
-        (4, "float32"),
-        (4, 99),
-        (0, None),
-        (1, 0.5),
-        (3, None),
-    ],
+    [(3, 10**9), (3, -7), (4, {"dtype": "float32"}), (4, "float32"), (4, 99), (0, None), (1, 0.5), (3, None)],
 )
 def test_odd_arguments_in_an_archive_are_errors(entries, tmp_path, place, value):
     document = json.loads(entries["graph.json"])
     row = next(r for r in document["nodes"] if r["target"] == "demask.quantize.default")
     scale = next(t for t in document["tensors"] if t["name"] == "a.weight_quantized")
     if place == 3:  # a scale for each place on an axis
-        document["nodes"].insert(1, {"op": "get_attr", "name": "odd", "target": scale["name"],
-                                     "args": [], "kwargs": {}})  # fmt: skip
+        document["nodes"].insert(
+            1, {"op": "get_attr", "name": "odd", "target": scale["name"], "args": [], "kwargs": {}}
+        )
         row["args"][1] = {"node": "odd"}
     row["args"][place] = value
     odd = entries | {"graph.json": json.dumps(document).encode()}
@@ -487,9 +483,16 @@ def test_odd_arguments_in_an_archive_are_errors(entries, tmp_path, place, value)
 
 def test_odd_grids_in_an_archive_are_refused():
     good = Provenance.from_dict
-    data = {"cuts": {}, "reasons": [], "effects": {}, "notes": [], "inputs": [], "removed": {},
-            "before": dict.fromkeys(("parameters", "macs", "bytes"), 0),
-            "after": dict.fromkeys(("parameters", "macs", "bytes"), 0)}  # fmt: skip
+    data = {
+        "cuts": {},
+        "reasons": [],
+        "effects": {},
+        "notes": [],
+        "inputs": [],
+        "removed": {},
+        "before": dict.fromkeys(("parameters", "macs", "bytes"), 0),
+        "after": dict.fromkeys(("parameters", "macs", "bytes"), 0),
+    }
     base = {"dtype": "int8", "axis": 0, "scales": [0.1], "zero_points": [0]}
     port = {"inputs": [], "outputs": [], "name": "", "doc": "", "metadata": {}}
     assert good(data | {"interface": port | {"grids": {"w": base}}}).interface.grids["w"].axis == 0
@@ -507,17 +510,7 @@ def test_the_ops_say_what_they_take():
     with pytest.raises(BadInput, match="expected integers"):
         torch.ops.demask.dequantize(x, scale, None, 1)
     halves = torch.tensor([0.5, 1.5, 2.5, -0.5, 300.0, -300.0])
-    assert quantize_values(halves, torch.tensor(1.0), None, 0, "int8").tolist() == [
-        0,
-        2,
-        2,
-        0,
-        127,
-        -128,
-    ]
-    whole, slope = (
-        torch.tensor([[1, 2], [3, 4]], dtype=torch.int8),
-        torch.ones(2, requires_grad=True),
-    )
+    assert quantize_values(halves, torch.tensor(1.0), None, 0, "int8").tolist() == [0, 2, 2, 0, 127, -128]
+    whole, slope = (torch.tensor([[1, 2], [3, 4]], dtype=torch.int8), torch.ones(2, requires_grad=True))
     torch.ops.demask.dequantize(whole, slope, None, 1).sum().backward()
     assert slope.grad.tolist() == [4.0, 6.0]

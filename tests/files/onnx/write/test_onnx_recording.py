@@ -92,9 +92,7 @@ def loaded(net):
     net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()})
 
 
-@pytest.mark.parametrize(
-    "change", [changed_in_place, replaced, pruned, parametrized, in_double, loaded]
-)
+@pytest.mark.parametrize("change", [changed_in_place, replaced, pruned, parametrized, in_double, loaded])
 def test_weights_that_change_are_followed(tmp_path, change):
     net = network(tmp_path, layers())
     before = net(X)
@@ -133,11 +131,16 @@ def test_copies_and_pickles_begin_anew(tmp_path):
 def test_sizes_that_depend_on_values_are_compared(tmp_path):
     """The rows above 0, counted: as many as the values say."""
     graph = model(
-        [node("ReduceMax", ["x", "one"], ["m"], keepdims=0), node("Greater", ["m", "zero"], ["g"]),
-         node("Compress", ["x", "g"], ["c"], axis=0), node("Shape", ["c"], ["s"]),
-         node("ConstantOfShape", ["s"], ["o"]), node("Add", ["c", "o"], ["y"])],
+        [
+            node("ReduceMax", ["x", "one"], ["m"], keepdims=0),
+            node("Greater", ["m", "zero"], ["g"]),
+            node("Compress", ["x", "g"], ["c"], axis=0),
+            node("Shape", ["c"], ["s"]),
+            node("ConstantOfShape", ["s"], ["o"]),
+            node("Add", ["c", "o"], ["y"]),
+        ],
         [constant("one", np.array([1])), constant("zero", np.float32(0))],
-    )  # fmt: skip
+    )
     net = network(tmp_path, graph)
     x = X.abs()
     assert is_replayed(net, x)
@@ -152,13 +155,15 @@ def test_a_branch_that_a_size_chooses(tmp_path):
         return helper.make_graph([node(op, ["x"], [name])], name, [], [value(name, sizes=None)])
 
     graph = model(
-        [node("Shape", ["x"], ["s"]), node("Gather", ["s", "zero"], ["n"], axis=0),
-         node("Greater", ["n", "two"], ["more"]),
-         node("If", ["more"], ["h"], then_branch=branch("t", "Neg"),
-              else_branch=branch("e", "Abs")),
-         node("Add", ["h", "x"], ["y"])],
+        [
+            node("Shape", ["x"], ["s"]),
+            node("Gather", ["s", "zero"], ["n"], axis=0),
+            node("Greater", ["n", "two"], ["more"]),
+            node("If", ["more"], ["h"], then_branch=branch("t", "Neg"), else_branch=branch("e", "Abs")),
+            node("Add", ["h", "x"], ["y"]),
+        ],
         [constant("zero", np.array(0)), constant("two", np.array(2))],
-    )  # fmt: skip
+    )
     net = network(tmp_path, graph)
     assert is_replayed(net, X)
     assert is_replayed(net, X[:2])
@@ -170,11 +175,13 @@ def test_a_branch_that_a_value_chooses_is_not_recorded(tmp_path):
         return helper.make_graph([node(op, ["x"], [name])], name, [], [value(name, sizes=None)])
 
     graph = model(
-        [node("ReduceSum", ["x"], ["r"], keepdims=0), node("Greater", ["r", "zero"], ["more"]),
-         node("If", ["more"], ["y"], then_branch=branch("t", "Neg"),
-              else_branch=branch("e", "Abs"))],
+        [
+            node("ReduceSum", ["x"], ["r"], keepdims=0),
+            node("Greater", ["r", "zero"], ["more"]),
+            node("If", ["more"], ["y"], then_branch=branch("t", "Neg"), else_branch=branch("e", "Abs")),
+        ],
         [constant("zero", np.float32(0))],
-    )  # fmt: skip
+    )
     net = network(tmp_path, graph)
     for x in (X.abs(), -X.abs()):
         assert torch.equal(net(x), -x.abs() if x.sum() > 0 else x.abs())
@@ -184,11 +191,15 @@ def test_a_branch_that_a_value_chooses_is_not_recorded(tmp_path):
 def test_numbers_taken_from_a_tensor_are_not_recorded(tmp_path):
     """How often to repeat is computed from the input."""
     graph = model(
-        [node("ReduceMax", ["x"], ["m"], keepdims=0), node("Cast", ["m"], ["k"], to=7),
-         node("Unsqueeze", ["k", "axis"], ["k1"]), node("Concat", ["k1", "one"], ["n"], axis=0),
-         node("Tile", ["x", "n"], ["y"])],
+        [
+            node("ReduceMax", ["x"], ["m"], keepdims=0),
+            node("Cast", ["m"], ["k"], to=7),
+            node("Unsqueeze", ["k", "axis"], ["k1"]),
+            node("Concat", ["k1", "one"], ["n"], axis=0),
+            node("Tile", ["x", "n"], ["y"]),
+        ],
         [constant("axis", np.array([0])), constant("one", np.array([1]))],
-    )  # fmt: skip
+    )
     net = network(tmp_path, graph)
     for top in (1, 3, 2):
         assert net(torch.full((1, 6), float(top))).shape == (top, 6)
@@ -197,10 +208,9 @@ def test_numbers_taken_from_a_tensor_are_not_recorded(tmp_path):
 def test_a_caller_may_write_into_outputs(tmp_path):
     """A constant made from sizes is the output, or a view of it."""
     graph = model(
-        [node("Shape", ["x"], ["s"]), node("Cast", ["s"], ["f"], to=1),
-         node("Unsqueeze", ["f", "zero"], ["y"])],
+        [node("Shape", ["x"], ["s"]), node("Cast", ["s"], ["f"], to=1), node("Unsqueeze", ["f", "zero"], ["y"])],
         [constant("zero", np.array([0]))],
-    )  # fmt: skip
+    )
     net = network(tmp_path, graph)
     for _ in range(3):
         made = net(X)
@@ -226,7 +236,8 @@ def test_what_fails_names_its_node(tmp_path):
 
 
 def test_random_numbers_are_drawn_anew(tmp_path):
-    graph = model([node("RandomNormalLike", ["x"], ["r"]), node("Add", ["x", "r"], ["y"])],
-                  [constant("w", weights(2, 2))])  # fmt: skip
+    graph = model(
+        [node("RandomNormalLike", ["x"], ["r"]), node("Add", ["x", "r"], ["y"])], [constant("w", weights(2, 2))]
+    )
     net = network(tmp_path, graph)
     assert len({net(X).sum().item() for _ in range(4)}) == 4

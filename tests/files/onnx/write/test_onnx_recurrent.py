@@ -51,19 +51,19 @@ def written(path: Path, op: str, direction: str, attributes: dict[str, int]) -> 
     }
     make = onnx.helper.make_node
     nodes = [
-        make(op, ["x", "w", "r", "b"], ["all", "h"], hidden_size=HIDDEN, direction=direction,
-             **attributes),
+        make(op, ["x", "w", "r", "b"], ["all", "h"], hidden_size=HIDDEN, direction=direction, **attributes),
         make("Transpose", ["all"], ["t"], perm=[0, 2, 1, 3]),
         make("Reshape", ["t", "shape"], ["flat"]),
         make("MatMul", ["flat", "last"], ["y"]),
-    ]  # fmt: skip
+    ]
     kind = onnx.TensorProto.FLOAT
     graph = onnx.helper.make_graph(
-        nodes, "recurrent",
+        nodes,
+        "recurrent",
         [onnx.helper.make_tensor_value_info("x", kind, ["steps", "batch", FEATURES])],
         [onnx.helper.make_tensor_value_info("y", kind, ["steps", "batch", OUT])],
         [onnx.numpy_helper.from_array(value, name) for name, value in constants.items()],
-    )  # fmt: skip
+    )
     opset = [onnx.helper.make_opsetid("", 17)]
     onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), path)
     return path
@@ -77,9 +77,7 @@ def count(op: str, direction: str, units: int) -> int:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("op", "direction", "attributes"), CASES)
-def test_units_at_rest_leave_the_file(
-    op: str, direction: str, attributes: dict[str, int], tmp_path: Path
-):
+def test_units_at_rest_leave_the_file(op: str, direction: str, attributes: dict[str, int], tmp_path: Path):
     given, out = tmp_path / "given.onnx", tmp_path / "out.onnx"
     written(given, op, direction, attributes)
     x = torch.randn(STEPS, BATCH, FEATURES, generator=torch.Generator().manual_seed(1))

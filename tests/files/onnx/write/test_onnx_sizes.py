@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "root of a size": lambda x, n: x / torch.sym_sqrt(n),
     "rolled rows": lambda x, n: x.roll(n // 2, 1).roll(n),
     "two rolls": lambda x, n: x.roll((n // 2, -1), (0, 1)),
-}  # fmt: skip
+}
 
 
 class Net(nn.Module):

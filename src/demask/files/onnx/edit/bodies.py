@@ -37,11 +37,14 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
     """The file with smaller bodies, or the file itself. edit: returns a smaller file, or the same
     one, for example inputs."""
     stored = {t.name: t for t in model.graph.initializer}
-    places = [(k, j) for k, node in enumerate(model.graph.node)
-              for j, body in enumerate(subgraphs(node))
-              if sum(t.ByteSize() for t in tensors_of(body)) + sum(
-                  stored[n].ByteSize() for n in set(outer_reads(body)) & set(stored)
-              ) > LEAST_BYTES]  # fmt: skip
+    places = [
+        (k, j)
+        for k, node in enumerate(model.graph.node)
+        for j, body in enumerate(subgraphs(node))
+        if sum(t.ByteSize() for t in tensors_of(body))
+        + sum(stored[n].ByteSize() for n in set(outer_reads(body)) & set(stored))
+        > LEAST_BYTES
+    ]
     if not places:
         return model
     new, taken = copy_of(model), graph_names(model.graph)
@@ -117,8 +120,9 @@ def _body_inputs(node: Any, body: Any, arrays: Arrays) -> list[tuple[str, Any, A
         attributes = attributes_of(node)
         count = attributes["num_scan_inputs"]
         axes = attributes.get("scan_input_axes") or [0] * count
-        slices = [x if x is None else x.take(0, a) if x.shape[a] else None
-                  for x, a in zip(values[-count:], axes, strict=True)]  # fmt: skip
+        slices = [
+            x if x is None else x.take(0, a) if x.shape[a] else None for x, a in zip(values[-count:], axes, strict=True)
+        ]
         values = [*values[:-count], *slices]
     inputs = []
     for k, value in enumerate(body.input):

@@ -8,13 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from demask.files.onnx.edit.editor import Editor
-from demask.files.onnx.edit.protos import (
-    attributes_of,
-    copy_of,
-    graph_reads,
-    op_of,
-    set_attribute,
-)
+from demask.files.onnx.edit.protos import attributes_of, copy_of, graph_reads, op_of, set_attribute
 from demask.files.onnx.edit.refusals import Unsupported, require
 from demask.shrink.layout.cells import Layout
 
@@ -133,9 +127,7 @@ class Handlers(dict[str, Handler]):
 HANDLERS = Handlers()
 
 
-def handle(
-    editor: Editor, node: Any, wanted: Sequence[Layout | None]
-) -> tuple[Any, Sequence[Layout | None]]:
+def handle(editor: Editor, node: Any, wanted: Sequence[Layout | None]) -> tuple[Any, Sequence[Layout | None]]:
     """The edited node, and the layouts of its outputs. Raises Unsupported."""
     handler = HANDLERS.get(op_of(node))
     if handler is None or graph_reads(node):

@@ -29,13 +29,13 @@ def changes_of(original: Any, edited: Any) -> Iterator[NodeChange]:
         if new is None:
             yield NodeChange(_label(node), op_of(node), "removed")
             continue
-        words = [_cut(before[a], after[b]) for a, b in zip(node.input, new.input, strict=False)
-                 if a in before and b in after]  # fmt: skip
+        words = [
+            _cut(before[a], after[b]) for a, b in zip(node.input, new.input, strict=False) if a in before and b in after
+        ]
         words = [word for word in words if word]
         if not words and node.SerializeToString() != new.SerializeToString():
             is_cut = subgraphs(node) != subgraphs(new)
-            words = ["its bodies are cut" if is_cut else
-                     "reads other values, or has other attributes"]  # fmt: skip
+            words = ["its bodies are cut" if is_cut else "reads other values, or has other attributes"]
         if words:
             yield NodeChange(_label(node), op_of(node), "; ".join(words))
     for node in nodes.values():

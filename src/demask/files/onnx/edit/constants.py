@@ -10,8 +10,7 @@ import numpy as np
 from demask.files.onnx.check import session
 from demask.files.onnx.edit.protos import graph_reads, is_standard
 
-RANDOM = ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
-          "RandomUniformLike")  # fmt: skip
+RANDOM = ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -28,9 +27,12 @@ class FileConstants:
         self.read: list[str] = []  # computed constants that nodes with inputs read
         for node in model.graph.node:
             operands = [name for name in node.input if name]
-            if is_standard(node) and node.op_type not in RANDOM and not graph_reads(node) and all(
-                name in self.names for name in operands
-            ):  # fmt: skip
+            if (
+                is_standard(node)
+                and node.op_type not in RANDOM
+                and not graph_reads(node)
+                and all(name in self.names for name in operands)
+            ):
                 self.names |= {name for name in node.output if name}
             else:
                 self.read += [name for name in operands if name in self.names]
@@ -108,9 +110,7 @@ def part_of(model: Any, names: set[str], known: set[str], *, keep_inputs: bool) 
     part.graph.name = "part"
     part.graph.node.extend(reversed(nodes))
     part.graph.initializer.extend(t for t in model.graph.initializer if t.name in needed)
-    part.graph.sparse_initializer.extend(
-        t for t in model.graph.sparse_initializer if t.values.name in needed
-    )
+    part.graph.sparse_initializer.extend(t for t in model.graph.sparse_initializer if t.values.name in needed)
     if keep_inputs:
         part.graph.input.extend(model.graph.input)
     computed = {name for node in nodes for name in node.output}

@@ -29,8 +29,9 @@ def with_opset(model: Any, opset: int) -> Any:
         reason = (str(error).strip().splitlines() or ["no reason"])[-1]
         raise NotExportable(
             f"onnx's version converter fails from op set {opset_of(model)} to {opset}: {reason}",
-            "the file", "leave --opset (opset=) out, or choose one nearer to the file's",
-        ) from error  # fmt: skip
+            "the file",
+            "leave --opset (opset=) out, or choose one nearer to the file's",
+        ) from error
     least = helper.find_min_ir_version_for(converted.opset_import, ignore_unknown=True)
     converted.ir_version = max(model.ir_version, least)
     # What describes values is no matter of versions, but the converter drops some of it.

@@ -87,9 +87,7 @@ def examine(
     return replace(edited, barriers=barriers, foreign=foreign), model is not original
 
 
-def file_with(
-    path: str | os.PathLike[str], model: Any = None, opset: int | None = None
-) -> EditedFile:
+def file_with(path: str | os.PathLike[str], model: Any = None, opset: int | None = None) -> EditedFile:
     """The file at `path` with another model in its place.
 
     Args:
@@ -126,9 +124,7 @@ def _described(model: Any, original: Any, external: frozenset[str]) -> EditedFil
 _Edit = tuple[Any, tuple[tuple[str, str], ...], frozenset[str]]  # model, barriers, foreign ops
 
 
-def _edit_model(
-    original: Any, args: Sequence[Tensor], folder: Path, table: Table, insert: bool
-) -> _Edit:
+def _edit_model(original: Any, args: Sequence[Tensor], folder: Path, table: Table, insert: bool) -> _Edit:
     """The smaller file; the original where editing removes nothing. Functions that the file defines
     are written out first; if that leads to no smaller file, their calls stay as they are."""
 
@@ -161,9 +157,7 @@ def _feeds(file: OnnxFile, args: Sequence[Tensor]) -> dict[str, np.ndarray]:
     return {port.name: numpy_of(x) for port, x in zip(file.graph.inputs, args, strict=True)}
 
 
-def edit_once(
-    model: Any, folder: Path, args: Sequence[Tensor], table: Table, *, insert: bool = True
-) -> _Edit:
+def edit_once(model: Any, folder: Path, args: Sequence[Tensor], table: Table, *, insert: bool = True) -> _Edit:
     """A file after one walk, nodes that are not cut, and ops that demask could not capture.
 
     folder: of external tensors. insert: as for `edit_file`.
@@ -229,14 +223,13 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
         named = name_values(file, tuple(feeds.values()), table, outputs)
     if named.static:
         name = min(named.static)
-        raise NotExportable(f"size {name!r} of {places[name][0][0]!r} is static", "the file",
-                            "the file is exported instead")  # fmt: skip
+        raise NotExportable(
+            f"size {name!r} of {places[name][0][0]!r} is static", "the file", "the file is exported instead"
+        )
     return named
 
 
-def _cheapest(
-    walked: Callable[[Mapping[str, Layout]], Editor], shell: Any, insert: bool
-) -> tuple[Any, Any]:
+def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], shell: Any, insert: bool) -> tuple[Any, Any]:
     """The smallest file, and nodes that are not cut.
 
     Where a reader lacks positions of a value, nodes are inserted, or the nodes before compute these
@@ -249,8 +242,10 @@ def _cheapest(
     least = size = result.ByteSize()
     grown: dict[str, Layout] = {}
     for _ in range(GROWTHS):  # each walk moves what is inserted to the nodes before
-        more = {name: union(grown.get(name, layout), layout, editor.shape(name))
-                for name, layout in editor.expansions.items()}  # fmt: skip
+        more = {
+            name: union(grown.get(name, layout), layout, editor.shape(name))
+            for name, layout in editor.expansions.items()
+        }
         if all(grown.get(name) == layout for name, layout in more.items()):
             break
         grown |= more

@@ -156,8 +156,7 @@ class Editor:
         """Have positions of a value computed in the next walk, without those that are known."""
         pairs = zip(layout, self._unknown(name), self.shape(name), strict=True)
         layout = tuple(
-            whole([p for p in all_positions(a, n) if p in set(b)], n) if b is not None else a
-            for a, b, n in pairs
+            whole([p for p in all_positions(a, n) if p in set(b)], n) if b is not None else a for a, b, n in pairs
         )
         before = self.missing.get(name, self.overridden.get(name))
         if before is not None:
@@ -209,8 +208,7 @@ class Editor:
         self.node_names.add(name)
         return name
 
-    def emit(self, op: str, inputs: Sequence[str], base: str, *, output: str | None = None,
-             **attributes: Any) -> str:  # fmt: skip
+    def emit(self, op: str, inputs: Sequence[str], base: str, *, output: str | None = None, **attributes: Any) -> str:
         """Add a node; returns the name of its output."""
         from onnx import helper
 
@@ -262,9 +260,7 @@ class Editor:
 
         pads = [0] * (2 * rank)
         pads[rank + axis] = 1
-        if np.dtype(dtype).kind not in "fiu" or (
-            self.opset < PAD_INPUTS and np.dtype(dtype).kind != "f"
-        ):
+        if np.dtype(dtype).kind not in "fiu" or (self.opset < PAD_INPUTS and np.dtype(dtype).kind != "f"):
             number = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
             double = self.emit("Cast", [name], base, to=TensorProto.DOUBLE)
             padded = self.pad_end(double, rank, axis, value, base, np.float64)
@@ -289,8 +285,7 @@ class Editor:
         shape = self.shape(name)
         require(len(shape) == len(layout), f"{name!r} has {len(shape)} axes, not {len(layout)}")
         return tuple(
-            p if p is None or not isinstance(n, int) else whole(p, n)
-            for p, n in zip(layout, shape, strict=True)
+            p if p is None or not isinstance(n, int) else whole(p, n) for p, n in zip(layout, shape, strict=True)
         )
 
     def _new_cut(self, name: str, layout: Layout) -> str:
@@ -359,8 +354,7 @@ class Editor:
             fill = np.broadcast_to(fill, sizes)
         return self.tensor(fill, name, "known")
 
-    def _convert(self, source: str, name: str, current: Sequence[Positions], axis: int,
-                 positions: Positions) -> str:  # fmt: skip
+    def _convert(self, source: str, name: str, current: Sequence[Positions], axis: int, positions: Positions) -> str:
         """A value with other positions of one axis; known elements replace those it lacks."""
         size = self.shape(name)[axis]
         present, wanted = all_positions(current[axis], size), all_positions(positions, size)
@@ -461,8 +455,7 @@ class Editor:
             copy.input[k] = self.complete(name) if name else ""
         for name in graph_reads(node):
             self._restore(name)
-        layouts = [(None,) * len(self.shape(name)) if name in self.values else None
-                  for name in node.output]  # fmt: skip
+        layouts = [(None,) * len(self.shape(name)) if name in self.values else None for name in node.output]
         self._record(copy, layouts)
 
     def _restore(self, name: str) -> None:
@@ -539,8 +532,7 @@ class Editor:
         for (name, _), new in self.cuts.items():
             if new in live and new != name:
                 ways.setdefault(name, set()).add(new)
-        return {news.copy().pop(): name for name, news in ways.items()
-                if len(news) == 1 and name not in live}  # fmt: skip
+        return {news.copy().pop(): name for name, news in ways.items() if len(news) == 1 and name not in live}
 
     def _update_descriptions(self, graph: Any, live: set[str]) -> None:
         """Adapt sizes that are stated of values, and remove what is stated of values that went."""

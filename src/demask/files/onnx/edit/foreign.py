@@ -19,9 +19,7 @@ SAME_SIZES = ("BatchNormalization", "Elu", "Erf", "Exp", "Gelu", "HardSwish", "I
 Type = tuple[int, list[int | str | None] | None]  # of an element, as a number; sizes
 
 
-def opaque_outputs(
-    model: Any, feeds: Mapping[str, np.ndarray], names: Collection[str]
-) -> dict[str, OpaqueOutput]:
+def opaque_outputs(model: Any, feeds: Mapping[str, np.ndarray], names: Collection[str]) -> dict[str, OpaqueOutput]:
     """The outputs of some nodes, by name, without those whose type or number of axes is unknown.
 
     A size is that of an axis of an operand if the file names both alike, or if shape inference
@@ -55,9 +53,7 @@ def opaque_outputs(
         if kind is None:
             continue
         sizes = [
-            n
-            if isinstance(n, int)
-            else _same_size(k, n, tensors, name, declared, runs, is_standard(readers[name]))
+            n if isinstance(n, int) else _same_size(k, n, tensors, name, declared, runs, is_standard(readers[name]))
             for k, n in enumerate(dims)
         ]
         outputs[name] = OpaqueOutput(kind, tuple(sizes))
@@ -109,8 +105,7 @@ def declared_types(model: Any, *, infer: bool) -> dict[str, Type]:
         kind = value.type.tensor_type
         dims = None
         if kind.HasField("shape"):
-            dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None
-                    for d in kind.shape.dim]  # fmt: skip
+            dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in kind.shape.dim]
         values[value.name] = (kind.elem_type, dims)
     return values
 
@@ -120,8 +115,9 @@ def _torch_name(number: int) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _same_size(k: int, size: Any, operands: list[str], name: str, declared: Any,
-               runs: Any, standard: bool) -> Dimension:  # fmt: skip
+def _same_size(
+    k: int, size: Any, operands: list[str], name: str, declared: Any, runs: Any, standard: bool
+) -> Dimension:
     """The axis of an operand that has the size of axis k of an output; None if there is none."""
     first, second = (run.get(name) for run in runs)
     for at, operand in enumerate(operands):

@@ -68,9 +68,7 @@ def _called(nodes: Collection[Any], model: Any) -> set[tuple[str, str, str]]:
     return called
 
 
-def _written_out(
-    node: Any, functions: dict[Any, Any], model: Any, taken: set[str]
-) -> Iterator[Any]:
+def _written_out(node: Any, functions: dict[Any, Any], model: Any, taken: set[str]) -> Iterator[Any]:
     """A node, or the nodes of the function that it calls. taken: names of the file; it grows."""
     function = functions.get(_key(node, node.op_type))
     if function is None or not _fits(function, model):
@@ -78,8 +76,7 @@ def _written_out(
         return
     names = dict(zip(function.output, node.output, strict=False))
     names = {formal: actual for formal, actual in names.items() if actual}
-    names |= {name: node.input[k] if k < len(node.input) else ""
-              for k, name in enumerate(function.input)}  # fmt: skip
+    names |= {name: node.input[k] if k < len(node.input) else "" for k, name in enumerate(function.input)}
     values = {a.name: a for a in (*function.attribute_proto, *node.attribute)}
     prefix = next(filter(None, node.output))  # which no other node has
 

@@ -59,18 +59,11 @@ class NamedValue:
         shape = tuple(n if isinstance(n, int) else n.node.expr for n in value.shape)
         if layout is not None:
             layout = tuple(
-                None if p is None or not isinstance(n, int) else whole(p, n)
-                for p, n in zip(layout, shape, strict=True)
+                None if p is None or not isinstance(n, int) else whole(p, n) for p, n in zip(layout, shape, strict=True)
             )
         fill = fact.fill.detach()
         is_exact = not fill.is_floating_point() or fill.dtype == torch.float64
-        return cls(
-            shape,
-            value.dtype,
-            fact.known.numpy(),
-            (fill if is_exact else fill.double()).numpy(),
-            layout,
-        )
+        return cls(shape, value.dtype, fact.known.numpy(), (fill if is_exact else fill.double()).numpy(), layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +99,9 @@ class NamedModule(OnnxModule):
 
     def __init__(self, file: OnnxFile, opaque: Collection[str], outputs: OpaqueOutputs):
         nodes = tuple(
-            _flat(n) if _label(n) in opaque else n if n.domain or n.op not in KINDS
-            else supported_layer(n) or n for n in file.graph.nodes
-        )  # fmt: skip
+            _flat(n) if _label(n) in opaque else n if n.domain or n.op not in KINDS else supported_layer(n) or n
+            for n in file.graph.nodes
+        )
         file = replace(file, graph=replace(file.graph, nodes=nodes))
         self_opaque = {node.outputs for node in nodes if _label(node) in opaque}
 
@@ -130,9 +123,10 @@ class NamedModule(OnnxModule):
         names = [*self.plan.inputs, *self.tensors]
         named = {n: values[n] for n in names if isinstance(values.get(n), Tensor)}
         roots = [
-            self._tensor(v) for v in (values[name] for name in self.plan.outputs)
+            self._tensor(v)
+            for v in (values[name] for name in self.plan.outputs)
             if not isinstance(v, Host) or v.dtype is not None
-        ]  # fmt: skip
+        ]
         roots = [t for root in roots for t in (root if isinstance(root, list) else [root])]
         roots = [t for t in [*roots, *self.log.extra_roots] if isinstance(t, Tensor)]
         if torch.compiler.is_exporting():
@@ -235,8 +229,11 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
     result.args = (tuple(leaves[: module.log.outputs]),)
     analysis = LayoutAnalysis.of(program, table)
     layouts = analysis.placer.placement().value
-    values = {name: NamedValue.of(analysis, node, layouts.get(key_of(node)))
-              for name, node in nodes.items() if isinstance(node, fx.Node)}  # fmt: skip
+    values = {
+        name: NamedValue.of(analysis, node, layouts.get(key_of(node)))
+        for name, node in nodes.items()
+        if isinstance(node, fx.Node)
+    }
     return NamedValues(values, module.log.hosts, frozenset(opaque), frozenset(static))
 
 
@@ -252,9 +249,7 @@ def _static_sizes(program: Program, file: OnnxFile) -> set[str]:
     return static
 
 
-def with_sizes(
-    file: OnnxFile, shapes: Mapping[str, Sequence[int]], names: Collection[str]
-) -> OnnxFile:
+def with_sizes(file: OnnxFile, shapes: Mapping[str, Sequence[int]], names: Collection[str]) -> OnnxFile:
     """The file with numbers in place of some of the sizes that it leaves open, from the shapes of
     its inputs."""
     ports = []
@@ -262,7 +257,6 @@ def with_sizes(
         sizes = port.sizes
         if sizes is not None:
             pairs = enumerate(zip(sizes, shapes[port.name], strict=True))
-            sizes = tuple(size if (n or f"{port.name}.{k}") in names else n
-                          for k, (n, size) in pairs)  # fmt: skip
+            sizes = tuple(size if (n or f"{port.name}.{k}") in names else n for k, (n, size) in pairs)
         ports.append(replace(port, sizes=sizes))
     return replace(file, graph=replace(file.graph, inputs=tuple(ports)))

@@ -20,11 +20,8 @@ class OpaqueOutput:
 
 
 # Nothing may run it ahead: not where all that it reads is stored, either.
-@torch.library.custom_op(
-    "demask::opaque", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
-def opaque(operands: list[Tensor], dtypes: str, ranks: list[int],
-           operand: list[int], axis: list[int]) -> list[Tensor]:  # fmt: skip
+@torch.library.custom_op("demask::opaque", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def opaque(operands: list[Tensor], dtypes: str, ranks: list[int], operand: list[int], axis: list[int]) -> list[Tensor]:
     """Stands in a program that is analyzed, never run, for a call that demask has no function for.
 
     Args:
@@ -37,8 +34,7 @@ def opaque(operands: list[Tensor], dtypes: str, ranks: list[int],
 
 
 @opaque.register_fake
-def _(operands: list[Tensor], dtypes: str, ranks: list[int],
-      operand: list[int], axis: list[int]) -> list[Tensor]:  # fmt: skip
+def _(operands: list[Tensor], dtypes: str, ranks: list[int], operand: list[int], axis: list[int]) -> list[Tensor]:
     context = torch.library.get_ctx()
     return _outputs(operands, dtypes, ranks, operand, axis, context.new_dynamic_size)
 
@@ -56,11 +52,11 @@ def _outputs(operands, dtypes, ranks, operand, axis, new_size) -> list[Tensor]:
 
 def opaque_call(operands: Sequence[Tensor], outputs: Sequence[OpaqueOutput]) -> list[Tensor]:
     """The outputs of a call."""
-    pairs = [
-        (-2, 0) if n is None else (-1, n) if isinstance(n, int) else n
-        for output in outputs for n in output.sizes
-    ]  # fmt: skip
+    pairs = [(-2, 0) if n is None else (-1, n) if isinstance(n, int) else n for output in outputs for n in output.sizes]
     return torch.ops.demask.opaque(
-        list(operands), ",".join(o.dtype for o in outputs), [len(o.sizes) for o in outputs],
-        [k for k, _ in pairs], [at for _, at in pairs],
-    )  # fmt: skip
+        list(operands),
+        ",".join(o.dtype for o in outputs),
+        [len(o.sizes) for o in outputs],
+        [k for k, _ in pairs],
+        [at for _, at in pairs],
+    )

@@ -3,17 +3,7 @@
 from demask.files.onnx.op_functions import join_tables
 from demask.files.onnx.ops.data import control, index, ml, move, sequence, text, training, trees
 from demask.files.onnx.ops.math import activation, cast, math, random, reduce, select
-from demask.files.onnx.ops.nn import (
-    attention,
-    image,
-    linear,
-    norms,
-    pool,
-    quantized,
-    recurrent,
-    resize,
-    signal,
-)
+from demask.files.onnx.ops.nn import attention, image, linear, norms, pool, quantized, recurrent, resize, signal
 
 #: every entry by (domain, op); "" is ONNX's own domain
 ENTRIES = join_tables(

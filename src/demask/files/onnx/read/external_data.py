@@ -80,12 +80,13 @@ class ExternalData:
         with open_plain(path, what) as file:
             file_size = os.fstat(file.fileno()).st_size
             if end > file_size:
-                raise BadInput(f"needs bytes {part.offset} to {end} of {part.location!r}, which "
-                               f"has {file_size}; it is incomplete: copy it again")  # fmt: skip
+                raise BadInput(
+                    f"needs bytes {part.offset} to {end} of {part.location!r}, which "
+                    f"has {file_size}; it is incomplete: copy it again"
+                )
             self.taken[path] = self.taken.get(path, 0) + size
             if self.taken[path] > REPEATS * file_size + FREE:
-                raise RefusedFile(f"tensors read the {file_size} bytes of {part.location!r} too "
-                                  "often")  # fmt: skip
+                raise RefusedFile(f"tensors read the {file_size} bytes of {part.location!r} too often")
             array = np.empty(size, np.uint8)
             _fill(array.data, file, part.offset, what)
             return array

@@ -19,15 +19,7 @@ from demask.files.onnx.model import AttributeReference, Function, Graph, OnnxFil
 from demask.files.onnx.read import wire
 from demask.files.onnx.read.external_data import MAX_NAME, ExternalData, file_bytes, text
 from demask.files.onnx.read.sub_byte_types import narrow_types, with_types
-from demask.files.onnx.read.tensors import (
-    DTYPES,
-    MAX_ELEMENTS,
-    NARROW,
-    STRING,
-    decode_text,
-    dense,
-    tensor,
-)
+from demask.files.onnx.read.tensors import DTYPES, MAX_ELEMENTS, NARROW, STRING, decode_text, dense, tensor
 from demask.files.onnx.read.topological_order import sort_nodes
 from demask.graph.provenance import OnnxPort
 from demask.installation import install_command
@@ -119,12 +111,7 @@ def parse_model(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
         raise BadInput("the graph has no outputs; expected some")
     return sort_nodes(
         OnnxFile(
-            graph,
-            opsets,
-            metadata,
-            functions,
-            proto.ir_version,
-            _long(proto.doc_string or proto.graph.doc_string),
+            graph, opsets, metadata, functions, proto.ir_version, _long(proto.doc_string or proto.graph.doc_string)
         )
     )
 
@@ -213,8 +200,7 @@ class OnnxReader:
             raise BadInput(f"{node} has no output; expected some")
         if domain not in self.domains:
             known = sorted(d or "ai.onnx" for d in self.domains)
-            raise BadInput(f"{node}: the file names no version of the op set "
-                           f"{domain or 'ai.onnx'!r}; it has {known}")  # fmt: skip
+            raise BadInput(f"{node}: the file names no version of the op set {domain or 'ai.onnx'!r}; it has {known}")
         if not proto.attribute:
             return node
         try:
@@ -282,8 +268,7 @@ class OnnxReader:
 
 
 #: the field of an attribute's value, by the number of the attribute's type
-_VALUES = {1: "f", 2: "i", 3: "s", 4: "t", 5: "g", 6: "floats", 7: "ints", 8: "strings",
-           11: "sparse_tensor", 13: "tp"}  # fmt: skip
+_VALUES = {1: "f", 2: "i", 3: "s", 4: "t", 5: "g", 6: "floats", 7: "ints", 8: "strings", 11: "sparse_tensor", 13: "tp"}
 _SINGLE = {"f", "i", "s", "t", "g", "sparse_tensor", "tp"}
 _EMPTY = {"t", "g", "sparse_tensor", "tp"}  # fields without a default
 _ABOUT = {"name", "type", "doc_string", "ref_attr_name"}
@@ -305,9 +290,7 @@ def _port(proto: Any) -> OnnxPort:
     tensor_type = proto.type.tensor_type
     dtypes: Mapping[int, Any] = {0: "", STRING: "", **DTYPES, **NARROW}
     if tensor_type.elem_type not in dtypes:
-        raise BadInput(
-            f"{name!r}: element type {tensor_type.elem_type} is not one that demask reads"
-        )
+        raise BadInput(f"{name!r}: element type {tensor_type.elem_type} is not one that demask reads")
     dtype = str(dtypes[tensor_type.elem_type]).removeprefix("torch.")
     if not tensor_type.HasField("shape"):
         return OnnxPort(name, dtype, None)

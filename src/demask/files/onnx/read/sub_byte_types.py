@@ -25,8 +25,7 @@ def narrow_types(proto: Any) -> Mapping[str, int]:
     constants = ((t.name, t.data_type) for t in getattr(proto, "initializer", ()))
     narrow: dict[str, int] = {n: k for n, k in chain(types, constants) if k in NARROW}
     for node in proto.node:
-        declared = [a.t.data_type or a.i for a in node.attribute
-                if a.name in ("value", "to", "output_dtype")]  # fmt: skip
+        declared = [a.t.data_type or a.i for a in node.attribute if a.name in ("value", "to", "output_dtype")]
         narrow |= {n: k for n, k in zip(node.output, declared, strict=False) if k in NARROW}
     return narrow
 
@@ -37,8 +36,10 @@ def with_types(nodes: tuple[OnnxNode, ...], types: Mapping[str, int]) -> tuple[O
         return nodes
     typed_nodes = []
     for node in nodes:
-        attributes = {k: replace(v, nodes=with_types(v.nodes, types)) if isinstance(v, Graph) else v
-                      for k, v in node.attributes.items()}  # fmt: skip
+        attributes = {
+            k: replace(v, nodes=with_types(v.nodes, types)) if isinstance(v, Graph) else v
+            for k, v in node.attributes.items()
+        }
         position, name = TYPED.get(node.op, (0, ""))
         if name and len(node.inputs) > position and node.inputs[position] in types:
             attributes = {name: types[node.inputs[position]], **attributes}

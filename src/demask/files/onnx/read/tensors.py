@@ -29,19 +29,28 @@ DTYPES: dict[int, torch.dtype] = {
 
 #: element types of 2, 4 and 6 bits, and the dtype that stores one value per element here
 NARROW: dict[int, torch.dtype] = {
-    21: torch.uint8, 22: torch.int8, 23: torch.float32, 25: torch.uint8, 26: torch.int8,
-    27: torch.float32, 28: torch.float32,
-}  # fmt: skip
+    21: torch.uint8,
+    22: torch.int8,
+    23: torch.float32,
+    25: torch.uint8,
+    26: torch.int8,
+    27: torch.float32,
+    28: torch.float32,
+}
 _BITS = {21: 4, 22: 4, 23: 4, 25: 2, 26: 2, 27: 6, 28: 6}
 _MANTISSA = {23: 1, 27: 3, 28: 2}
 STRING, EXTERNAL = 8, 1
 
 #: by element type: the field that lists its numbers, and their dtype there
 _FIELDS: dict[int, tuple[str, str]] = {
-    1: ("float_data", "f4"), 14: ("float_data", "f4"),
-    11: ("double_data", "f8"), 15: ("double_data", "f8"),
-    7: ("int64_data", "i8"), 12: ("uint64_data", "u8"), 13: ("uint64_data", "u8"),
-}  # fmt: skip
+    1: ("float_data", "f4"),
+    14: ("float_data", "f4"),
+    11: ("double_data", "f8"),
+    15: ("double_data", "f8"),
+    7: ("int64_data", "i8"),
+    12: ("uint64_data", "u8"),
+    13: ("uint64_data", "u8"),
+}
 
 
 def tensor(proto: Any, folder: Path | ExternalData) -> Tensor | Host:
@@ -110,9 +119,7 @@ def _stored(proto: Any, count: int, dtype: np.dtype, external: ExternalData) -> 
     if proto.data_location == EXTERNAL:
         if proto.raw_data or numbers:
             raise BadInput("has bytes both in the file and in external data; expected one of them")
-        return (
-            external.tensor_bytes(proto.external_data, size).view(little).astype(dtype, copy=False)
-        )
+        return external.tensor_bytes(proto.external_data, size).view(little).astype(dtype, copy=False)
     if not numbers:
         raw = proto.raw_data
         if len(raw) != size:
@@ -141,9 +148,7 @@ def _narrow(proto: Any, count: int, external: ExternalData) -> np.ndarray:
     if bits == 6 and proto.int32_data:
         numbers = _stored(proto, count, byte, external)
     elif bits == 6:
-        packed = np.unpackbits(
-            _stored(proto, -(-count * 6 // 8), byte, external), bitorder="little"
-        )
+        packed = np.unpackbits(_stored(proto, -(-count * 6 // 8), byte, external), bitorder="little")
         numbers = np.packbits(packed[: count * 6].reshape(-1, 6), axis=1, bitorder="little")[:, 0]
     else:
         packed = _stored(proto, -(-count * bits // 8), byte, external)

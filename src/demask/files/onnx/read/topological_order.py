@@ -58,9 +58,7 @@ def _nodes(
     for name in outputs:
         if name not in definitions and name not in outer:
             raise BadInput(f"the output {name!r} is not defined")
-    needs = [
-        [k for k in (definitions.get(name, -1) for name in names) if k >= 0] for names in reads
-    ]
+    needs = [[k for k in (definitions.get(name, -1) for name in names) if k >= 0] for names in reads]
     order = _sorted(nodes, needs)
     ordered = []
     outer.update(known)
@@ -71,18 +69,14 @@ def _nodes(
     return tuple(ordered)
 
 
-def _definitions(
-    nodes: Sequence[OnnxNode], known: Sequence[str], outer: set[str]
-) -> dict[str, int]:
+def _definitions(nodes: Sequence[OnnxNode], known: Sequence[str], outer: set[str]) -> dict[str, int]:
     """Index of the node that defines each name, -1 for the names in `known`."""
     definitions: dict[str, int] = {}
     named = [("the graph", -1, name) for name in known]
     named += [(node, k, name) for k, node in enumerate(nodes) for name in node.outputs if name]
     for node, k, name in named:
         if name in definitions or name in outer:
-            raise BadInput(
-                f"{node} defines {name!r}, which is already defined; expected unique names"
-            )
+            raise BadInput(f"{node} defines {name!r}, which is already defined; expected unique names")
         if not name:
             raise BadInput("an input or a constant has no name")
         definitions[name] = k
@@ -193,12 +187,11 @@ class FunctionCalls:
     def _call(self, node: OnnxNode, key: Key) -> tuple[int, int]:
         function = self.functions[key]
         for word, expected, actual in (
-            ("inputs", function.inputs, node.inputs), ("outputs", function.outputs, node.outputs),
-        ):  # fmt: skip
+            ("inputs", function.inputs, node.inputs),
+            ("outputs", function.outputs, node.outputs),
+        ):
             if len(actual) > len(expected):
-                raise BadInput(
-                    f"{node}: expected at most {len(expected)} {word}, got {len(actual)}"
-                )
+                raise BadInput(f"{node}: expected at most {len(expected)} {word}, got {len(actual)}")
         return self._function(key)
 
     def _function(self, key: Key) -> tuple[int, int]:

@@ -83,8 +83,7 @@ def _flat_attention(editor: GraphEditor, node: fx.Node) -> fx.Node:
     arguments = schema.arguments(node)
     query, mask = arguments["query"], arguments["attn_mask"]
     last = query.meta["val"].ndim - 4
-    tensors = [editor.call(aten.flatten.using_ints, arguments[name], 0, last)
-               for name in ("query", "key", "value")]  # fmt: skip
+    tensors = [editor.call(aten.flatten.using_ints, arguments[name], 0, last) for name in ("query", "key", "value")]
     if mask is not None and mask.meta["val"].ndim > 3:
         batch, mask_sizes = editor.sizes(query)[:-2], editor.sizes(mask)[-2:]
         mask = editor.call(aten.expand.default, mask, [*batch, *mask_sizes])
@@ -117,9 +116,7 @@ def _rolled(editor: GraphEditor, node: fx.Node) -> fx.Node:
         length = editor.call(aten.sym_size.int, result, dim)
         start = editor.call(operator.sub, length, editor.call(operator.mod, shift, length))
         spans = ((start, length), (0, start))
-        result = editor.call(
-            aten.cat.default, [editor.call(aten.slice.Tensor, result, dim, *s) for s in spans], dim
-        )
+        result = editor.call(aten.cat.default, [editor.call(aten.slice.Tensor, result, dim, *s) for s in spans], dim)
     if dims:
         return result
     sizes = [editor.call(aten.sym_size.int, x, k) for k in range(node.meta["val"].ndim)]
@@ -130,6 +127,4 @@ def takes_sizes(node: fx.Node) -> bool:
     """Whether a call takes tensors, and numbers computed from dynamic sizes."""
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     values = [n.meta.get("val") for n in leaves if isinstance(n, fx.Node)]
-    return any(isinstance(v, _SYMBOLIC) for v in values) and any(
-        isinstance(v, Tensor) for v in values
-    )
+    return any(isinstance(v, _SYMBOLIC) for v in values) and any(isinstance(v, Tensor) for v in values)

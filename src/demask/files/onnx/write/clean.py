@@ -12,8 +12,7 @@ from typing import Any
 
 # Movement and integer arithmetic are evaluated exactly. Arithmetic on floats is left to the
 # runtime, whose rounding differs; a folded convolution of ones would also become a map per pixel.
-MOVES = frozenset(("Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose",
-                   "Unsqueeze"))  # fmt: skip
+MOVES = frozenset(("Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
 WHOLE = frozenset(("Add", "Mul", "Sub"))
 # Default values of attributes of window ops, one number for every axis.
 WINDOWS = {"pads": 0, "output_padding": 0, "strides": 1, "dilations": 1}
@@ -36,9 +35,7 @@ def clean(model: Any, ties: Mapping[str, str]) -> None:
             replace_all_uses_with(value, graph.initializers[first])
             del graph.initializers[name]
     _rename_clashes(graph)  # before values are folded, which become tensors with these names
-    fold_constants_ir(
-        model, onnx_shape_inference=True, output_size_limit=SMALL, should_fold=is_exact
-    )
+    fold_constants_ir(model, onnx_shape_inference=True, output_size_limit=SMALL, should_fold=is_exact)
     for node in graph:
         if node.op_type in ("Conv", "ConvTranspose") and _is_zero(node.inputs[2:]):
             node.resize_inputs(2)
@@ -88,15 +85,11 @@ def _drop_defaults(node: Any, version: int | None) -> None:
     if version is None or not onnx.defs.has(node.op_type, version, node.domain):
         return
     value = onnx.helper.get_attribute_value
-    for name, declared in onnx.defs.get_schema(
-        node.op_type, version, node.domain
-    ).attributes.items():
+    for name, declared in onnx.defs.get_schema(node.op_type, version, node.domain).attributes.items():
         if name not in node.attributes or not declared.default_value.type:
             continue
         attribute = ir.to_proto(node.attributes[name])
-        if attribute.type == declared.default_value.type and value(attribute) == value(
-            declared.default_value
-        ):
+        if attribute.type == declared.default_value.type and value(attribute) == value(declared.default_value):
             del node.attributes[name]
 
 
@@ -134,9 +127,7 @@ def is_exact(node: Any) -> bool:
         return False
     if node.op_type == "Cast":
         return _widens(dtypes[0], node.attributes["to"].as_int())
-    return node.op_type in MOVES or (
-        node.op_type in WHOLE and all(dtype.is_integer() for dtype in dtypes)
-    )
+    return node.op_type in MOVES or (node.op_type in WHOLE and all(dtype.is_integer() for dtype in dtypes))
 
 
 def _widens(source: Any, target: int) -> bool:

@@ -71,9 +71,7 @@ def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "trunc":
         ratio = op.Div(self, other)  # truncates integers
         is_integer = self.dtype.is_integer()
-        return (
-            ratio if is_integer else op.Where(op.Less(ratio, zero), op.Ceil(ratio), op.Floor(ratio))
-        )
+        return ratio if is_integer else op.Where(op.Less(ratio, zero), op.Ceil(ratio), op.Floor(ratio))
     rest = fmod(self, other)
     ratio = op.Div(op.Sub(self, rest), other)
     signs = op.Xor(op.Less(rest, zero), op.Less(other, zero))

@@ -64,9 +64,12 @@ def prepare(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | 
     canonicalize(graph)
     doubles = _lift_numbers(graph)
     registered = _registered() | {op.name() for op in translated if isinstance(op, OpOverload)}
-    undefined = [node for node in graph.nodes if isinstance(node.target, OpOverload)
-             and (node.target.name() not in registered
-                  or (node.target in DECOMPOSED_WITH_NUMBERS and takes_sizes(node)))]  # fmt: skip
+    undefined = [
+        node
+        for node in graph.nodes
+        if isinstance(node.target, OpOverload)
+        and (node.target.name() not in registered or (node.target in DECOMPOSED_WITH_NUMBERS and takes_sizes(node)))
+    ]
     table = _decompositions(registered) if undefined else {}
     if not all(_decompose(graph, node, table) for node in undefined):
         return None
@@ -106,8 +109,11 @@ def _registered() -> set[str]:
 def _decompositions(registered: set[str]) -> dict[Any, Callable[..., Any]]:
     """torch's decompositions of ops that are not in `registered`."""
     known = decomposition_table | dict(torch.export.default_decompositions().items())
-    return {op: decomposition for op, decomposition in known.items()
-            if isinstance(op, OpOverload) and op.name() not in registered}  # fmt: skip
+    return {
+        op: decomposition
+        for op, decomposition in known.items()
+        if isinstance(op, OpOverload) and op.name() not in registered
+    }
 
 
 def _set_values(graph: fx.Graph, slim: nn.Module) -> bool:
@@ -141,8 +147,7 @@ def _decompose(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., An
     values = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     leaves, spec = pytree.tree_flatten(values)
     reads = [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)]
-    positions = [k for k, leaf in enumerate(pytree.tree_leaves((node.args, node.kwargs)))
-              if isinstance(leaf, fx.Node)]  # fmt: skip
+    positions = [k for k, leaf in enumerate(pytree.tree_leaves((node.args, node.kwargs))) if isinstance(leaf, fx.Node)]
     if not all(isinstance(leaves[k], Tensor | torch.SymInt | torch.SymFloat) for k in positions):
         return False
 
@@ -153,21 +158,15 @@ def _decompose(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., An
         args, kwargs = pytree.tree_unflatten(filled, spec)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    own_table = table | {
-        op: decomposition for op, decomposition in decomposition_table.items() if op == node.target
-    }
+    own_table = table | {op: decomposition for op, decomposition in decomposition_table.items() if op == node.target}
     mode = mode_of(graph)  # also of the tensors that a decomposition creates
     no_guards = nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
     with torch.no_grad(), enable_python_dispatcher(), no_guards, mode:
         # Nodes may share one fake value, and tracing distinguishes tensors by identity.
-        operands = [
-            v.detach() if isinstance(v, Tensor) else v for v in (leaves[k] for k in positions)
-        ]
+        operands = [v.detach() if isinstance(v, Tensor) else v for v in (leaves[k] for k in positions)]
         traced = make_fx(call, decomposition_table=own_table)(*operands)
     inner = traced.graph.find_nodes(op="placeholder")
-    if any(
-        n.op in ("get_attr", "call_module") or n.target == node.target for n in traced.graph.nodes
-    ):
+    if any(n.op in ("get_attr", "call_module") or n.target == node.target for n in traced.graph.nodes):
         return False
     mapping: dict[fx.Node, Any] = dict(zip(inner, reads, strict=True))
     with graph.inserting_before(node):
@@ -199,16 +198,13 @@ def _program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> Expo
         tensor = isinstance(value, Tensor)
         argument = TensorArgument(node.name) if tensor else ConstantArgument(node.name, value)
         specs.append(InputSpec(InputKind.USER_INPUT, argument, None))
-    output_specs = [
-        OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in outputs
-    ]
+    output_specs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in outputs]
     result.args = (tuple(outputs),)
     info = signature_of(slim.graph)
     call = ModuleCallSignature([], [], info.in_spec, info.out_spec)
     program = PreparedProgram(
-        nn.Module(), graph, ExportGraphSignature(specs, output_specs), tensors, {},
-        [ModuleCallEntry("", call)],
-    )  # fmt: skip
+        nn.Module(), graph, ExportGraphSignature(specs, output_specs), tensors, {}, [ModuleCallEntry("", call)]
+    )
     use_known_values(program.graph_module)
     return program
 

@@ -40,9 +40,15 @@ _KINDS = {
 
 @torch.library.custom_op("demask::recur", mutates_args=())
 def recur(
-    name: str, x: Tensor, states: Sequence[Tensor], params: Sequence[Tensor], biases: bool,
-    layers: int, two: bool, batch_first: bool,
-) -> list[Tensor]:  # fmt: skip
+    name: str,
+    x: Tensor,
+    states: Sequence[Tensor],
+    params: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    two: bool,
+    batch_first: bool,
+) -> list[Tensor]:
     """The recurrent call `name` ("aten.lstm.input"), outside of training."""
     hx: Any = list(states) if "lstm" in name else states[0]
     call = aten_op(name.removeprefix("aten."))
@@ -52,9 +58,15 @@ def recur(
 
 @recur.register_fake
 def _(
-    name: str, x: Tensor, states: Sequence[Tensor], params: Sequence[Tensor], biases: bool,
-    layers: int, two: bool, batch_first: bool,
-) -> list[Tensor]:  # fmt: skip
+    name: str,
+    x: Tensor,
+    states: Sequence[Tensor],
+    params: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    two: bool,
+    batch_first: bool,
+) -> list[Tensor]:
     out = x.new_empty([x.shape[0], x.shape[1], (2 if two else 1) * states[0].shape[2]])
     return [out, *(torch.empty_like(state) for state in states)]
 
@@ -71,22 +83,11 @@ def wrap_recurrent(graph: fx.Graph) -> None:
         count = layers * (2 if two else 1) * (4 if arguments["has_biases"] else 2)
         if len(arguments["params"]) != count:
             raise NotExportable(
-                "a projected LSTM",
-                "the demasked graph",
-                "ONNX's LSTM has no projection: write it as plain ops",
+                "a projected LSTM", "the demasked graph", "ONNX's LSTM has no projection: write it as plain ops"
             )
         biases, batch_first = bool(arguments["has_biases"]), bool(arguments["batch_first"])
         params = list(arguments["params"])
-        node.args = (
-            str(node.target),
-            arguments["input"],
-            states,
-            params,
-            biases,
-            layers,
-            two,
-            batch_first,
-        )
+        node.args = (str(node.target), arguments["input"], states, params, biases, layers, two, batch_first)
         node.kwargs, node.target = {}, torch.ops.demask.recur.default
 
 
@@ -102,13 +103,8 @@ def translation() -> dict[Any, Any]:
         per_direction = len(params) // (layers * directions)
         finals: list[list[Any]] = [[] for _ in states]
         for layer in range(layers):
-            groups = [
-                params[(layer * directions + d) * per_direction :][:per_direction]
-                for d in range(directions)
-            ]
-            starts = [
-                op.Slice(s, [layer * directions], [(layer + 1) * directions], [0]) for s in states
-            ]
+            groups = [params[(layer * directions + d) * per_direction :][:per_direction] for d in range(directions)]
+            starts = [op.Slice(s, [layer * directions], [(layer + 1) * directions], [0]) for s in states]
             results = _layer(op, kind, value, groups, starts, biases)
             batch_second = op.Transpose(results[0], perm=[0, 2, 1, 3])
             value = op.Reshape(batch_second, op.Constant(value_ints=[0, 0, -1]))
@@ -120,17 +116,16 @@ def translation() -> dict[Any, Any]:
     return {torch.ops.demask.recur.default: written}
 
 
-def _layer(op: Any, kind: _OnnxRecurrentOp, x: Any, groups: Sequence[Sequence[Any]],
-           starts: Sequence[Any], biases: bool) -> Sequence[Any]:  # fmt: skip
+def _layer(
+    op: Any, kind: _OnnxRecurrentOp, x: Any, groups: Sequence[Sequence[Any]], starts: Sequence[Any], biases: bool
+) -> Sequence[Any]:
     """One layer's call: outputs of all steps (time, direction, batch, unit), and last states."""
     hidden = groups[0][1].shape[1]
     order = [gate * hidden + unit for gate in kind.gates for unit in range(hidden)]
 
     def stacked(parts: Sequence[Any]) -> Any:
         indices, first_axis = op.Constant(value_ints=order), op.Constant(value_ints=[0])
-        return op.Concat(
-            *(op.Unsqueeze(op.Gather(p, indices, axis=0), first_axis) for p in parts), axis=0
-        )
+        return op.Concat(*(op.Unsqueeze(op.Gather(p, indices, axis=0), first_axis) for p in parts), axis=0)
 
     weights, recurrent_weights = (stacked([group[k] for group in groups]) for k in (0, 1))
     bias = None
@@ -142,5 +137,6 @@ def _layer(op: Any, kind: _OnnxRecurrentOp, x: Any, groups: Sequence[Sequence[An
         attributes["activations"] = attributes["activations"] * len(groups)
     direction = "bidirectional" if len(groups) == 2 else "forward"
     call = getattr(op, kind.name)
-    return call(x, weights, recurrent_weights, bias, None, *starts, hidden_size=hidden,
-                direction=direction, **attributes)  # fmt: skip
+    return call(
+        x, weights, recurrent_weights, bias, None, *starts, hidden_size=hidden, direction=direction, **attributes
+    )

@@ -19,13 +19,14 @@ import numpy as np
 from demask.graph.guards import parse_condition, rename_symbols
 from demask.graph.provenance import InputSpec
 
-_ARITHMETIC: Mapping[type, str] = {
-    ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul", ast.Pow: "Pow", ast.Mod: "Mod",
-}  # fmt: skip
+_ARITHMETIC: Mapping[type, str] = {ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul", ast.Pow: "Pow", ast.Mod: "Mod"}
 _COMPARISONS: Mapping[type, str] = {
-    ast.Eq: "Equal", ast.Lt: "Less", ast.LtE: "LessOrEqual", ast.Gt: "Greater",
+    ast.Eq: "Equal",
+    ast.Lt: "Less",
+    ast.LtE: "LessOrEqual",
+    ast.Gt: "Greater",
     ast.GtE: "GreaterOrEqual",
-}  # fmt: skip
+}
 _DTYPES: Mapping[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 

@@ -126,11 +126,11 @@ def to_onnx(
             raise
         model = _model(slim, opset)
         sizes = ", ".join(f"{s.name} {list(s.sizes)}" for s in slim.demasked.inputs)
-        warn_caller(f"{path} is for inputs of these sizes alone: {sizes}. With dynamic sizes it "
-                      f"cannot be written: {error}")  # fmt: skip
+        warn_caller(
+            f"{path} is for inputs of these sizes alone: {sizes}. With dynamic sizes it cannot be written: {error}"
+        )
     if opset is not None and (version := model.opset_imports[""]) != opset:
-        warn_caller(f"{path} has op set {version}: torch's exporter does not convert this "
-                      f"network to op set {opset}")  # fmt: skip
+        warn_caller(f"{path} has op set {version}: torch's exporter does not convert this network to op set {opset}")
     if not _fits(model, LARGEST):
         _save_with_external_data(model, Path(path))
         return
@@ -164,8 +164,11 @@ def _network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> 
     if isinstance(graph, Demasked) and accepts(graph, args, kwargs):
         written = next((n.args[0] for n in graph.graph.nodes if n.target is WRITE), None)
         if written is not None:
-            raise NotExportable(f"input {written} is changed by forward", "the demasked graph",
-                                "an ONNX file cannot do that: clone the input first")  # fmt: skip
+            raise NotExportable(
+                f"input {written} is changed by forward",
+                "the demasked graph",
+                "an ONNX file cannot do that: clone the input first",
+            )
         return graph.plain()
     return _captured(module, args, kwargs, dynamic_shapes)
 
@@ -199,8 +202,7 @@ def _model(slim: Demasked, opset: int | None) -> Any:
 def _ties(slim: nn.Module) -> dict[str, str]:
     """The first name of each tensor that has several, by its further names."""
     firsts: dict[Any, str] = {}
-    tensors = (*slim.named_parameters(remove_duplicate=False),
-               *slim.named_buffers(remove_duplicate=False))  # fmt: skip
+    tensors = (*slim.named_parameters(remove_duplicate=False), *slim.named_buffers(remove_duplicate=False))
     ties = {}
     for name, tensor in tensors:
         if tensor.numel():
@@ -224,9 +226,7 @@ def _check_values(
             "tolerance=... allows a larger difference"
         ) from error
     except BadInput as error:
-        raise BadInput(
-            f"{error}. Nothing was written; check=False writes the file for other runtimes"
-        ) from error
+        raise BadInput(f"{error}. Nothing was written; check=False writes the file for other runtimes") from error
     if verdict.by.startswith(REFERENCE) and onnxruntime() is not None:
         warn_caller(f"ONNX Runtime does not take the file; it was compared in {verdict.by}")
     if verdict.warning and tolerance is None:
@@ -234,9 +234,8 @@ def _check_values(
 
 
 def judge_of(
-    slim: Demasked, data: bytes, call: Any, tolerance: float | None, table: Table,
-    stated: Domains = NOTHING,
-) -> Judge:  # fmt: skip
+    slim: Demasked, data: bytes, call: Any, tolerance: float | None, table: Table, stated: Domains = NOTHING
+) -> Judge:
     """The judge of files written from a network. data: one of them. call: (args, kwargs)."""
     leaves, spec = pytree.tree_flatten(call)
     tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
@@ -301,22 +300,23 @@ def _save_with_external_data(model: Any, path: Path) -> None:
     that no file of another network is overwritten."""
     import onnx_ir as ir
 
-    values = [v for v in model.graph.initializers.values()
-              if v.const_value is not None and v.const_value.nbytes >= MIN_EXTERNAL]  # fmt: skip
+    values = [
+        v
+        for v in model.graph.initializers.values()
+        if v.const_value is not None and v.const_value.nbytes >= MIN_EXTERNAL
+    ]
     final, ranges = write_weights(path, [v.const_value.tobytes for v in values])
     for value, (offset, length) in zip(values, ranges, strict=True):
         old = value.const_value
-        value.const_value = ir.ExternalTensor(final.name, offset, length, old.dtype,
-                                              shape=old.shape, name=value.name,
-                                              base_dir=str(final.parent))  # fmt: skip
+        value.const_value = ir.ExternalTensor(
+            final.name, offset, length, old.dtype, shape=old.shape, name=value.name, base_dir=str(final.parent)
+        )
     data = _proto(model).SerializeToString()
     with write(path) as file:
         file.write(data)
 
 
-def write_weights(
-    path: Path, tensors: Sequence[Callable[[], bytes]]
-) -> tuple[Path, list[tuple[int, int]]]:
+def write_weights(path: Path, tensors: Sequence[Callable[[], bytes]]) -> tuple[Path, list[tuple[int, int]]]:
     """Write the bytes of tensors to a file in the folder of `path`, each at a multiple of 4096, and
     named with a hash of its contents; its path, and the offset and length of each."""
     digest, ranges = hashlib.sha256(), []
@@ -340,8 +340,7 @@ def copy_file(original: str | bytes, path: str | os.PathLike[str]) -> None:
             file.write(original)
         return
     model = onnx_ir.load(original)
-    if any(isinstance(v.const_value, onnx_ir.ExternalTensor)
-           for v in model.graph.initializers.values()):  # fmt: skip
+    if any(isinstance(v.const_value, onnx_ir.ExternalTensor) for v in model.graph.initializers.values()):
         _save_with_external_data(model, Path(path))
         return
     with open(original, "rb") as source, write(path) as file:
@@ -372,8 +371,17 @@ def _check(proto: Any) -> None:
 def as_demasked(program: Program) -> Demasked:
     """A captured network, not reduced, as a module with `.demasked`."""
     nothing = Sizes(0, 0, 0)
-    provenance = Provenance({}, (), {}, program.notes, input_specs(program), nothing, nothing,
-                            guards=program.guards, interface=program.interface)  # fmt: skip
+    provenance = Provenance(
+        {},
+        (),
+        {},
+        program.notes,
+        input_specs(program),
+        nothing,
+        nothing,
+        guards=program.guards,
+        interface=program.interface,
+    )
     return build(program, provenance).eval()
 
 
@@ -430,9 +438,14 @@ def _exported(exported: ExportedProgram, opset: int | None) -> Any:
     """The `onnx_ir.Model` of an exported program, as the exporter writes it."""
     with quiet(), torch.no_grad(), list_functions_once():
         program = torch.onnx.export(
-            exported, (), dynamo=True, verbose=False, opset_version=opset, optimize=False,
+            exported,
+            (),
+            dynamo=True,
+            verbose=False,
+            opset_version=opset,
+            optimize=False,
             custom_translation_table=_functions(),
-        )  # fmt: skip
+        )
     assert program is not None
     return program.model
 
@@ -460,8 +473,9 @@ def _set_names(model: Any, interface: Interface) -> None:
     inputs = [v for v in graph.inputs if v.name not in graph.initializers]
     ports = len(interface.inputs), len(interface.outputs)
     if (len(inputs), len(graph.outputs)) != ports:
-        raise NotExportable("an input or output that is a sequence, or None", "the interface",
-                            "let the network take and return tensors")  # fmt: skip
+        raise NotExportable(
+            "an input or output that is a sequence, or None", "the interface", "let the network take and return tensors"
+        )
     pairs = list(zip(inputs, interface.inputs, strict=True))
     pairs += zip(graph.outputs, interface.outputs, strict=True)
     _free_names(graph, {port.name for _, port in pairs}, {id(value) for value, _ in pairs})
@@ -520,11 +534,7 @@ def _sizes(pairs: Sequence[tuple[Any, OnnxPort]]) -> dict[str, str]:
             if symbol is None or symbol in names:
                 continue
             size_name = None if port.sizes is None else port.sizes[axis]
-            has_name = (
-                isinstance(size_name, str)
-                and bool(size_name)
-                and not re.fullmatch(r"[su]\d+", size_name)
-            )
+            has_name = isinstance(size_name, str) and bool(size_name) and not re.fullmatch(r"[su]\d+", size_name)
             batch_name = "batch" if axis == 0 and "batch" not in names.values() else None
             names[symbol] = str(size_name) if has_name else batch_name or f"{port.name}_{axis}"
     return names

@@ -163,8 +163,7 @@ class NormKernel:
                 value = self._scaled(e, call, value, e.b.sub(c, call["begin"]), count)
                 e.write(e.b.fptrunc(value, e.vector), call.channel("out", out, c))
 
-    def _scaled(self, e: Emitter, call: CallFields, value: Value, channel: Value,
-                count: Value) -> Value:  # fmt: skip
+    def _scaled(self, e: Emitter, call: CallFields, value: Value, channel: Value, count: Value) -> Value:
         """value · weight + bias of a channel."""
         stored = call.pointer("weights")
         if self.factors > 0:

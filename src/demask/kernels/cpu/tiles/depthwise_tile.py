@@ -61,20 +61,19 @@ class DepthwiseTileKernel:
             x = e.at(bases["x"], e.b.mul(channel, fields["x_pitch"]))
             first = e.b.mul(channel, fields["outputs"])
             with e.loop(first, e.b.add(first, fields["outputs"])) as row:
-                lines = [x, *(e.at(bases[key], e.b.mul(row, fields[f"{key}_pitch"]))
-                              for key in keys[1:])]  # fmt: skip
+                lines = [x, *(e.at(bases[key], e.b.mul(row, fields[f"{key}_pitch"])) for key in keys[1:])]
                 weights = e.at(fields.pointer("weights"), e.b.mul(row, I64(4 * taps)))
                 bias = e.splat(e.load(FLOAT, fields.pointer("biases"), row))
                 with e.loop(fields["tile_begin"], fields["tile_end"]) as tile:
                     table = e.at(fields.pointer("tiles"), e.b.mul(tile, I64(16)))
-                    places = [e.line(base, e.load_long(I32, table, k))
-                              for k, base in enumerate(lines)]  # fmt: skip
+                    places = [e.line(base, e.load_long(I32, table, k)) for k, base in enumerate(lines)]
                     permuted: dict[Position, Value] = {}
                     for block in self.blocks:
                         self._block(e, block, places, (weights, bias), permuted)
 
-    def _block(self, e: Emitter, block: Block, places: list[Value], row: tuple[Value, Value],
-               permuted: dict[Position, Value]) -> None:  # fmt: skip
+    def _block(
+        self, e: Emitter, block: Block, places: list[Value], row: tuple[Value, Value], permuted: dict[Position, Value]
+    ) -> None:
         """Compute a block. places: the addresses of the area; row: of the weights, and the bias."""
         top, left, height, width = block
         positions = [(top + i, left + j) for i in range(height) for j in range(width)]
@@ -93,8 +92,7 @@ class DepthwiseTileKernel:
         for (i, j), value in sums.items():
             e.write(activated(e, value, self.act), places[1], i * self.rows[1] + j)
 
-    def _uses(self, tap: int,
-              positions: list[Position]) -> dict[Position, list[tuple[int, Position]]]:  # fmt: skip
+    def _uses(self, tap: int, positions: list[Position]) -> dict[Position, list[tuple[int, Position]]]:
         """The rows and columns of x that a row of taps reads: numbers of taps, positions."""
         uses: dict[Position, list[tuple[int, Position]]] = {}
         for k, column in enumerate(self.taps[1]):

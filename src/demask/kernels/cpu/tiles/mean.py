@@ -74,8 +74,7 @@ class MeanKernel:
         factor = ir.Constant(wide, [FACTOR] * e.lanes)
         share = e.b.fdiv(DOUBLE(1.0), e.b.sitofp(fields["pixels"], DOUBLE))
         with e.loop(fields["begin"], fields["end"]) as c:
-            x_c, out_c = (e.at(base, e.b.mul(c, fields[f"{key}_pitch"]))
-                          for key, base in (("x", x), ("out", out)))  # fmt: skip
+            x_c, out_c = (e.at(base, e.b.mul(c, fields[f"{key}_pitch"])) for key, base in (("x", x), ("out", out)))
             each_line = self._each_line(e, fields, x_c)
             first = self._first(e, fields, self._largest(e, each_line))
             sums = [e.variable(wide, first) for _ in range(TOGETHER)]
@@ -108,8 +107,7 @@ class MeanKernel:
 
         if self.lines:
             few = [e.b.bitcast(e.read(x_c, line), e.ints) for line in self.lines]
-            few[self.whole :] = [inside(bits, e.line(masks, k))
-                                 for k, bits in enumerate(few[self.whole :])]  # fmt: skip
+            few[self.whole :] = [inside(bits, e.line(masks, k)) for k, bits in enumerate(few[self.whole :])]
 
             def each_of_few(use: Use, variables: Sequence[Variable]) -> None:
                 for bits, variable in zip(few, cycle(variables)):
@@ -194,7 +192,6 @@ def _total(e: Emitter, x: Value) -> Value:
     lanes = e.lanes
     while lanes > 1:
         lanes //= 2
-        low, high = (ir.Constant(ir.VectorType(I32, lanes), list(range(first, first + lanes)))
-                     for first in (0, lanes))  # fmt: skip
+        low, high = (ir.Constant(ir.VectorType(I32, lanes), list(range(first, first + lanes))) for first in (0, lanes))
         x = e.b.fadd(e.b.shuffle_vector(x, x, low), e.b.shuffle_vector(x, x, high))
     return e.b.extract_element(x, I32(0))

@@ -53,16 +53,14 @@ class CallFields(Fields):
         bases = self.buffer("x"), self.buffer("out")
         with self.lines() as k:
             pair = self.e.at(self.pointer("table"), self.e.b.mul(k, I64(8)))
-            yield [self.e.line(base, self.e.load_long(I32, pair, n))
-                   for n, base in enumerate(bases)]  # fmt: skip
+            yield [self.e.line(base, self.e.load_long(I32, pair, n)) for n, base in enumerate(bases)]
 
     @contextmanager
     def triples(self) -> Iterator[tuple[list[Value], Value]]:
         """A loop over channels and triples of the table; yields their lines: of x and z, of out."""
         with self.channels("x", "z", "out") as channels, self.lines() as k:
             row = self.e.at(self.pointer("table"), self.e.b.mul(k, I64(12)))
-            *places, to = (self.e.line(channel, self.e.load_long(I32, row, n))
-                           for n, channel in enumerate(channels))  # fmt: skip
+            *places, to = (self.e.line(channel, self.e.load_long(I32, row, n)) for n, channel in enumerate(channels))
             yield places, to
 
 
@@ -126,8 +124,7 @@ class TransposedKernel:
             with call.lines() as k:
                 table = e.line(call.pointer("table"), k)
                 line = e.line(channel, e.load_long(I32, call.pointer("lines"), k))
-                lines = [e.at(line, e.b.mul(call[f"{tiled_key}_pitch"], I64(r)))
-                         for r in range(e.lanes)]  # fmt: skip
+                lines = [e.at(line, e.b.mul(call[f"{tiled_key}_pitch"], I64(r))) for r in range(e.lanes)]
                 _move_transposed(e, lines, table, base, self.out)
 
 
@@ -154,8 +151,7 @@ class RunKernel:
             _move_transposed(e, lines, table, dense, self.out, self.fill)
 
 
-def _move_transposed(e: Emitter, lines: list[Value], table: Value, base: Value, out: bool,
-                     fill: float = 0.0) -> None:  # fmt: skip
+def _move_transposed(e: Emitter, lines: list[Value], table: Value, base: Value, out: bool, fill: float = 0.0) -> None:
     """lines = transposed rows of elements that start at those of the table, or the inverse."""
     if not out:
         rows = [_read_row(e, base, table, lane, fill) for lane in range(e.lanes)]
@@ -223,9 +219,7 @@ class PoolKernel:
         call = CallFields(e)
         with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
             pair = e.at(call.pointer("table"), e.b.mul(k, I64(8)))
-            source, to = (
-                e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c))
-            )
+            source, to = (e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c)))
             value = e.read(source, self.taps[0])
             for tap in self.taps[1:]:
                 other = e.read(source, tap)
@@ -271,9 +265,7 @@ class ScaleKernel:
             factor = e.permuted(e.read(z_c), self.lanes)
             with call.lines() as k:
                 pair = e.at(call.pointer("table"), e.b.mul(k, I64(8)))
-                source, to = (
-                    e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c))
-                )
+                source, to = (e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c)))
                 e.write(activated(e, e.b.fmul(e.read(source), factor), self.act), to)
 
 
@@ -296,7 +288,5 @@ class SelectKernel:
             out_c = call.channel("out", out, c)
             with call.lines() as k:
                 pair = e.at(call.pointer("table"), e.b.mul(k, I64(8)))
-                source, to = (
-                    e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c))
-                )
+                source, to = (e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c)))
                 e.write(e.b.select(is_zero, e.splat(0.0), e.read(source)), to)

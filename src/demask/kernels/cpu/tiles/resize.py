@@ -40,19 +40,21 @@ class ResizeKernel:
         call = Fields(e, CALL.names)
         x, out = call.buffer("x"), call.buffer("out")
         with e.loop(call["begin"], call["end"]) as c:
-            x_c, out_c = (e.at(base, e.b.mul(c, call[f"{key}_pitch"]))
-                          for key, base in (("x", x), ("out", out)))  # fmt: skip
+            x_c, out_c = (e.at(base, e.b.mul(c, call[f"{key}_pitch"])) for key, base in (("x", x), ("out", out)))
             with e.loop(I64(0), call["rows"]) as r:
-                rows = [self._tap(e, call.pointer("row_taps"), r, t, self.row_taps)
-                        for t in range(self.row_taps)]  # fmt: skip
+                rows = [self._tap(e, call.pointer("row_taps"), r, t, self.row_taps) for t in range(self.row_taps)]
                 weights = _weights(e, call.pointer("row_weights"), r, self.row_taps)
                 to = e.line(out_c, e.load_long(I32, call.pointer("row_lines"), r))
                 with e.loop(I64(0), call["columns"]) as k:
-                    columns = [self._tap(e, call.pointer("column_taps"), k, t, self.column_taps)
-                               for t in range(self.column_taps)]  # fmt: skip
+                    columns = [
+                        self._tap(e, call.pointer("column_taps"), k, t, self.column_taps)
+                        for t in range(self.column_taps)
+                    ]
                     across = _weights(e, call.pointer("column_weights"), k, self.column_taps)
-                    sums = [_weighted(e, [self._read(e, x_c, row, tap) for tap in columns], across)
-                            for row in rows or [None]]  # fmt: skip
+                    sums = [
+                        _weighted(e, [self._read(e, x_c, row, tap) for tap in columns], across)
+                        for row in rows or [None]
+                    ]
                     value = _weighted(e, sums, weights) if rows else sums[0]
                     e.write(value, e.line(to, e.load_long(I32, call.pointer("column_lines"), k)))
 

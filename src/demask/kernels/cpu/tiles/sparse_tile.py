@@ -23,8 +23,7 @@ from demask.ops.activations import Act
 
 #: a row of a block: the end of its nonzeros, times 4, plus FIRST and LAST for the first and last
 #: block of this row; its line in out and in the added tensor; its bias; the scale of int8 values
-RECORD = np.dtype([("end", "<u4"), ("out", "<i4"), ("add", "<i4"), ("bias", "<f4"),
-                   ("scale", "<f4")])  # fmt: skip
+RECORD = np.dtype([("end", "<u4"), ("out", "<i4"), ("add", "<i4"), ("bias", "<f4"), ("scale", "<f4")])
 FIRST, LAST = 1, 2
 MOST = 2**30 - 1  # nonzeros of a stream: `end` has 32 bits, two of them flags
 #: a block of columns: byte offset of its part of x; its records
@@ -65,9 +64,7 @@ class SparseTileKernel:
         n = e.variable(I64)
         with e.loop(fields["tile_begin"], fields["tile_end"]) as tile:
             lines = e.at(tiles, e.b.mul(tile, I64(TILE.itemsize)))
-            x_t, out_t, add_t = (
-                e.line(base, e.load_long(I32, lines, k)) for k, base in enumerate((x, out, add))
-            )
+            x_t, out_t, add_t = (e.line(base, e.load_long(I32, lines, k)) for k, base in enumerate((x, out, add)))
             n.set(fields["first"])
             with e.loop(I64(0), fields["block_count"]) as k:
                 block = e.at(blocks, e.b.mul(k, I64(BLOCK.itemsize)))
@@ -76,8 +73,7 @@ class SparseTileKernel:
                     record = e.at(records, e.b.mul(first, I64(RECORD.itemsize)))
                     self._rows(e, n, record, (x_b, out_t, add_t), fields)
 
-    def _rows(self, e: Emitter, n: Variable, record: Value, bases: tuple[Value, Value, Value],
-              fields: Fields) -> None:  # fmt: skip
+    def _rows(self, e: Emitter, n: Variable, record: Value, bases: tuple[Value, Value, Value], fields: Fields) -> None:
         x, out, add = bases
         records = [e.at(record, r * RECORD.itemsize) for r in range(self.side)]
         outs = [e.line(out, e.load_long(I32, row_record, 1)) for row_record in records]
@@ -118,9 +114,7 @@ class SparseTileKernel:
         Sums that are scaled at the end begin with their value divided by the scale.
         """
         bias = e.load(FLOAT, record, 3)
-        inverse_scale = (
-            e.b.fdiv(FLOAT(1.0), e.load(FLOAT, record, 4)) if self.values == "int8" else None
-        )
+        inverse_scale = e.b.fdiv(FLOAT(1.0), e.load(FLOAT, record, 4)) if self.values == "int8" else None
         value = e.splat(bias if inverse_scale is None else e.b.fmul(bias, inverse_scale))
         add_line = e.line(add, e.load_long(I32, record, 2))
         for t, sum_ in enumerate(row):
@@ -128,11 +122,7 @@ class SparseTileKernel:
                 sum_.set(value)
                 continue
             added = e.read(add_line, self.add[t])
-            sum_.set(
-                e.b.fadd(added, value)
-                if inverse_scale is None
-                else e.fma(added, e.splat(inverse_scale), value)
-            )
+            sum_.set(e.b.fadd(added, value) if inverse_scale is None else e.fma(added, e.splat(inverse_scale), value))
 
     def _finish(self, e: Emitter, record: Value, row: list[Variable]) -> None:
         """Apply the scale and the activation."""
@@ -142,8 +132,9 @@ class SparseTileKernel:
                 value = e.b.fmul(value, e.splat(e.load(FLOAT, record, 4)))
             sum_.set(activated(e, value, self.act))
 
-    def _products(self, e: Emitter, begin: Value, end: Value, x: Value,
-                  sums: list[list[Variable]], fields: Fields) -> None:  # fmt: skip
+    def _products(
+        self, e: Emitter, begin: Value, end: Value, x: Value, sums: list[list[Variable]], fields: Fields
+    ) -> None:
         offsets, values = fields.pointer("offsets"), fields.pointer("values")
         with e.loop(begin, end, self.side) as i:
             for r, row in enumerate(sums):

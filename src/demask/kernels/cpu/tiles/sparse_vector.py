@@ -49,8 +49,7 @@ class SparseVectorKernel:
             last = e.load_long(I32, ends, e.b.add(group, I64(1)))
             self._group(e, field, group, (first, last), buffers)
 
-    def _group(self, e: Emitter, field: Fields, group: Value, span: tuple[Value, Value],
-               bases: list[Value]) -> None:  # fmt: skip
+    def _group(self, e: Emitter, field: Fields, group: Value, span: tuple[Value, Value], bases: list[Value]) -> None:
         x, out, add = bases
 
         def vector(key: str, kind: Value, row: Value) -> Value:

@@ -51,13 +51,11 @@ class ValueProductKernel:
             with e.loop(whole, outputs) as first:
                 self._block(e, fields, places, first, 1)
 
-    def _block(self, e: Emitter, fields: Fields, places: list[Value], first: Value,
-               rows: int) -> None:  # fmt: skip
+    def _block(self, e: Emitter, fields: Fields, places: list[Value], first: Value, rows: int) -> None:
         """Some outputs of a tile."""
         offsets = e.at(fields.pointer("output_offsets"), first, I64)
         factors = [e.opaque(e.at(fields.buffer("y"), e.load(I64, offsets, r))) for r in range(rows)]
-        sums = [[e.variable(e.vector, e.splat(0.0)) for _ in range(self.lines)]
-                for _ in range(rows)]  # fmt: skip
+        sums = [[e.variable(e.vector, e.splat(0.0)) for _ in range(self.lines)] for _ in range(rows)]
         address = e.variable(I64, e.b.ptrtoint(places[0], I64))
         with e.loop(I64(0), fields["terms"]) as term:
             x = e.pointer(address.get())

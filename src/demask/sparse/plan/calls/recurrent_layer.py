@@ -49,9 +49,7 @@ def recurrent_cycles(moved: MovedValues) -> float:
     return cycles
 
 
-def write_recurrent(
-    value: int, moves: Moves, moved: MovedValues, sources: Sequence[Buffer], out: Buffer
-) -> None:
+def write_recurrent(value: int, moves: Moves, moved: MovedValues, sources: Sequence[Buffer], out: Buffer) -> None:
     """Write a recurrent layer. sources: its input, and initial states if there are any."""
     step = moved.step(value)
     assert isinstance(step, CallStep)
@@ -184,9 +182,7 @@ class _RecurrentLayer:
         _, _, x, is_inside = layout.pixels(at)
         return rows_of(layout, at, np.where(is_inside, places[np.where(is_inside, x, 0)], -1))
 
-    def _write_recurrence(
-        self, parameters: Sequence[Tensor], gates: Buffer, states: Buffer
-    ) -> None:
+    def _write_recurrence(self, parameters: Sequence[Tensor], gates: Buffer, states: Buffer) -> None:
         """Write the recurrence: tiles of rows of the batch, shared by the threads."""
         tape, isa, (steps, batch) = self.moves.tape, self.moves.isa, self.sizes
         most = most_rows(self.step.call, isa.registers)
@@ -201,14 +197,22 @@ class _RecurrentLayer:
             begin, gate_begin, cell = step * steps, gate_step * (steps - 1), step
             step, gate_step = -step, -gate_step
         weights, biases = self._packed(parameters)
-        fields = {"gate_step": gate_step, "gate_row": gate_row, "step": step, "row": row,
-                  "cell": cell, "units": self.hidden, "blocks": self.line // isa.lanes,
-                  "steps": steps, "weights": weights, "biases": biases}  # fmt: skip
+        fields = {
+            "gate_step": gate_step,
+            "gate_row": gate_row,
+            "step": step,
+            "row": row,
+            "cell": cell,
+            "units": self.hidden,
+            "blocks": self.line // isa.lanes,
+            "steps": steps,
+            "weights": weights,
+            "biases": biases,
+        }
         for thread, (first, end) in enumerate(by_thread(len(tiles), tape.threads)):
             for low, high in tiles[first:end]:
                 kernel = RecurrentKernel(self.step.call, high - low, len(self.sources) == 1)
-                places = {"gates": (gates, gate_begin + low * gate_row),
-                          "rows": (states, begin + low * row)}  # fmt: skip
+                places = {"gates": (gates, gate_begin + low * gate_row), "rows": (states, begin + low * row)}
                 tape.add(thread, KernelCall(kernel, recurrent.CALL, places, fields))
 
     def _packed(self, parameters: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:

@@ -12,23 +12,9 @@ from demask.kernels.cpu.tiles.depthwise_tile import CALL, DepthwiseTileKernel, E
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.layer_windows import first_position, reach
 from demask.sparse.plan.layers.tiling import Tiling, rects
-from demask.sparse.plan.layers.window_piece import (
-    Size,
-    WindowPiece,
-    shares,
-    tile_lines,
-    tiles_by_size,
-)
+from demask.sparse.plan.layers.window_piece import Size, WindowPiece, shares, tile_lines, tiles_by_size
 from demask.sparse.plan.tape import KernelCall, Tape
-from demask.sparse.plan.tile_layout import (
-    At,
-    Border,
-    GridLayout,
-    TileGrid,
-    at_array,
-    permutations,
-    widened,
-)
+from demask.sparse.plan.tile_layout import At, Border, GridLayout, TileGrid, at_array, permutations, widened
 from demask.sparse.segment_steps import ConvStep
 
 UNROLLED_PRODUCTS = 600  # most products of an area of a depthwise kernel
@@ -100,23 +86,25 @@ def _depthwise_kernel(piece: WindowPiece, size: Size, block: Size) -> DepthwiseT
     return DepthwiseTileKernel(blocks, taps, piece.window.stride, rows, piece.step.act)
 
 
-def _edges(
-    piece: WindowPiece, border: Border, part: int
-) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
+def _edges(piece: WindowPiece, border: Border, part: int) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
     """The rows and columns around a part of an input that are permuted; the permutations."""
     x, at = piece.x.layout, at_array([(part, 0, 0)])
     top, left = first_position(piece.window, x.grid, piece.out.layout.grid, at)[0].tolist()
     first, edges = x.line(part, top, left), []
     moves = permutations(replace(x, border=border), x)
     for number, positions in enumerate(moves.values()):
-        edges += [(i - top, j - left, line - first, number)
-                  for (of, i, j), line, _ in positions if of == part]  # fmt: skip
+        edges += [(i - top, j - left, line - first, number) for (of, i, j), line, _ in positions if of == part]
     return tuple(edges), tuple(moves)
 
 
-def _depthwise_call(kernel: DepthwiseTileKernel, piece: WindowPiece, weight: np.ndarray,
-                    share: tuple[int, int], tiles: Sequence[At],
-                    isa: Isa) -> KernelCall:  # fmt: skip
+def _depthwise_call(
+    kernel: DepthwiseTileKernel,
+    piece: WindowPiece,
+    weight: np.ndarray,
+    share: tuple[int, int],
+    tiles: Sequence[At],
+    isa: Isa,
+) -> KernelCall:
     """The call of the depthwise kernel for some areas and channels share[0]:share[1]."""
     x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
     table = tile_lines(piece, tiles, (1, 1))[3]
@@ -124,10 +112,25 @@ def _depthwise_call(kernel: DepthwiseTileKernel, piece: WindowPiece, weight: np.
     pitches = [layout.pitch * isa.line for layout in (x, out, add)]
     outputs = piece.weight.count // x.size[1]
     first, rows = share[0] * outputs, slice(share[0] * outputs, share[1] * outputs)
-    buffers = {"x": (piece.x, share[0] * pitches[0]), "out": (piece.out, first * pitches[1]),
-               "add": (piece.add, first * pitches[2] if len(kernel.rows) > 2 else 0)}  # fmt: skip
-    return KernelCall(kernel, CALL, buffers, {
-        "x_pitch": pitches[0], "out_pitch": pitches[1], "add_pitch": pitches[2],
-        "channels": share[1] - share[0], "outputs": outputs, "weights": weight[rows].ravel(),
-        "biases": piece.weight.bias[rows].astype(np.float32), "tiles": table, "tile_begin": 0,
-        "tile_end": len(table)})  # fmt: skip
+    buffers = {
+        "x": (piece.x, share[0] * pitches[0]),
+        "out": (piece.out, first * pitches[1]),
+        "add": (piece.add, first * pitches[2] if len(kernel.rows) > 2 else 0),
+    }
+    return KernelCall(
+        kernel,
+        CALL,
+        buffers,
+        {
+            "x_pitch": pitches[0],
+            "out_pitch": pitches[1],
+            "add_pitch": pitches[2],
+            "channels": share[1] - share[0],
+            "outputs": outputs,
+            "weights": weight[rows].ravel(),
+            "biases": piece.weight.bias[rows].astype(np.float32),
+            "tiles": table,
+            "tile_begin": 0,
+            "tile_end": len(table),
+        },
+    )

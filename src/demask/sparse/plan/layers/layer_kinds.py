@@ -34,9 +34,11 @@ class LayerKinds:
 
     def with_filters(self, lanes: int) -> LayerKinds:
         """The same with minimal filtering where it pays with this many lanes."""
-        layers = [(step, self.weight(value), self.shapes[value][2:])
-                  for value, step in enumerate(self.program.steps, len(self.program.inputs))
-                  if isinstance(step, (ConvStep, LinearStep))]  # fmt: skip
+        layers = [
+            (step, self.weight(value), self.shapes[value][2:])
+            for value, step in enumerate(self.program.steps, len(self.program.inputs))
+            if isinstance(step, (ConvStep, LinearStep))
+        ]
         return replace(self, filtered=filtered_sizes(layers, lanes))
 
     def step(self, value: int) -> ConvStep | LinearStep:
@@ -65,6 +67,4 @@ class LayerKinds:
 
     def is_depthwise(self, step: Step) -> bool:
         """Whether the depthwise kernel computes a step."""
-        return isinstance(step, ConvStep) and is_depthwise(
-            step, self.shapes[step.x][1], self.weights
-        )
+        return isinstance(step, ConvStep) and is_depthwise(step, self.shapes[step.x][1], self.weights)

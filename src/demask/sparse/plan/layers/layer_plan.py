@@ -57,13 +57,13 @@ def emit_alone(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> li
 def emit_chain(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> list[Tiling]:
     """Write layers of one grid as one phase, strip by strip; returns their tilings."""
     tilings = [best(piece.shape, tape.threads, isa, by_rows=False)[1] for piece in window_pieces]
-    streams = [_stream(piece, np.arange(piece.weight.count), tiling, isa)
-               for piece, tiling in zip(window_pieces, tilings, strict=True)]  # fmt: skip
+    streams = [
+        _stream(piece, np.arange(piece.weight.count), tiling, isa)
+        for piece, tiling in zip(window_pieces, tilings, strict=True)
+    ]
     position_bytes = sum(piece.weight.count for piece in window_pieces) * isa.line
     for part, size in enumerate(window_pieces[0].shape.parts):
-        for area in strips(
-            *size, CACHE // position_bytes, max(tiling.tile[0] for tiling in tilings)
-        ):
+        for area in strips(*size, CACHE // position_bytes, max(tiling.tile[0] for tiling in tilings)):
             for piece, tiling, stream in zip(window_pieces, tilings, streams, strict=True):
                 _emit(tape, part, piece, tiling, stream, {part: area})
     return tilings
@@ -83,21 +83,34 @@ def _stream(piece: WindowPiece, rows: np.ndarray, tiling: Tiling, isa: Isa) -> S
     return packed(piece.weight, places_of(piece), rows, tiling.block, tiling.side, isa.line)
 
 
-def _emit(tape: Tape, thread: int, piece: WindowPiece, tiling: Tiling, stream: Stream,
-          areas: Mapping[int, Area]) -> None:  # fmt: skip
+def _emit(
+    tape: Tape, thread: int, piece: WindowPiece, tiling: Tiling, stream: Stream, areas: Mapping[int, Area]
+) -> None:
     """Write the calls for one area of each part, one call per tile size."""
     for size, tiles in tiles_by_size(areas, tiling.tile):
         tape.add(thread, _call(piece, stream, tiles, size, tiling.side))
 
 
-def _call(piece: WindowPiece, stream: Stream, tiles: Sequence[At], size: tuple[int, int],
-          side: int) -> KernelCall:  # fmt: skip
+def _call(piece: WindowPiece, stream: Stream, tiles: Sequence[At], size: tuple[int, int], side: int) -> KernelCall:
     """The call for tiles of one size."""
     x_lines, out_lines, add_lines, table = tile_lines(piece, tiles, size)
-    kernel = SparseTileKernel(x_lines, out_lines, add_lines, side, piece.step.act,
-                              piece.weight.kind, stream.offsets.dtype == np.uint32)  # fmt: skip
+    kernel = SparseTileKernel(
+        x_lines, out_lines, add_lines, side, piece.step.act, piece.weight.kind, stream.offsets.dtype == np.uint32
+    )
     buffers = {"x": (piece.x, 0), "out": (piece.out, 0), "add": (piece.add, 0)}
-    return KernelCall(kernel, CALL, buffers, {
-        "blocks": stream.blocks, "block_count": len(stream.blocks), "records": stream.records,
-        "offsets": stream.offsets, "values": stream.values, "first": 0, "tiles": table,
-        "tile_begin": 0, "tile_end": len(table)})  # fmt: skip
+    return KernelCall(
+        kernel,
+        CALL,
+        buffers,
+        {
+            "blocks": stream.blocks,
+            "block_count": len(stream.blocks),
+            "records": stream.records,
+            "offsets": stream.offsets,
+            "values": stream.values,
+            "first": 0,
+            "tiles": table,
+            "tile_begin": 0,
+            "tile_end": len(table),
+        },
+    )

@@ -28,8 +28,10 @@ class OutputWindow:
 def windows(step: ConvStep) -> list[OutputWindow]:
     """One window for a convolution; one per stride offset for a transposed convolution."""
     if not step.transposed:
-        taps = tuple(tuple(k * d - p[0] for k in range(n)) for n, d, p in
-                     zip(step.kernel, step.dilation, step.padding, strict=True))  # fmt: skip
+        taps = tuple(
+            tuple(k * d - p[0] for k in range(n))
+            for n, d, p in zip(step.kernel, step.dilation, step.padding, strict=True)
+        )
         return [OutputWindow((0, 0), (1, 1), step.stride, taps)]
     output_windows = []
     for i in range(step.stride[0]):
@@ -65,8 +67,7 @@ def reach(grid: TileGrid, out: TileGrid, all_: Sequence[OutputWindow]) -> Border
 
 def positions_of(sizes: Sequence[tuple[int, int]], parts: Iterable[int]) -> np.ndarray:
     """The positions [n, 3] of some parts. sizes: rows and columns of each part."""
-    return at_array((part, i, j) for part in parts for i in range(sizes[part][0])
-                    for j in range(sizes[part][1]))  # fmt: skip
+    return at_array((part, i, j) for part in parts for i in range(sizes[part][0]) for j in range(sizes[part][1]))
 
 
 def written(window: OutputWindow, at: np.ndarray) -> np.ndarray:
@@ -84,8 +85,7 @@ def touched(window: OutputWindow, grid: TileGrid, out: TileGrid) -> set[At]:
             stride, step = window.stride[axis], window.step[axis]
             first = out_area[axis] // step * stride - in_area[axis]
             taps = [tap for tap in window.taps[axis] if tap is not None]
-            axes.append({first + k * stride + tap for k in range(out_area[2 + axis] // step)
-                         for tap in taps})  # fmt: skip
+            axes.append({first + k * stride + tap for k in range(out_area[2 + axis] // step) for tap in taps})
         positions |= {(part, i, j) for i in axes[0] for j in axes[1]}
     return positions
 
@@ -102,13 +102,10 @@ def as_conv(step: ConvStep | LinearStep) -> ConvStep:
     """A layer as a convolution of images."""
     if isinstance(step, ConvStep):
         return step
-    return ConvStep(step.x, step.weight, step.bias, step.out, (1, 1), act=step.act, add=step.add,
-                name=step.name)  # fmt: skip
+    return ConvStep(step.x, step.weight, step.bias, step.out, (1, 1), act=step.act, add=step.add, name=step.name)
 
 
-def first_position(
-    window: OutputWindow, grid: TileGrid, out: TileGrid, at: np.ndarray
-) -> np.ndarray:
+def first_position(window: OutputWindow, grid: TileGrid, out: TileGrid, at: np.ndarray) -> np.ndarray:
     """The rows and columns [n, 2] of parts of the input that a tap of 0 reads for output positions
     [n, 3]."""
     first, first_out = (np.array(areas_of(each))[:, :2][at[:, 0]] for each in (grid, out))

@@ -31,10 +31,7 @@ def emit_narrow(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
             continue
         slices = sliced(weight, rows, isa.lanes)
         slice_rows, source = slices.rows, np.maximum(slices.source, 0)
-        columns, values = (
-            np.zeros(source.shape, np.int32),
-            np.zeros(source.shape, weight.values.dtype),
-        )
+        columns, values = (np.zeros(source.shape, np.int32), np.zeros(source.shape, weight.values.dtype))
         if len(weight):
             columns[:] = piece.channels[source]
             values[:] = np.where(slices.source >= 0, weight.values[source], 0)
@@ -57,8 +54,10 @@ def _first_bytes(piece: WindowPiece) -> list[int]:
 
 def _elements(piece: WindowPiece, rows: np.ndarray, isa: Isa) -> list[np.ndarray]:
     """The elements of rows, relative to the first, in the output and the added value; -1 for -1."""
-    return [np.where(rows >= 0, rows * buffer.layout.pitch * isa.lanes, -1).astype(np.int32)
-            for buffer in (piece.out, piece.add)]  # fmt: skip
+    return [
+        np.where(rows >= 0, rows * buffer.layout.pitch * isa.lanes, -1).astype(np.int32)
+        for buffer in (piece.out, piece.add)
+    ]
 
 
 def compacted(tape: Tape, isa: Isa, thread: int, x: Buffer, channels: np.ndarray) -> Buffer:
@@ -72,7 +71,13 @@ def compacted(tape: Tape, isa: Isa, thread: int, x: Buffer, channels: np.ndarray
     table = np.full(count * isa.lanes, -1, np.int32)
     table[: len(channels)] = channels * x_layout.pitch * isa.lanes
     table[: len(channels)] += x_layout.element(zero, zero, zero).astype(np.int32)
-    tape.add(thread, KernelCall(move.Gather(), move.CALL, {"x": (x, 0), "out": (compact, 0)}, {
-        "begin": 0, "end": 1, "count": count, "table": table,
-        "lines": np.arange(count, dtype=np.int32)}))  # fmt: skip
+    tape.add(
+        thread,
+        KernelCall(
+            move.Gather(),
+            move.CALL,
+            {"x": (x, 0), "out": (compact, 0)},
+            {"begin": 0, "end": 1, "count": count, "table": table, "lines": np.arange(count, dtype=np.int32)},
+        ),
+    )
     return compact

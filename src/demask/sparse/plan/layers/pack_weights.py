@@ -62,16 +62,15 @@ def read(step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int) -
             raise BadInput(f"expected columns below {columns} in {_name(step)}")
         rows = np.repeat(np.arange(step.out, dtype=np.int32), np.diff(starts))
         column_indices, values = _ascending(rows, column_indices, values)
-    bias, scale = (np.full(step.out, fill, np.float32) if span is None
-                   else _span(weights, span, (torch.float32,))
-                   for span, fill in ((step.bias, 0.0), (weight.scale, 1.0)))  # fmt: skip
+    bias, scale = (
+        np.full(step.out, fill, np.float32) if span is None else _span(weights, span, (torch.float32,))
+        for span, fill in ((step.bias, 0.0), (weight.scale, 1.0))
+    )
     kind = {"int16": "bfloat16"}.get(values.dtype.name, values.dtype.name)
     return Csr(rows, column_indices, values, kind, bias, scale, step.out)
 
 
-def _ascending(
-    rows: np.ndarray, columns: np.ndarray, values: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _ascending(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Columns and values with ascending columns in each row, the order in which plans add them.
 
     Plans split columns into blocks, so that they would add others in different orders.
@@ -159,8 +158,7 @@ def dealt(counts: np.ndarray, threads: int) -> list[np.ndarray]:
     return np.split(np.arange(len(counts)), np.minimum(ends + 1, len(counts)))
 
 
-def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
-           line: int) -> Stream:  # fmt: skip
+def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int, line: int) -> Stream:
     """The stream of some rows, in blocks of `block` input channels, `side` rows together.
 
     line: bytes of a vector.
@@ -196,8 +194,15 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
         record_count = end
         records.append(block_records)
         source.append(read)
-    return _stream(weight, places, nonzeros[order], np.concatenate(source), table,
-                   np.concatenate([*records, np.zeros(side, RECORD)]), block)  # fmt: skip
+    return _stream(
+        weight,
+        places,
+        nonzeros[order],
+        np.concatenate(source),
+        table,
+        np.concatenate([*records, np.zeros(side, RECORD)]),
+        block,
+    )
 
 
 def _set_row_fields(records: np.ndarray, rows: np.ndarray, weight: Csr, places: Places) -> None:
@@ -248,14 +253,13 @@ def _groups(rows: np.ndarray, lengths: np.ndarray, flags: np.ndarray, side: int)
         kind_rows = rows[flags == kind]
         kind_rows = kind_rows[np.argsort(-lengths[flags == kind], kind="stable")]
         missing = -len(kind_rows) % side
-        groups.append(
-            np.concatenate([kind_rows, np.repeat(kind_rows[-1:], missing)]).reshape(-1, side)
-        )
+        groups.append(np.concatenate([kind_rows, np.repeat(kind_rows[-1:], missing)]).reshape(-1, side))
     return np.concatenate(groups)
 
 
-def _records(groups: np.ndarray, lengths: np.ndarray, starts: np.ndarray,
-             written: int) -> tuple[np.ndarray, np.ndarray, int]:  # fmt: skip
+def _records(
+    groups: np.ndarray, lengths: np.ndarray, starts: np.ndarray, written: int
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Records of a block, the nonzero of each stream position (-1: none), the end of the stream."""
     side = groups.shape[1]
     longest = lengths[groups].max(1) if len(groups) else np.zeros(0, np.int64)
@@ -270,8 +274,15 @@ def _records(groups: np.ndarray, lengths: np.ndarray, starts: np.ndarray,
     return records, np.where(valid, nonzeros, -1).ravel(), int(ends[-1]) if len(ends) else written
 
 
-def _stream(weight: Csr, places: Places, order: np.ndarray, source: np.ndarray, table: np.ndarray,
-            records: np.ndarray, block: int) -> Stream:  # fmt: skip
+def _stream(
+    weight: Csr,
+    places: Places,
+    order: np.ndarray,
+    source: np.ndarray,
+    table: np.ndarray,
+    records: np.ndarray,
+    block: int,
+) -> Stream:
     """Offsets and values in the order of `source`; padding is zeros that read the first line."""
     values = np.zeros(len(source), weight.values.dtype)
     offsets = np.zeros(len(source), np.int64)
@@ -281,6 +292,4 @@ def _stream(weight: Csr, places: Places, order: np.ndarray, source: np.ndarray, 
     channels = (places.channels[nonzero] % block).astype(np.int64)  # offsets may have 32 bits
     offsets[is_nonzero] = channels * places.pitch + places.lines[nonzero]
     largest = int(offsets.max()) if len(offsets) else 0
-    return Stream(
-        table, records, offsets.astype(np.uint16 if largest < WIDE else np.uint32), values
-    )
+    return Stream(table, records, offsets.astype(np.uint16 if largest < WIDE else np.uint32), values)

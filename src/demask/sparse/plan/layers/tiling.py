@@ -61,8 +61,7 @@ class Tiling:
 def rects(area: Area, tile: tuple[int, int]) -> list[Area]:
     """Tiles of about equal size that cover an area."""
     i, j, rows, columns = area
-    return [(y, x, h, w) for y, h in _pieces(i, i + rows, tile[0])
-            for x, w in _pieces(j, j + columns, tile[1])]  # fmt: skip
+    return [(y, x, h, w) for y, h in _pieces(i, i + rows, tile[0]) for x, w in _pieces(j, j + columns, tile[1])]
 
 
 def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
@@ -99,25 +98,28 @@ def cost(shape: TilingProblem, tiling: Tiling, threads: int, line: int) -> float
     """Cycles of the thread with the most work."""
     blocks = -(-shape.channels // tiling.block)
     rows, nonzeros = shape.outputs, float(shape.nonzeros)
-    part_cycles = [sum(count * _tile(shape, tiling, blocks, rows, nonzeros, h, w, line)
-                       for h, w, count in rect_counts(*part, tiling.tile))
-                   for part in shape.parts]  # fmt: skip
+    part_cycles = [
+        sum(
+            count * _tile(shape, tiling, blocks, rows, nonzeros, h, w, line)
+            for h, w, count in rect_counts(*part, tiling.tile)
+        )
+        for part in shape.parts
+    ]
     input_lines = sum(_read(shape, *part) for part in shape.parts) * shape.channels
     if len(shape.parts) == threads and not tiling.by_rows:
         return input_lines * NEAR + max(part_cycles)
     return input_lines * (FAR if threads > 1 else NEAR) + sum(part_cycles) / threads
 
 
-def _tile(shape: TilingProblem, tiling: Tiling, blocks: int, rows: int, nonzeros: float, h: int,
-          w: int, line: int) -> float:  # fmt: skip
+def _tile(
+    shape: TilingProblem, tiling: Tiling, blocks: int, rows: int, nonzeros: float, h: int, w: int, line: int
+) -> float:
     """Cycles of one tile: for its nonzeros, and for its rows in each block that they occur in."""
     input_lines, t = _read(shape, h, w), h * w
     miss_share = max(0.0, 1 - CACHE / (input_lines * line * min(tiling.block, shape.channels)))
     in_block = nonzeros * shape.groups / max(rows * blocks, 1)
     row_blocks = rows * max(1.0, blocks / shape.groups * (1 - math.exp(-in_block)))
-    missing_chains = (
-        max(0, 8 - t * tiling.side) / tiling.side
-    )  # chains of sums needed to hide latency
+    missing_chains = max(0, 8 - t * tiling.side) / tiling.side  # chains of sums needed to hide latency
     product = (PRODUCT + MISS * miss_share) * t + NONZERO + WAIT * missing_chains
     return nonzeros * product + row_blocks * (ROW / tiling.side + LINE * t)
 
@@ -130,13 +132,13 @@ def _read(shape: TilingProblem, h: int, w: int) -> int:
 
 
 @functools.cache
-def best(
-    shape: TilingProblem, threads: int, isa: Isa, by_rows: bool | None = None
-) -> tuple[float, Tiling]:
+def best(shape: TilingProblem, threads: int, isa: Isa, by_rows: bool | None = None) -> tuple[float, Tiling]:
     """The tiling with the lowest estimated cost, and its cycles. by_rows: how work is shared."""
-    candidates = [(cost(shape, tiling, threads, isa.line), n, tiling)
-             for n, tiling in enumerate(cuts(shape, threads, isa))
-             if by_rows in (None, tiling.by_rows)]  # fmt: skip
+    candidates = [
+        (cost(shape, tiling, threads, isa.line), n, tiling)
+        for n, tiling in enumerate(cuts(shape, threads, isa))
+        if by_rows in (None, tiling.by_rows)
+    ]
     return min(candidates)[::2]  # type: ignore[return-value]
 
 

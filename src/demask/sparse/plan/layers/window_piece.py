@@ -87,22 +87,20 @@ class WindowPiece:
     out: Buffer
 
 
-def pieces(
-    step: ConvStep, layer: StepWeight, x: Buffer, add: Buffer | None, out: Buffer
-) -> list[WindowPiece]:
+def pieces(step: ConvStep, layer: StepWeight, x: Buffer, add: Buffer | None, out: Buffer) -> list[WindowPiece]:
     """The windows of a layer."""
     return [_piece(step, window, layer, x, add or x, out) for window in windows(step)]
 
 
-def _piece(step: ConvStep, window: OutputWindow, layer: StepWeight, x: Buffer, add: Buffer,
-           out: Buffer) -> WindowPiece:  # fmt: skip
+def _piece(step: ConvStep, window: OutputWindow, layer: StepWeight, x: Buffer, add: Buffer, out: Buffer) -> WindowPiece:
     """The nonzeros that a window reads."""
     weight, channels = layer.matrix, layer.channels
     if any(tap is None for taps in window.taps for tap in taps):
         dy, dx = _taps(step, window, weight)
         is_used = (dy < UNREAD) & (dx < UNREAD)
-        weight = replace(weight, rows=weight.rows[is_used], columns=weight.columns[is_used],
-                         values=weight.values[is_used])  # fmt: skip
+        weight = replace(
+            weight, rows=weight.rows[is_used], columns=weight.columns[is_used], values=weight.values[is_used]
+        )
         channels = channels[is_used]
     shape = shape_of(step, window, out.layout.grid, x.layout.size[1], len(weight))
     return WindowPiece(step, window, layer, weight, channels, shape, x, add, out)
@@ -112,8 +110,10 @@ def _taps(step: ConvStep, window: OutputWindow, weight: Csr) -> list[np.ndarray]
     """The row and column of the window that each nonzero reads; UNREAD for none."""
     kernel, width = math.prod(step.kernel), step.kernel[1]
     positions = weight.columns % kernel // width, weight.columns % width
-    return [np.array([UNREAD if tap is None else tap for tap in taps], np.int32)[position]
-            for taps, position in zip(window.taps, positions, strict=True)]  # fmt: skip
+    return [
+        np.array([UNREAD if tap is None else tap for tap in taps], np.int32)[position]
+        for taps, position in zip(window.taps, positions, strict=True)
+    ]
 
 
 def places_of(piece: WindowPiece) -> Places:
@@ -125,15 +125,20 @@ def places_of(piece: WindowPiece) -> Places:
     return Places(piece.channels, lines, rows * out.pitch, rows * add.pitch, x.pitch)
 
 
-def shape_of(
-    step: ConvStep, window: OutputWindow, grid: TileGrid, channels: int, nonzeros: int
-) -> TilingProblem:
+def shape_of(step: ConvStep, window: OutputWindow, grid: TileGrid, channels: int, nonzeros: int) -> TilingProblem:
     """The tiling problem for an output in `grid`."""
     spans = [[tap for tap in taps if tap is not None] or [0] for taps in window.taps]
     areas = [grid.part(part) for part in range(grid.parts)]
     parts = tuple((h // window.step[0], w // window.step[1]) for _, _, h, w in areas)
-    return TilingProblem(parts, step.out, channels, step.groups, nonzeros, window.stride,
-                 (max(spans[0]) - min(spans[0]), max(spans[1]) - min(spans[1])))  # fmt: skip
+    return TilingProblem(
+        parts,
+        step.out,
+        channels,
+        step.groups,
+        nonzeros,
+        window.stride,
+        (max(spans[0]) - min(spans[0]), max(spans[1]) - min(spans[1])),
+    )
 
 
 def shares(
@@ -144,8 +149,7 @@ def shares(
     areas = whole_parts(piece)
     if len(areas) == tape.threads:
         return [(part, {part: area}, (0, channels)) for part, area in areas.items()]
-    ranges = [(begin * step, min(end * step, channels))
-              for begin, end in by_thread(-(-channels // step), tape.threads)]  # fmt: skip
+    ranges = [(begin * step, min(end * step, channels)) for begin, end in by_thread(-(-channels // step), tape.threads)]
     return [(thread, areas, share) for thread, share in enumerate(ranges) if share[0] < share[1]]
 
 
@@ -179,8 +183,12 @@ def tile_lines(
     if has_add:
         table["add"] = add.line(*places)
     adds = tuple(oy * i * add.row + ox * j for i, j in positions) if has_add else None
-    return (tuple(sy * i * x.row + sx * j for i, j in positions),
-            tuple(oy * i * out.row + ox * j for i, j in positions), adds, table)  # fmt: skip
+    return (
+        tuple(sy * i * x.row + sx * j for i, j in positions),
+        tuple(oy * i * out.row + ox * j for i, j in positions),
+        adds,
+        table,
+    )
 
 
 def tap_lines(piece: WindowPiece) -> tuple[int, tuple[int, ...], int, int]:

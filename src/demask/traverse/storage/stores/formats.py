@@ -63,8 +63,7 @@ class Format:
             if self.package is None or (error.name or "").startswith("demask"):
                 raise
             raise BadInput(
-                f"{self.name} files need {error.name}, which is not installed: "
-                f"{install_command('stream')}"
+                f"{self.name} files need {error.name}, which is not installed: {install_command('stream')}"
             ) from error
 
     def create(self, path: Path, info: ArrayInfo) -> None:
@@ -77,22 +76,24 @@ class Format:
 
     def finish(self, part: Path, final: Path, info: ArrayInfo) -> None:
         """Give a complete array its name, in the place of what has it."""
-        finish: Callable[[Path, Path, ArrayInfo], None] | None = getattr(
-            self.load(), "finish", None
-        )
+        finish: Callable[[Path, Path, ArrayInfo], None] | None = getattr(self.load(), "finish", None)
         (finish or replace_path)(part, final, info)
 
 
 FORMATS = (
     Format("NumPy", (".npy",), "npy"),
-    Format("OME-Zarr", (".ome.zarr", ".zarr"), "zarr_store", "zarr",
-           marks=("zarr.json", ".zgroup", ".zarray")),
+    Format("OME-Zarr", (".ome.zarr", ".zarr"), "zarr_store", "zarr", marks=("zarr.json", ".zgroup", ".zarray")),
     Format("OME-TIFF", (".ome.tif", ".ome.tiff"), "tiff", "tifffile"),
     Format("cloud-optimized GeoTIFF", (".cog.tif", ".cog.tiff"), "raster", "rasterio"),
     Format("TIFF", (".tif", ".tiff", ".btf", ".tf8"), "tiff", "tifffile"),
-    Format("slide", (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".bif", ".vsi", ".svslide"),
-           "slide", "openslide", is_written=False),
-)  # fmt: skip
+    Format(
+        "slide",
+        (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".bif", ".vsi", ".svslide"),
+        "slide",
+        "openslide",
+        is_written=False,
+    ),
+)
 RASTER = Format("GeoTIFF", (), "raster", "rasterio")
 
 

@@ -119,9 +119,7 @@ def _header(info: ArrayInfo, path: Path) -> bytes:
     try:
         descr = np.lib.format.dtype_to_descr(torch.empty(0, dtype=info.dtype).numpy().dtype)
     except TypeError as error:
-        raise BadInput(
-            f"{path}: numpy has no {name_of(info.dtype)}; choose another dtype: output='float32'"
-        ) from error
+        raise BadInput(f"{path}: numpy has no {name_of(info.dtype)}; choose another dtype: output='float32'") from error
     header = BytesIO()
     fields = {"descr": descr, "fortran_order": False, "shape": tuple(info.shape)}
     np.lib.format.write_array_header_1_0(header, fields)

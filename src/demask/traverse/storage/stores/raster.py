@@ -108,8 +108,7 @@ def open_store(path: Path) -> RasterStore:
     except RasterioError as error:
         raise BadInput(f"{path}: {first_line(error)}") from error
     if len(set(data.dtypes)) > 1:
-        raise BadInput(f"{path} has bands of several dtypes {sorted(set(data.dtypes))}; convert "
-                       "them to one")  # fmt: skip
+        raise BadInput(f"{path} has bands of several dtypes {sorted(set(data.dtypes))}; convert them to one")
     import numpy as np
 
     dtype = torch_dtype(np.dtype(data.dtypes[0]), str(path))
@@ -133,14 +132,23 @@ def chunks(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
 def create(path: Path, info: ArrayInfo) -> None:
     """Create a tiled GeoTIFF, which grows as tiles are written."""
     bands, height, width = info.shape
-    place = {k: info.metadata[k] for k in ("crs", "transform", "nodata")
-             if info.metadata.get(k) is not None}  # fmt: skip
+    place = {k: info.metadata[k] for k in ("crs", "transform", "nodata") if info.metadata.get(k) is not None}
     try:
         with rasterio.open(
-            path, "w", driver="GTiff", count=bands, height=height, width=width,
-            dtype=name_of(info.dtype), tiled=True, blockxsize=EDGE, blockysize=EDGE,
-            BIGTIFF="YES", SPARSE_OK="TRUE", **place,
-        ):  # fmt: skip
+            path,
+            "w",
+            driver="GTiff",
+            count=bands,
+            height=height,
+            width=width,
+            dtype=name_of(info.dtype),
+            tiled=True,
+            blockxsize=EDGE,
+            blockysize=EDGE,
+            BIGTIFF="YES",
+            SPARSE_OK="TRUE",
+            **place,
+        ):
             pass
     except (RasterioError, ValueError) as error:
         raise BadInput(f"{path}: {first_line(error)}") from error
@@ -159,7 +167,8 @@ def finish(part: Path, final: Path, info: ArrayInfo) -> None:
     optimized = part.with_name(f"{part.name}.cog")
     resampling = "NEAREST" if info.metadata.get("labels") else "AVERAGE"
     with small_cache():
-        rasterio.shutil.copy(part, optimized, driver="COG", compress="DEFLATE",
-                             bigtiff="IF_SAFER", overview_resampling=resampling)  # fmt: skip
+        rasterio.shutil.copy(
+            part, optimized, driver="COG", compress="DEFLATE", bigtiff="IF_SAFER", overview_resampling=resampling
+        )
     replace_path(optimized, final)
     part.unlink()

@@ -42,8 +42,7 @@ class SlideStore:
         try:
             region = self.slide.read_region((left, top), 0, (right - left, bottom - top))
         except openslide.OpenSlideError as error:
-            raise BadInput(f"{self.name}: rows {top}:{bottom} cannot be read: "
-                           f"{first_line(error)}") from error  # fmt: skip
+            raise BadInput(f"{self.name}: rows {top}:{bottom} cannot be read: {first_line(error)}") from error
         pixels = np.array(region)
         alpha = pixels[..., 3:].astype(np.uint16)
         # OpenSlide's colors are not multiplied by alpha once they are an image of PIL.
@@ -62,6 +61,7 @@ def open_store(path: Path) -> SlideStore:
     except (openslide.OpenSlideError, OSError) as error:
         raise BadInput(f"{path}: OpenSlide cannot read it: {first_line(error)}") from error
     sizes = {"H": openslide.PROPERTY_NAME_MPP_Y, "W": openslide.PROPERTY_NAME_MPP_X}
-    scale = {letter: (float(slide.properties[key]), "micrometer")
-             for letter, key in sizes.items() if key in slide.properties}  # fmt: skip
+    scale = {
+        letter: (float(slide.properties[key]), "micrometer") for letter, key in sizes.items() if key in slide.properties
+    }
     return SlideStore(slide, str(path), {"scale": scale} if scale else {})

@@ -69,14 +69,24 @@ class SliceStore:
         try:
             shape, dtype = tuple(int(n) for n in array.shape), np.dtype(array.dtype)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # closed: h5py
-            raise BadInput(f"{name}: expected an open array with a shape and a dtype that "
-                           f"can be sliced, got {type(array).__name__}") from error  # fmt: skip
+            raise BadInput(
+                f"{name}: expected an open array with a shape and a dtype that "
+                f"can be sliced, got {type(array).__name__}"
+            ) from error
         chunks = getattr(array, "chunks", None)
         known = isinstance(chunks, tuple) and all(isinstance(n, int) for n in chunks)
         shards = getattr(array, "shards", None)  # of zarr: what is written as one file
-        return cls(array, name, shape, torch_dtype(dtype, name), (shards or chunks) if known else
-                   None, memory_order(array), layout, metadata or {}, backing_file(array)
-                   )  # fmt: skip
+        return cls(
+            array,
+            name,
+            shape,
+            torch_dtype(dtype, name),
+            (shards or chunks) if known else None,
+            memory_order(array),
+            layout,
+            metadata or {},
+            backing_file(array),
+        )
 
     def read(self, box: Box) -> Tensor:
         try:
@@ -84,11 +94,12 @@ class SliceStore:
         except DemaskError:
             raise
         except Exception as error:  # of any type: codecs and file formats have their own
-            raise BadInput(f"{self.name}: positions {_text(box)} cannot be read: "
-                           f"{first_line(error)}") from error  # fmt: skip
+            raise BadInput(f"{self.name}: positions {_text(box)} cannot be read: {first_line(error)}") from error
         if tuple(values.shape) != extents(box):
-            raise BadInput(f"{self.name}: positions {_text(box)} came as {tuple(values.shape)}: "
-                           "was it changed, or does it end early?")  # fmt: skip
+            raise BadInput(
+                f"{self.name}: positions {_text(box)} came as {tuple(values.shape)}: "
+                "was it changed, or does it end early?"
+            )
         if self.mapping is None:
             return values
         copy = values.clone()
@@ -99,8 +110,7 @@ class SliceStore:
         try:
             self.array[slices(box)] = values.numpy()
         except Exception as error:
-            raise BadInput(f"{self.name}: positions {_text(box)} cannot be written: "
-                           f"{first_line(error)}") from error  # fmt: skip
+            raise BadInput(f"{self.name}: positions {_text(box)} cannot be written: {first_line(error)}") from error
         release_pages(self.mapping)
 
 
@@ -164,8 +174,10 @@ def chunk_bytes(store: Store) -> int:
 
 def usual_chunks(shape: Sequence[int], letters: str, edge: int = 512) -> tuple[int, ...]:
     """Chunks for a new array: all channels, `edge` rows and columns, one image."""
-    return tuple(min(size, edge) if letter in "HWL" else size if letter == "C" else 1
-                 for size, letter in zip(shape, letters, strict=True))  # fmt: skip
+    return tuple(
+        min(size, edge) if letter in "HWL" else size if letter == "C" else 1
+        for size, letter in zip(shape, letters, strict=True)
+    )
 
 
 def first_line(error: Exception) -> str:

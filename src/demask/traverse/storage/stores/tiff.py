@@ -149,8 +149,7 @@ def letters(images: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 def chunks(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
     """Tiles of 512 x 512, of all channels."""
-    return tuple(EDGE if letter in "HW" else n for letter, n
-                 in zip(letters, usual_chunks(shape, letters), strict=True))  # fmt: skip
+    return tuple(EDGE if letter in "HW" else n for letter, n in zip(letters, usual_chunks(shape, letters), strict=True))
 
 
 def create(path: Path, info: ArrayInfo) -> None:
@@ -166,9 +165,13 @@ def create(path: Path, info: ArrayInfo) -> None:
     try:
         with tifffile.TiffWriter(path, bigtiff=True, ome=_is_ome(path)) as writer:
             writer.write(
-                None, shape=info.shape, dtype=name_of(info.dtype), tile=(EDGE, EDGE),
-                photometric="rgb" if is_picture else "minisblack", metadata=metadata,
-            )  # fmt: skip
+                None,
+                shape=info.shape,
+                dtype=name_of(info.dtype),
+                tile=(EDGE, EDGE),
+                photometric="rgb" if is_picture else "minisblack",
+                metadata=metadata,
+            )
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: {first_line(error)}") from error
 

@@ -23,8 +23,14 @@ from demask.traverse.storage.stores.formats import ArrayInfo
 from demask.traverse.storage.stores.store import SliceStore, first_line, usual_chunks
 
 SMALLEST, EDGE = 32, 512  # rows of a chunk of the last level, of the first
-TYPES = {"N": ("t", "time"), "C": ("c", "channel"), "D": ("z", "space"), "H": ("y", "space"),
-         "W": ("x", "space"), "L": ("x", "space")}  # fmt: skip
+TYPES = {
+    "N": ("t", "time"),
+    "C": ("c", "channel"),
+    "D": ("z", "space"),
+    "H": ("y", "space"),
+    "W": ("x", "space"),
+    "L": ("x", "space"),
+}
 
 
 def open_store(path: Path) -> SliceStore:
@@ -53,11 +59,16 @@ def _largest_level(group: zarr.Group, scales: dict[str, Any], name: str) -> Slic
     except (KeyError, TypeError) as error:
         raise BadInput(f"{name}: its OME-NGFF metadata lacks {error}") from error
     units = [axis.get("unit") if isinstance(axis, dict) else None for axis in scales["axes"]]
-    sizes = next((t["scale"] for t in dataset.get("coordinateTransformations", ())
-                  if t.get("type") == "scale"), [1.0] * len(letters))  # fmt: skip
+    sizes = next(
+        (t["scale"] for t in dataset.get("coordinateTransformations", ()) if t.get("type") == "scale"),
+        [1.0] * len(letters),
+    )
     to_ours = {other.upper(): ours for ours, (other, _) in TYPES.items() if ours != "L"}
-    scale = {to_ours[letter]: (float(size), unit) for letter, size, unit
-             in zip(letters, sizes, units, strict=True) if letter in to_ours}  # fmt: skip
+    scale = {
+        to_ours[letter]: (float(size), unit)
+        for letter, size, unit in zip(letters, sizes, units, strict=True)
+        if letter in to_ours
+    }
     return SliceStore.of(array, name, layout=letters, metadata={"scale": scale})
 
 
@@ -100,9 +111,10 @@ class PyramidStore:
         self.levels[0].write(box, values)
         for level in self.levels[1:]:
             values = halve(values, self.letters, self.is_labels)
-            box = tuple((a // 2, a // 2 + n) if letter in "HW" else (a, b)
-                        for (a, b), n, letter in zip(box, values.shape, self.letters, strict=True)
-                        )  # fmt: skip
+            box = tuple(
+                (a // 2, a // 2 + n) if letter in "HW" else (a, b)
+                for (a, b), n, letter in zip(box, values.shape, self.letters, strict=True)
+            )
             level.write(box, values)
 
 
@@ -142,10 +154,14 @@ def _level_sizes(info: ArrayInfo) -> list[tuple[tuple[int, ...], tuple[int, ...]
     shape, chunk = info.shape, info.chunks
     sizes = [(shape, chunk)]
     spatial = [k for k, letter in enumerate(info.letters) if letter in "HW"]
-    while (all(chunk[k] >= 2 * SMALLEST and chunk[k] % 2 == 0 for k in spatial) and spatial
-           and max(shape[k] for k in spatial) > EDGE):  # fmt: skip
-        shape, chunk = (tuple(-(-n // 2) if k in spatial else n for k, n in enumerate(sizes_))
-                        for sizes_ in (shape, chunk))  # fmt: skip
+    while (
+        all(chunk[k] >= 2 * SMALLEST and chunk[k] % 2 == 0 for k in spatial)
+        and spatial
+        and max(shape[k] for k in spatial) > EDGE
+    ):
+        shape, chunk = (
+            tuple(-(-n // 2) if k in spatial else n for k, n in enumerate(sizes_)) for sizes_ in (shape, chunk)
+        )
         sizes.append((shape, chunk))
     return sizes
 
@@ -157,8 +173,7 @@ def create(path: Path, info: ArrayInfo) -> None:
         levels = _level_sizes(info)
         names = [TYPES[letter][0] for letter in info.letters]
         for number, (shape, chunk) in enumerate(levels):
-            group.create_array(str(number), shape=shape, chunks=chunk, dtype=name_of(info.dtype),
-                               dimension_names=names)  # fmt: skip
+            group.create_array(str(number), shape=shape, chunks=chunk, dtype=name_of(info.dtype), dimension_names=names)
         group.attrs["ome"] = {"version": "0.5", "multiscales": [_multiscales(info, len(levels))]}
     except (OSError, ValueError, TypeError) as error:
         raise BadInput(f"{path}: {first_line(error)}") from error
@@ -173,8 +188,7 @@ def _multiscales(info: ArrayInfo, levels: int) -> dict[str, Any]:
         axes.append({"name": name, "type": kind} | ({"unit": unit} if unit else {}))
     datasets = []
     for level in range(levels):
-        sizes = [scale.get(letter, (1.0, None))[0] * (2**level if letter in "HW" else 1)
-                 for letter in info.letters]  # fmt: skip
+        sizes = [scale.get(letter, (1.0, None))[0] * (2**level if letter in "HW" else 1) for letter in info.letters]
         transform = {"type": "scale", "scale": [float(size) for size in sizes]}
         datasets.append({"path": str(level), "coordinateTransformations": [transform]})
     kind = "nearest" if info.metadata.get("labels") else "mean"

@@ -14,8 +14,12 @@ from demask.files.onnx.edit.refusals import all_positions, require
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 NODE_BYTES = 160  # of a node that selects positions, and its constants
-INTEGERS = {"ConvInteger": (1, 3, (3,)), "MatMulInteger": (1, 3, (3,)),
-            "QLinearConv": (3, 5, (4, 5, 8)), "QLinearMatMul": (3, 5, (4, 5))}  # fmt: skip
+INTEGERS = {
+    "ConvInteger": (1, 3, (3,)),
+    "MatMulInteger": (1, 3, (3,)),
+    "QLinearConv": (3, 5, (4, 5, 8)),
+    "QLinearMatMul": (3, 5, (4, 5)),
+}
 # operands: the weights, their zero point, and those that may have an element per output channel
 Lost = dict[int, float]
 
@@ -73,8 +77,7 @@ def _integers(edit: NodeEdit, axis: int) -> tuple[int, tuple[int, ...], np.ndarr
         zero_point = edit.constant(point).astype(np.int16)
         if zero_point.size > 1:
             require(zero_point.ndim == 1, "a zero point per matrix")
-            zero_point = zero_point.reshape([-1 if k == axis % weights.ndim else 1
-                                             for k in range(weights.ndim)])  # fmt: skip
+            zero_point = zero_point.reshape([-1 if k == axis % weights.ndim else 1 for k in range(weights.ndim)])
         weights = weights.astype(np.int16) - zero_point
     return w, tuple(k for k in per_channel if edit.name(k) and edit.constant(k).size > 1), weights
 
@@ -254,10 +257,11 @@ def einsum(edit: NodeEdit) -> Sequence[Layout | None]:
     terms, arrow, output = edit.attributes["equation"].replace(" ", "").partition("->")
     letters = terms.split(",")
     require(arrow and "." not in terms, "axes without a letter of its equation")
-    sides = {c: [(edit.name(k), term.index(c)) for k, term in enumerate(letters) if c in term]
-             for c in terms.replace(",", "")}  # fmt: skip
-    sizes = {c: [edit.editor.shape(name)[axis] for name, axis in pairs]
-             for c, pairs in sides.items()}  # fmt: skip
+    sides = {
+        c: [(edit.name(k), term.index(c)) for k, term in enumerate(letters) if c in term]
+        for c in terms.replace(",", "")
+    }
+    sizes = {c: [edit.editor.shape(name)[axis] for name, axis in pairs] for c, pairs in sides.items()}
     require(all(size == row[0] for row in sizes.values() for size in row), "sizes that broadcast")
     layouts = dict(zip(output, edit.layout, strict=True))
     layouts |= {c: _read_along(edit, sides[c], sizes[c][0]) for c in sides if c not in layouts}

@@ -119,9 +119,7 @@ def reshape(edit: NodeEdit) -> Sequence[Layout | None]:
     return [tuple(layout)]
 
 
-def _moved_back(
-    layout: Sequence[Positions], before: Sequence[int], after: Sequence[int]
-) -> list[Positions] | None:
+def _moved_back(layout: Sequence[Positions], before: Sequence[int], after: Sequence[int]) -> list[Positions] | None:
     """Positions on the axes before, for those on the axes after; None if they are no product."""
     index = np.ix_(*(all_positions(p, n) for p, n in zip(layout, after, strict=True)))
     flat = np.arange(int(np.prod(after))).reshape(after)[index].reshape(-1)
@@ -137,8 +135,7 @@ def set_target(edit: NodeEdit, after: Sequence[Any], layout: Sequence[Positions]
     editor, target = edit.editor, edit.name(1)
 
     def new(old: Sequence[int]) -> list[int]:
-        return [n if n in (0, -1) or p is None else len(p)
-                for n, p in zip(old, layout, strict=True)]  # fmt: skip
+        return [n if n in (0, -1) or p is None else len(p) for n, p in zip(old, layout, strict=True)]
 
     if "shape" in edit.attributes:
         edit.set("shape", new(edit.attributes["shape"]))
@@ -150,8 +147,10 @@ def set_target(edit: NodeEdit, after: Sequence[Any], layout: Sequence[Positions]
     else:
         require(target in editor.named.hosts, "a target that depends on data")
         old = editor.named.hosts[target].tolist()
-        lost = [0 if p is None or (isinstance(n, int) and n in (0, -1)) else size - len(p)
-                for n, p, size in zip(old, layout, after, strict=True)]  # fmt: skip
+        lost = [
+            0 if p is None or (isinstance(n, int) and n in (0, -1)) else size - len(p)
+            for n, p, size in zip(old, layout, after, strict=True)
+        ]
         if any(lost):
             change = editor.integers([-n for n in lost])
             edit.replace(1, editor.emit("Add", [target, change], edit.node.output[0]))
@@ -163,8 +162,9 @@ def expand(edit: NodeEdit) -> Sequence[Layout | None]:
     layout, old = edit.layout, edit.constant(1)
     edit.adapt(0, edit.broadcast(0, layout), broadcast=True)
     offset = len(layout) - len(old)
-    sizes = [n if n == 1 or layout[k + offset] is None else len(layout[k + offset] or ())
-             for k, n in enumerate(old.tolist())]  # fmt: skip
+    sizes = [
+        n if n == 1 or layout[k + offset] is None else len(layout[k + offset] or ()) for k, n in enumerate(old.tolist())
+    ]
     if sizes != old.tolist():
         edit.replace(1, edit.editor.replacement(np.asarray(sizes, old.dtype), edit.name(1)))
     return [layout]
@@ -236,8 +236,7 @@ def split(edit: NodeEdit) -> Sequence[Layout | None]:
     rank = len(shape)
     axis = edit.attributes.get("axis", 0) % rank
     sizes = [editor.shape(name)[axis] for name in edit.node.output]
-    others = {tuple(p for k, p in enumerate(layout) if k != axis)
-              for layout in edit.wanted if layout is not None}  # fmt: skip
+    others = {tuple(p for k, p in enumerate(layout) if k != axis) for layout in edit.wanted if layout is not None}
     require(len(others) == 1 and edit.name(0) in editor.layouts, "parts of several layouts")
     rest = list(others.pop())
     current = editor.layouts[edit.name(0)][axis]
@@ -260,8 +259,10 @@ def split(edit: NodeEdit) -> Sequence[Layout | None]:
     counts = [len(part) for part in parts]
     if counts != sizes or "split" in edit.attributes or edit.name(1):
         _set_split(edit, counts)
-    return [(*rest[:axis], whole([p - a for p in part], n), *rest[axis:])
-            for part, a, n in zip(parts, starts, sizes, strict=False)]  # fmt: skip
+    return [
+        (*rest[:axis], whole([p - a for p in part], n), *rest[axis:])
+        for part, a, n in zip(parts, starts, sizes, strict=False)
+    ]
 
 
 def _set_split(edit: NodeEdit, counts: Sequence[int]) -> None:
@@ -288,9 +289,7 @@ def gather(edit: NodeEdit) -> Sequence[Layout | None]:
     elif current is not None or any(p is not None for p in selected):
         require(isinstance(shape[axis], int) and count <= 1, "indices of several axes")
         old = edit.constant(1)
-        index = (np.atleast_1d(old) % shape[axis])[all_positions(
-            selected[0] if count else None, old.size
-        )].tolist()  # fmt: skip
+        index = (np.atleast_1d(old) % shape[axis])[all_positions(selected[0] if count else None, old.size)].tolist()
         if data not in editor.constants:
             present = all_positions(current, shape[axis])
             if not set(index) <= set(present):

@@ -33,8 +33,7 @@ def recurrent(edit: NodeEdit) -> Sequence[Layout | None]:
     directions = sorted({d for pair in wanted for d in all_positions(pair[0], len(w))})
     if "activation_alpha" in edit.attributes or "activation_beta" in edit.attributes:
         directions = list(range(len(w)))  # which of them are whose is not stated
-    reads = [(r[d].reshape(gates, size, size) != 0).any(0) & ~_silent_units(edit, d, size)
-             for d in directions]  # fmt: skip
+    reads = [(r[d].reshape(gates, size, size) != 0).any(0) & ~_silent_units(edit, d, size) for d in directions]
     joined = _joined_directions(edit, size) if len(directions) == 2 else None
     if joined is not None:
         units = [_closed(own, read) for own, read in zip(joined.units, reads, strict=True)]
@@ -166,9 +165,7 @@ def _joined_directions(edit: NodeEdit, size: int) -> _JoinedDirections | None:
     ((at,),) = joined
     positions = all_positions(layout[at], 2 * size)
     units = [[p - d * size for p in positions if p // size == d] for d in (0, 1)]
-    return (
-        None if set(units[0]) == set(units[1]) else _JoinedDirections(units, nodes, unit_axes, at)
-    )
+    return None if set(units[0]) == set(units[1]) else _JoinedDirections(units, nodes, unit_axes, at)
 
 
 def _readers(editor: Editor, name: str) -> list[Any]:

@@ -9,8 +9,7 @@ from demask.files.onnx.edit.refusals import require
 from demask.shrink.layout.cells import Layout
 
 REDUCTIONS = (
-    "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd "
-    "ReduceSum ReduceSumSquare"
+    "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare"
 ).split()
 ONE_AXIS = 13  # op set since which softmax is along one axis, not all axes from one on
 

@@ -49,26 +49,20 @@ def _control_value(value: Value, what: str) -> Any:
 def _count(number: Any) -> int:
     """A number of iterations; BadInput for a symbolic size of `torch.export`."""
     if isinstance(number, torch.SymInt):
-        raise BadInput(
-            "expected a fixed number of iterations, got a dynamic size; export with a fixed "
-            "size there"
-        )
+        raise BadInput("expected a fixed number of iterations, got a dynamic size; export with a fixed size there")
     return int(number)
 
 
 @OPS("If")
-def branch(
-    cond: Value, *, then_branch: Subgraph, else_branch: Subgraph, run: Run
-) -> tuple[Value, ...]:  # fmt: skip
+def branch(cond: Value, *, then_branch: Subgraph, else_branch: Subgraph, run: Run) -> tuple[Value, ...]:
     """The outputs of one of two graphs, selected by a condition."""
     return tuple(run(then_branch if _control_value(cond, "a condition") else else_branch, []))
 
 
 @OPS("Loop")
 def loop(
-    limit: Value = None, condition: Value = None, *state: Value, body: Subgraph, run: Run,
-    as_tensor: AsTensor,
-) -> tuple[Value, ...]:  # fmt: skip
+    limit: Value = None, condition: Value = None, *state: Value, body: Subgraph, run: Run, as_tensor: AsTensor
+) -> tuple[Value, ...]:
     """The last state, and the outputs of all iterations, stacked.
 
     The condition that the body returns is used even if there is no initial one, as in onnxruntime.
@@ -104,12 +98,18 @@ def _stack(row: list[Value], port: OnnxPort, axis: int, as_tensor: AsTensor) -> 
 
 @OPS("Scan")
 def scan(
-    *inputs: Value, body: Subgraph, num_scan_inputs: int, version: int, run: Run,
-    as_tensor: AsTensor, scan_input_axes: Sequence[int] = (),
+    *inputs: Value,
+    body: Subgraph,
+    num_scan_inputs: int,
+    version: int,
+    run: Run,
+    as_tensor: AsTensor,
+    scan_input_axes: Sequence[int] = (),
     scan_input_directions: Sequence[int] = (),
-    scan_output_axes: Sequence[int] = (), scan_output_directions: Sequence[int] = (),
+    scan_output_axes: Sequence[int] = (),
+    scan_output_directions: Sequence[int] = (),
     directions: Sequence[int] = (),
-) -> tuple[Value, ...]:  # fmt: skip
+) -> tuple[Value, ...]:
     """The last state, and the outputs of all iterations, stacked. Each iteration takes a slice of
     every scan input.
 
@@ -118,15 +118,19 @@ def scan(
         return _batched(inputs, body, num_scan_inputs, directions, run, as_tensor)
     split = len(inputs) - num_scan_inputs
     axes = list(scan_input_axes) or [0] * num_scan_inputs
-    slices = [as_tensor(x).unbind(a) if _count(as_tensor(x).shape[a]) else ()
-              for x, a in zip(inputs[split:], axes, strict=True)]  # fmt: skip
+    slices = [
+        as_tensor(x).unbind(a) if _count(as_tensor(x).shape[a]) else ()
+        for x, a in zip(inputs[split:], axes, strict=True)
+    ]
     backward = list(scan_input_directions) or [0] * num_scan_inputs
     slices = [s[::-1] if b else s for s, b in zip(slices, backward, strict=True)]
     state, rows = _run_slices(inputs[:split], slices, body, run)
     output_axes = list(scan_output_axes) or [0] * len(rows)
     reverse = list(scan_output_directions) or [0] * len(rows)
-    stacks = [_stack(row[::-1] if b else row, port, axis, as_tensor) for row, port, axis, b in
-              zip(rows, body.ports[split:], output_axes, reverse, strict=True)]  # fmt: skip
+    stacks = [
+        _stack(row[::-1] if b else row, port, axis, as_tensor)
+        for row, port, axis, b in zip(rows, body.ports[split:], output_axes, reverse, strict=True)
+    ]
     return (*state, *stacks)
 
 
@@ -144,9 +148,8 @@ def _run_slices(
 
 
 def _batched(
-    inputs: Sequence[Value], body: Subgraph, count: int, directions: Sequence[int], run: Run,
-    as_tensor: AsTensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    inputs: Sequence[Value], body: Subgraph, count: int, directions: Sequence[int], run: Run, as_tensor: AsTensor
+) -> tuple[Tensor, ...]:
     """Scan of opset 8: batch axis 0, scanned axis 1; outputs past a length are zero."""
     lengths, *rest = inputs
     tensors = [as_tensor(v) for v in rest]
@@ -159,8 +162,7 @@ def _batched(
         slices = [x[b].unbind(0)[:n] for x in columns]
         slices = [s[::-1] if r else s for s, r in zip(slices, backward, strict=True)]
         state, rows = _run_slices([s[b] for s in states], slices, body, run)
-        stacks = [_stack(row, port, 0, as_tensor) for row, port in
-                  zip(rows, body.ports[len(state) :], strict=True)]  # fmt: skip
+        stacks = [_stack(row, port, 0, as_tensor) for row, port in zip(rows, body.ports[len(state) :], strict=True)]
         padded = [_pad_rows(as_tensor(s), length) for s in stacks]
         results.append([*map(as_tensor, state), *padded])
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
@@ -173,9 +175,7 @@ def _pad_rows(rows: Tensor, length: int) -> Tensor:
 
 
 @OPS("SequenceMap")
-def sequence_map(
-    sequence: Value, *others: Value, body: Subgraph, run: Run
-) -> tuple[list[Value], ...]:  # fmt: skip
+def sequence_map(sequence: Value, *others: Value, body: Subgraph, run: Run) -> tuple[list[Value], ...]:
     """A graph's outputs for each element of a sequence, as sequences. others: sequences of the same
     length, or one value for all elements."""
     if not isinstance(sequence, list):

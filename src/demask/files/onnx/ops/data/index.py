@@ -39,9 +39,7 @@ def _host_gathered(x: np.ndarray, indices: np.ndarray, *, axis: int = 0) -> Any:
 
 
 @OPS("Gather", host=_host_gathered)
-def gather(
-    x: Tensor, indices: Value, *, axis: int = 0, as_tensor: Callable[[Any], Tensor]
-) -> Tensor:
+def gather(x: Tensor, indices: Value, *, axis: int = 0, as_tensor: Callable[[Any], Tensor]) -> Tensor:
     """Slices of x along an axis, at indices of any shape, negative ones from the end."""
     axis %= x.ndim
     if isinstance(indices, Host):
@@ -101,10 +99,7 @@ def gather_elements(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
 def gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
     """x at the positions in the last axis of `indices`, after batch axes that both have."""
     rank = indices.ndim - 1
-    batch = [
-        torch.arange(x.shape[k], device=x.device).reshape([-1] + [1] * (rank - 1 - k))
-        for k in range(batch_dims)
-    ]
+    batch = [torch.arange(x.shape[k], device=x.device).reshape([-1] + [1] * (rank - 1 - k)) for k in range(batch_dims)]
     return x[(*batch, *_long(indices).unbind(-1))]
 
 
@@ -115,9 +110,8 @@ def _host_set(x: np.ndarray, updates: np.ndarray, positions: Any) -> np.ndarray:
 
 
 def _host_scattered(
-    x: np.ndarray, indices: np.ndarray, updates: np.ndarray, *, axis: int = 0,
-    reduction: str = "none",
-) -> Any:  # fmt: skip
+    x: np.ndarray, indices: np.ndarray, updates: np.ndarray, *, axis: int = 0, reduction: str = "none"
+) -> Any:
     if reduction != "none" or not known(indices):
         return NotImplemented
     positions: list[Any] = list(np.indices(indices.shape))
@@ -126,9 +120,7 @@ def _host_scattered(
 
 
 @OPS("Scatter", "ScatterElements", host=_host_scattered)
-def scatter_elements(
-    x: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none"
-) -> Tensor:
+def scatter_elements(x: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none") -> Tensor:
     """x with updates written (added, ...) at indices along an axis."""
     indices = _nonnegative(_long(indices), x.shape[axis])
     if reduction == "none":
@@ -146,9 +138,7 @@ def _put_at(x: Tensor, updates: Tensor, positions: tuple[Tensor, ...]) -> Tensor
     return x.index_put(positions, updates)
 
 
-def _scatter_reduce(
-    x: Tensor, axis: int, indices: Tensor, updates: Tensor, reduction: str
-) -> Tensor:
+def _scatter_reduce(x: Tensor, axis: int, indices: Tensor, updates: Tensor, reduction: str) -> Tensor:
     if reduction not in _REDUCTIONS:
         raise BadInput(f"expected reduction none, add, mul, max or min, got {reduction!r}")
     dtype = _REDUCE_DTYPE.get(x.dtype, x.dtype)
@@ -158,9 +148,7 @@ def _scatter_reduce(
     return result.to(x.dtype)
 
 
-def _host_scattered_nd(
-    x: np.ndarray, indices: np.ndarray, updates: np.ndarray, *, reduction: str = "none"
-) -> Any:
+def _host_scattered_nd(x: np.ndarray, indices: np.ndarray, updates: np.ndarray, *, reduction: str = "none") -> Any:
     if reduction != "none" or not known(indices):
         return NotImplemented
     return _host_set(x, updates, tuple(np.moveaxis(indices.astype(np.int64), -1, 0)))
@@ -184,9 +172,8 @@ def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = 
 @OPS("TensorScatter")
 @by_bits
 def tensor_scatter(
-    cache: Tensor, update: Tensor, write_indices: Tensor | None = None, *, mode: str = "linear",
-    axis: int = -2,
-) -> Tensor:  # fmt: skip
+    cache: Tensor, update: Tensor, write_indices: Tensor | None = None, *, mode: str = "linear", axis: int = -2
+) -> Tensor:
     """The cache with the update written along an axis, from each sample's start index."""
     if mode not in ("linear", "circular"):
         raise BadInput(f"expected mode linear or circular, got {mode!r}")
@@ -220,15 +207,11 @@ def compress(x: Tensor, condition: Tensor, *, axis: int | None = None) -> Tensor
 
 @OPS("ReverseSequence")
 @by_bits
-def reverse_sequence(
-    x: Tensor, lengths: Tensor, *, batch_axis: int = 1, time_axis: int = 0
-) -> Tensor:
+def reverse_sequence(x: Tensor, lengths: Tensor, *, batch_axis: int = 1, time_axis: int = 0) -> Tensor:
     """x with the first `lengths` steps of each sample reversed."""
     if {batch_axis, time_axis} != {0, 1}:
         raise BadInput(f"expected axes 0 and 1, got {batch_axis} and {time_axis}")
     steps = torch.arange(x.shape[time_axis], device=x.device).unsqueeze(batch_axis)
     lengths = _long(lengths).unsqueeze(time_axis)
     positions = torch.where(steps < lengths, lengths - 1 - steps, steps)
-    return x.gather(
-        time_axis, positions.reshape(*positions.shape, *[1] * (x.ndim - 2)).expand_as(x)
-    )
+    return x.gather(time_axis, positions.reshape(*positions.shape, *[1] * (x.ndim - 2)).expand_as(x))

@@ -19,9 +19,7 @@ OPS("Binarizer")(lambda x, *, threshold=0.0: (x > threshold).to(x.dtype))
 
 
 @OPS("ArrayFeatureExtractor")
-def array_feature_extractor(
-    x: Value, indices: Tensor, *, as_tensor: Callable[[Value], Tensor]
-) -> Value:
+def array_feature_extractor(x: Value, indices: Tensor, *, as_tensor: Callable[[Value], Tensor]) -> Value:
     """Columns of x, as one row where x has one axis."""
     if isinstance(x, Host) and x.dtype is None:
         return Host.of(np.atleast_2d(x.array[..., indices.reshape(-1).tolist()]))
@@ -31,13 +29,24 @@ def array_feature_extractor(
 
 @OPS("LabelEncoder")
 def label_encoder(
-    x: Value, *, classes_strings: Sequence[str] | None = None, keys_floats: Any = None,
-    keys_int64s: Any = None, keys_strings: Any = None, keys_tensor: Value = None,
-    values_floats: Any = None, values_int64s: Any = None, values_strings: Any = None,
-    values_tensor: Value = None, default_float: float = -0.0, default_int64: int = -1,
-    default_string: str = "_Unused", default_tensor: Value = None, version: int,
+    x: Value,
+    *,
+    classes_strings: Sequence[str] | None = None,
+    keys_floats: Any = None,
+    keys_int64s: Any = None,
+    keys_strings: Any = None,
+    keys_tensor: Value = None,
+    values_floats: Any = None,
+    values_int64s: Any = None,
+    values_strings: Any = None,
+    values_tensor: Value = None,
+    default_float: float = -0.0,
+    default_int64: int = -1,
+    default_string: str = "_Unused",
+    default_tensor: Value = None,
+    version: int,
     as_tensor: Callable[[Value], Tensor],
-) -> Value:  # fmt: skip
+) -> Value:
     """For each element the value of the equal key, or a default.
 
     Of equal keys the last is used, and NaN equals NaN; before opset 4 the first, as in onnxruntime.
@@ -69,9 +78,7 @@ def _first(*options: Any) -> Any:
     return next(option for option in options if option is not None and option != ())
 
 
-def _key_numbers(
-    x: Value, keys: list[Any], last: bool, as_tensor: Callable[[Value], Tensor]
-) -> Tensor:  # fmt: skip
+def _key_numbers(x: Value, keys: list[Any], last: bool, as_tensor: Callable[[Value], Tensor]) -> Tensor:
     """1-based position of each element among the keys; 0 if it is not one. last: of equal keys."""
     numbering = list(range(1, len(keys) + 1))
     if isinstance(x, Host) and x.dtype is None:
@@ -92,9 +99,7 @@ def _key_numbers(
 
 
 @OPS("Scaler")
-def scaler(
-    x: Tensor, *, offset: Sequence[float] = (0.0,), scale: Sequence[float] = (1.0,)
-) -> Tensor:
+def scaler(x: Tensor, *, offset: Sequence[float] = (0.0,), scale: Sequence[float] = (1.0,)) -> Tensor:
     """(x - offset) * scale in float32, with one value per column or for all."""
     x = x.to(torch.float32)
     return (x - x.new_tensor(offset)) * x.new_tensor(scale)
@@ -126,9 +131,13 @@ def _transformed(scores: Tensor, name: str) -> Tensor:
 
 @OPS("LinearRegressor")
 def linear_regressor(
-    x: Tensor, *, coefficients: Sequence[float], intercepts: Sequence[float] = (),
-    targets: int = 1, post_transform: str = "NONE",
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    *,
+    coefficients: Sequence[float],
+    intercepts: Sequence[float] = (),
+    targets: int = 1,
+    post_transform: str = "NONE",
+) -> Tensor:
     """x @ coefficients + intercepts, in float32."""
     x = x.to(torch.float32)
     scores = x @ x.new_tensor(coefficients).reshape(targets, -1).T
@@ -137,10 +146,15 @@ def linear_regressor(
 
 @OPS("LinearClassifier")
 def linear_classifier(
-    x: Tensor, *, coefficients: Sequence[float], intercepts: Sequence[float] = (),
-    classlabels_ints: Sequence[int] = (), classlabels_strings: Sequence[str] = (),
-    multi_class: int = 0, post_transform: str = "NONE",
-) -> tuple[Value, Tensor]:  # fmt: skip
+    x: Tensor,
+    *,
+    coefficients: Sequence[float],
+    intercepts: Sequence[float] = (),
+    classlabels_ints: Sequence[int] = (),
+    classlabels_strings: Sequence[str] = (),
+    multi_class: int = 0,
+    post_transform: str = "NONE",
+) -> tuple[Value, Tensor]:
     """The label with the largest score, and the scores of all labels."""
     x = x.to(torch.float32)
     labels = classlabels_strings or classlabels_ints

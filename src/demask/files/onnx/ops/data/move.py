@@ -22,18 +22,17 @@ OPS = Ops()
 FAR = 2**31 - 1  # exporters write this, or 2**63 - 1, for "to the end"
 MAX_FILLED = 1024  # elements of a new host value; a larger tensor is cheaper
 _BITS = {
-    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
-    **{dtype: torch.uint8 for dtype in DTYPES.values()
-       if dtype.is_floating_point and dtype.itemsize == 1},
-}  # fmt: skip
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    **{dtype: torch.uint8 for dtype in DTYPES.values() if dtype.is_floating_point and dtype.itemsize == 1},
+}
 _MODES = {"reflect": "reflect", "edge": "replicate"}
 
 
 def known(*arrays: Any) -> bool:
     """Whether all numbers are plain, none a symbolic size of `torch.export`."""
-    return not any(
-        isinstance(n, SYMBOLIC) for a in arrays if a is not None for n in np.asarray(a).flat
-    )
+    return not any(isinstance(n, SYMBOLIC) for a in arrays if a is not None for n in np.asarray(a).flat)
 
 
 def by_bits(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -162,9 +161,7 @@ def _host_sliced(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = 
 
 @OPS("Slice", host=_host_sliced)
 @by_bits
-def sliced(
-    x: Tensor, starts: Ints, ends: Ints, axes: Ints | None = None, steps: Ints | None = None
-) -> Tensor:
+def sliced(x: Tensor, starts: Ints, ends: Ints, axes: Ints | None = None, steps: Ints | None = None) -> Tensor:
     """x[start:end:step] along each of some axes."""
     axes = list(range(len(starts))) if axes is None else axes
     steps = [1] * len(starts) if steps is None else steps
@@ -181,9 +178,7 @@ def _one_slice(x: Tensor, axis: int, start: Int, end: Int, step: Int) -> Tensor:
     if step == -1 and is_known and (start == -1 or start >= FAR) and end <= -FAR:
         return x.flip(axis)
     size = x.shape[axis]
-    first, bound = (
-        torch.sym_max(-1, torch.sym_min(size - 1, n + size if n < 0 else n)) for n in (start, end)
-    )
+    first, bound = (torch.sym_max(-1, torch.sym_min(size - 1, n + size if n < 0 else n)) for n in (start, end))
     count = torch.sym_max(0, -((bound - first) // -step))
     last = first + (count - 1) * step
     return torch.ops.aten.slice.Tensor(x, axis, last, last + count * -step, -step).flip(axis)
@@ -205,9 +200,8 @@ def _equal(size: Any, count: int) -> list[Any]:
 
 @OPS("Split", host=_host_parts)
 def split(
-    x: Tensor, split: Ints | None = None, *, axis: int = 0, num_outputs: int | None = None,
-    outputs: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor, split: Ints | None = None, *, axis: int = 0, num_outputs: int | None = None, outputs: int
+) -> tuple[Tensor, ...]:
     """Parts of x along an axis, by default of equal sizes except the last."""
     sizes = _equal(x.shape[axis], num_outputs or outputs) if split is None else split
     return tuple(x.split_with_sizes(sizes, axis))
@@ -225,9 +219,7 @@ def expand(x: Tensor, shape: Ints) -> Tensor:
     """x broadcast with a tensor of this shape."""
     shape = [1] * (x.ndim - len(shape)) + shape
     new_axes = len(shape) - x.ndim
-    sizes = [
-        -1 if k >= new_axes and isinstance(n, int) and n == 1 else n for k, n in enumerate(shape)
-    ]
+    sizes = [-1 if k >= new_axes and isinstance(n, int) and n == 1 else n for k, n in enumerate(shape)]
     is_same = new_axes == 0 and all(
         isinstance(n, int) and n in (-1, size) for n, size in zip(sizes, x.shape, strict=True)
     )
@@ -261,9 +253,14 @@ def _pairs(rank: int, pads: list[Any], axes: list[Any] | None) -> list[tuple[Any
 
 
 def _host_padded(
-    x: np.ndarray, pads: Any, constant_value: Any = None, axes: Any = None, *,
-    mode: str = "constant", value: float = 0.0,
-) -> Any:  # fmt: skip
+    x: np.ndarray,
+    pads: Any,
+    constant_value: Any = None,
+    axes: Any = None,
+    *,
+    mode: str = "constant",
+    value: float = 0.0,
+) -> Any:
     if not known(pads, axes) or mode != "constant" or min(ints(pads), default=0) < 0:
         return NotImplemented
     pairs = _pairs(x.ndim, ints(pads), None if axes is None else ints(axes))
@@ -275,9 +272,14 @@ def _host_padded(
 
 @OPS("Pad", host=_host_padded)
 def pad(
-    x: Tensor, pads: Ints, constant_value: Float = None, axes: Ints | None = None, *,
-    mode: str = "constant", value: float = 0.0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    pads: Ints,
+    constant_value: Float = None,
+    axes: Ints | None = None,
+    *,
+    mode: str = "constant",
+    value: float = 0.0,
+) -> Tensor:
     """x padded, or cropped where a pad is negative."""
     pairs = _pairs(x.ndim, pads, axes)
     if mode == "constant":
@@ -292,9 +294,7 @@ def pad(
         return padded(x, pairs, mode=_MODES[mode])
     for axis, (before, after) in enumerate(pairs):
         if not _is_zero((before, after)):
-            x = x.index_select(
-                axis, _source_positions(x.shape[axis], before, after, mode, x.device)
-            )
+            x = x.index_select(axis, _source_positions(x.shape[axis], before, after, mode, x.device))
     return x
 
 
@@ -302,9 +302,7 @@ def _is_zero(pair: tuple[Any, Any]) -> bool:
     return all(isinstance(n, int) and n == 0 for n in pair)
 
 
-def padded(
-    x: Tensor, pairs: Sequence[tuple[Any, Any]], value: Any = None, mode: str = "constant"
-) -> Tensor:
+def padded(x: Tensor, pairs: Sequence[tuple[Any, Any]], value: Any = None, mode: str = "constant") -> Tensor:
     """x with padding before and after each axis."""
     lead = next((k for k, pair in enumerate(pairs) if not _is_zero(pair)), len(pairs))
     flat = [n for pair in reversed(pairs[lead:]) for n in pair]
@@ -325,9 +323,7 @@ def _torch_pads(x: Tensor, pairs: Sequence[tuple[Any, Any]], mode: str) -> bool:
     return mode == "edge" or not any(short)
 
 
-def _source_positions(
-    size: Any, before: Any, after: Any, mode: str, device: torch.device
-) -> Tensor:
+def _source_positions(size: Any, before: Any, after: Any, mode: str, device: torch.device) -> Tensor:
     """Source position on an axis of each position after padding."""
     positions = torch.arange(-before, size + after, device=device)
     if mode == "edge":
@@ -338,9 +334,7 @@ def _source_positions(
     return torch.minimum(positions, 2 * (size - 1) - positions).abs()
 
 
-def _host_range(
-    start: np.ndarray, limit: np.ndarray, delta: np.ndarray, *, stash_type: int = 1
-) -> Any:
+def _host_range(start: np.ndarray, limit: np.ndarray, delta: np.ndarray, *, stash_type: int = 1) -> Any:
     if not known(start, limit, delta) or start.dtype.kind not in "iuO":
         return NotImplemented
     numbers = range(*(ints(n)[0] for n in (start, limit, delta)))
@@ -348,9 +342,7 @@ def _host_range(
 
 
 @OPS("Range", host=_host_range)
-def ranged(
-    start: Value, limit: Value, delta: Value, *, stash_type: int = 1, device: torch.device
-) -> Tensor:
+def ranged(start: Value, limit: Value, delta: Value, *, stash_type: int = 1, device: torch.device) -> Tensor:
     """start, start + delta, ... below the limit."""
     dtype: torch.dtype = start.dtype  # type: ignore[union-attr]
     first, end, step = map(number_of, (start, limit, delta))

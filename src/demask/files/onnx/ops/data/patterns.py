@@ -63,8 +63,9 @@ class Pattern:
         """Whether each text matches as a whole. Raises BadInput where that would take minutes."""
         characters = sum(map(len, texts))
         if characters * len(self.states) > MAX_STEPS:
-            raise BadInput(f"{characters:,} characters in a pattern of {len(self.states):,} states "
-                           "take too long to match")  # fmt: skip
+            raise BadInput(
+                f"{characters:,} characters in a pattern of {len(self.states):,} states take too long to match"
+            )
         return [self._matches(text) for text in texts]
 
     def _matches(self, text: str) -> bool:
@@ -131,8 +132,9 @@ class _Parser:
 
     def refusal(self) -> BadInput:
         rest = self.text[self.at : self.at + 10]
-        return BadInput(f"expected a pattern with equal meanings in RE2 and Python, got "
-                        f"{self.pattern!r:.100} (at {rest!r})")  # fmt: skip
+        return BadInput(
+            f"expected a pattern with equal meanings in RE2 and Python, got {self.pattern!r:.100} (at {rest!r})"
+        )
 
     def either(self, depth: int) -> PatternNode:
         if depth > MAX_DEPTH:
@@ -194,8 +196,7 @@ class _States:
     def enter(self, node: PatternNode) -> None:
         self.count += 1
         if self.count > MAX_STATES:
-            raise BadInput(f"the pattern {self.pattern!r:.100} needs more than {MAX_STATES:,} "
-                           "states")  # fmt: skip
+            raise BadInput(f"the pattern {self.pattern!r:.100} needs more than {MAX_STATES:,} states")
         match node.kind:
             case "atom":
                 self.states.append(PatternState(self._atom(node.atom)))
@@ -211,11 +212,9 @@ class _States:
 
     def _atom(self, text: str) -> re.Pattern[str]:
         try:
-            return re.compile(re.escape(text) if len(text) == 1 and text != "." else text,
-                              self.flags)  # fmt: skip
+            return re.compile(re.escape(text) if len(text) == 1 and text != "." else text, self.flags)
         except re.error as error:
-            raise BadInput(f"expected a regular expression, got {self.pattern!r:.100}: {error}"
-                           ) from error  # fmt: skip
+            raise BadInput(f"expected a regular expression, got {self.pattern!r:.100}: {error}") from error
 
     def _either(self, parts: tuple[PatternNode, ...]) -> None:
         fork, ends, starts = self._reserve(), [], []

@@ -66,9 +66,7 @@ def length(sequence: Value) -> Host:
     return Host.of(np.array(len(_listed(sequence))))
 
 
-def _host_split(
-    x: np.ndarray, split: np.ndarray | None = None, *, axis: int = 0, keepdims: int = 1
-) -> Any:
+def _host_split(x: np.ndarray, split: np.ndarray | None = None, *, axis: int = 0, keepdims: int = 1) -> Any:
     length = x.shape[axis]
     if split is None:
         parts = [np.take(x, [k] if keepdims else k, axis) for k in range(length)]
@@ -80,14 +78,12 @@ def _host_split(
 
 @OPS("SplitToSequence")
 def split_to_sequence(
-    x: Value, split: Value = None, *, axis: int = 0, keepdims: int = 1,
-    as_tensor: Callable[[Value], Tensor],
-) -> list[Value]:  # fmt: skip
+    x: Value, split: Value = None, *, axis: int = 0, keepdims: int = 1, as_tensor: Callable[[Value], Tensor]
+) -> list[Value]:
     """Parts of x along an axis: of `split` sizes, or of one size, where the last may be smaller."""
     if isinstance(x, Host) and x.folds and not isinstance(split, Tensor):
         sizes = None if split is None else split.array  # type: ignore[union-attr]
-        return [Host.of(part, x.dtype) for part in _host_split(x.array, sizes, axis=axis,
-                keepdims=keepdims)]  # fmt: skip
+        return [Host.of(part, x.dtype) for part in _host_split(x.array, sizes, axis=axis, keepdims=keepdims)]
     tensor = as_tensor(x)
     if split is None:
         return list(tensor.split(1, axis) if keepdims else tensor.unbind(axis))
@@ -96,9 +92,7 @@ def split_to_sequence(
 
 
 @OPS("ConcatFromSequence")
-def concatenated(
-    sequence: Value, *, axis: int, new_axis: int = 0, as_tensor: Callable[[Value], Tensor]
-) -> Value:
+def concatenated(sequence: Value, *, axis: int, new_axis: int = 0, as_tensor: Callable[[Value], Tensor]) -> Value:
     """The elements concatenated along an axis, or stacked along a new one."""
     elements = _listed(sequence)
     known = [v for v in elements if isinstance(v, Host) and (v.folds or v.dtype is None)]

@@ -38,9 +38,7 @@ def string_concat(a: Value, b: Value) -> Host:
 
 
 @OPS("StringSplit")
-def string_split(
-    x: Value, *, delimiter: str | None = None, maxsplit: int = -1
-) -> tuple[Host, Host]:  # fmt: skip
+def string_split(x: Value, *, delimiter: str | None = None, maxsplit: int = -1) -> tuple[Host, Host]:
     """The parts of each text on a new last axis, padded with "", and their number."""
     array = texts(x)
     words = array.flat if delimiter else [text.strip() for text in array.flat]
@@ -54,9 +52,13 @@ def string_split(
 
 @OPS("StringNormalizer")
 def string_normalizer(
-    x: Value, *, case_change_action: str = "NONE", is_case_sensitive: int = 0, locale: str = "",
+    x: Value,
+    *,
+    case_change_action: str = "NONE",
+    is_case_sensitive: int = 0,
+    locale: str = "",
     stopwords: Sequence[str] = (),
-) -> Host:  # fmt: skip
+) -> Host:
     """The texts that are not stop words, with their case changed; [""] if none is left.
 
     Case changes follow Unicode where one letter becomes one; in locale "C" only ASCII letters do.
@@ -99,10 +101,19 @@ def regex_full_match(x: Value, *, pattern: str) -> Host:
 
 @OPS("TfIdfVectorizer")
 def tf_idf(
-    x: Value, *, max_gram_length: int, max_skip_count: int, min_gram_length: int, mode: str,
-    ngram_counts: Sequence[int], ngram_indexes: Sequence[int], pool_int64s: Sequence[int] = (),
-    pool_strings: Sequence[str] = (), weights: Sequence[float] = (), device: torch.device,
-) -> Tensor:  # fmt: skip
+    x: Value,
+    *,
+    max_gram_length: int,
+    max_skip_count: int,
+    min_gram_length: int,
+    mode: str,
+    ngram_counts: Sequence[int],
+    ngram_indexes: Sequence[int],
+    pool_int64s: Sequence[int] = (),
+    pool_strings: Sequence[str] = (),
+    weights: Sequence[float] = (),
+    device: torch.device,
+) -> Tensor:
     """Occurrences of n-grams of a pool in each row: counts (TF, TFIDF) or presence (IDF), times
     weights except for TF."""
     if mode not in ("TF", "IDF", "TFIDF"):

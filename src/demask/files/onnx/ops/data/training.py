@@ -26,9 +26,13 @@ def _flat(results: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 @OPS("Adagrad")
 def adagrad(
-    rate: Tensor, step: Tensor, *tensors: Tensor, decay_factor: float = 0.0, epsilon: float = 1e-6,
+    rate: Tensor,
+    step: Tensor,
+    *tensors: Tensor,
+    decay_factor: float = 0.0,
+    epsilon: float = 1e-6,
     norm_coefficient: float = 0.0,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """New values, and the new sums of squared gradients."""
     rate = rate / (1 + step * decay_factor)
     results = []
@@ -41,9 +45,15 @@ def adagrad(
 
 @OPS("Adam")
 def adam(
-    rate: Tensor, step: Tensor, *tensors: Tensor, alpha: float = 0.9, beta: float = 0.999,
-    epsilon: float = 1e-6, norm_coefficient: float = 0.0, norm_coefficient_post: float = 0.0,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    rate: Tensor,
+    step: Tensor,
+    *tensors: Tensor,
+    alpha: float = 0.9,
+    beta: float = 0.999,
+    epsilon: float = 1e-6,
+    norm_coefficient: float = 0.0,
+    norm_coefficient_post: float = 0.0,
+) -> tuple[Tensor, ...]:
     """New values, momenta, and averages of squared gradients."""
     safe = step.clamp(min=1)
     adjusted = rate * (1 - beta**safe).sqrt() / (1 - alpha**safe)
@@ -60,9 +70,8 @@ def adam(
 
 @OPS("Momentum")
 def momentum(
-    rate: Tensor, step: Tensor, *tensors: Tensor, alpha: float, beta: float, mode: str,
-    norm_coefficient: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    rate: Tensor, step: Tensor, *tensors: Tensor, alpha: float, beta: float, mode: str, norm_coefficient: float
+) -> tuple[Tensor, ...]:
     """New values and momenta."""
     if mode not in ("standard", "nesterov"):
         raise BadInput(f"expected mode standard or nesterov, got {mode!r}")

@@ -16,8 +16,13 @@ OPS = Ops("ai.onnx.ml")
 MEMBER = 6
 #: comparisons by nodes_modes
 MODES: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
-    0: torch.le, 1: torch.lt, 2: torch.ge, 3: torch.gt, 4: torch.eq, 5: torch.ne,
-}  # fmt: skip
+    0: torch.le,
+    1: torch.lt,
+    2: torch.ge,
+    3: torch.gt,
+    4: torch.eq,
+    5: torch.ne,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +60,7 @@ class Forest:
         for number, compare in MODES.items():
             is_yes = is_yes | ((mode == number) & compare(value, split))
         if self.members is not None:
-            is_yes = is_yes | (
-                (mode == MEMBER) & (value.unsqueeze(-1) == self.members[current]).any(-1)
-            )
+            is_yes = is_yes | ((mode == MEMBER) & (value.unsqueeze(-1) == self.members[current]).any(-1))
         return is_yes
 
 
@@ -94,9 +97,7 @@ def _members(values: Value, modes: list[int], x: Tensor) -> Tensor | None:
     return x.new_tensor([[*row, *[torch.nan] * (width - len(row))] for row in rows])
 
 
-def _aggregated(
-    weights: Tensor, targets: Tensor, count: int, aggregate: int
-) -> Tensor:  # fmt: skip
+def _aggregated(weights: Tensor, targets: Tensor, count: int, aggregate: int) -> Tensor:
     """Scores per target from the weights of all trees: mean, sum, minimum or maximum."""
     zeros = weights.new_zeros((weights.shape[0], count))
     if aggregate in (0, 1):
@@ -108,14 +109,25 @@ def _aggregated(
 
 @OPS("TreeEnsemble")
 def tree_ensemble(
-    x: Tensor, *, nodes_splits: Tensor, nodes_modes: Value, nodes_featureids: Sequence[int],
-    nodes_truenodeids: Sequence[int], nodes_falsenodeids: Sequence[int],
-    nodes_trueleafs: Sequence[int], nodes_falseleafs: Sequence[int],
-    leaf_targetids: Sequence[int], leaf_weights: Tensor, tree_roots: Sequence[int],
-    post_transform: int = 0, aggregate_function: int = 1, nodes_hitrates: Value = None,
-    nodes_missing_value_tracks_true: Sequence[int] = (), membership_values: Value = None,
+    x: Tensor,
+    *,
+    nodes_splits: Tensor,
+    nodes_modes: Value,
+    nodes_featureids: Sequence[int],
+    nodes_truenodeids: Sequence[int],
+    nodes_falsenodeids: Sequence[int],
+    nodes_trueleafs: Sequence[int],
+    nodes_falseleafs: Sequence[int],
+    leaf_targetids: Sequence[int],
+    leaf_weights: Tensor,
+    tree_roots: Sequence[int],
+    post_transform: int = 0,
+    aggregate_function: int = 1,
+    nodes_hitrates: Value = None,
+    nodes_missing_value_tracks_true: Sequence[int] = (),
+    membership_values: Value = None,
     n_targets: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Score of each row and target, from the leaves that the row reaches."""
     if post_transform not in (0, 1, 2):
         raise BadInput(f"expected post_transform 0, 1 or 2, got {post_transform}")
@@ -131,12 +143,17 @@ def tree_ensemble(
     rest = [0] * len(leaves)
     modes = [*modes, *([-1] * len(leaves))]
     forest = Forest(
-        table(tree_roots, []), table(nodes_featureids, rest), table(modes, []),
+        table(tree_roots, []),
+        table(nodes_featureids, rest),
+        table(modes, []),
         torch.cat([nodes_splits, nodes_splits.new_zeros(len(leaves))]).to(x.device),
-        table(missing, rest).bool(), table(yes, leaves), table(no, leaves),
+        table(missing, rest).bool(),
+        table(yes, leaves),
+        table(no, leaves),
         _members(membership_values, modes, x),
-        nodes, _depth(tree_roots, yes, no, nodes),
-    )  # fmt: skip
+        nodes,
+        _depth(tree_roots, yes, no, nodes),
+    )
     reached = forest.leaves(x)
     weights = leaf_weights.to(x.device)[reached]
     targets = table(leaf_targetids, [])[reached]

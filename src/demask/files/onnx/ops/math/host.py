@@ -14,9 +14,8 @@ from demask.files.onnx.values import Host
 
 
 def on_host(
-    real: Callable[..., Any], symbolic: Callable[..., Any] | None = None,
-    dtype: torch.dtype | None = None,
-) -> Callable[..., Any]:  # fmt: skip
+    real: Callable[..., Any], symbolic: Callable[..., Any] | None = None, dtype: torch.dtype | None = None
+) -> Callable[..., Any]:
     """A host function: `real` on arrays of numpy's dtypes, `symbolic` on each element if some are
     symbolic (None: compute on tensors). dtype: of the result, by default the first input's."""
 

@@ -15,14 +15,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.files.onnx.op_functions import Number, Ops
 from demask.files.onnx.ops.math.host import either, elements, on_host, settled
-from demask.files.onnx.ops.math.wide_unsigned import (
-    TOP,
-    UNSIGNED,
-    narrowed,
-    quotient,
-    widen,
-    widened,
-)
+from demask.files.onnx.ops.math.wide_unsigned import TOP, UNSIGNED, narrowed, quotient, widen, widened
 from demask.files.onnx.size_fractions import Ratio, extend_choice, plain
 from demask.files.onnx.values import TORCH, Host
 
@@ -51,10 +44,9 @@ for _name, _function, _host in (
     ("Not", torch.logical_not, on_host(np.logical_not, torch.sym_not)),
     ("Reciprocal", torch.reciprocal, on_host(np.reciprocal, lambda x: 1 / x)),
     ("Round", torch.round, on_host(np.rint, _rounded(round))),
-    ("Sign", lambda x: (x != 0).to(x.dtype) if x.dtype in UNSIGNED else torch.sign(x),
-     on_host(np.sign)),
+    ("Sign", lambda x: (x != 0).to(x.dtype) if x.dtype in UNSIGNED else torch.sign(x), on_host(np.sign)),
     ("Sqrt", torch.sqrt, on_host(np.sqrt, lambda x: torch.sym_sqrt(plain(x)))),
-):  # fmt: skip
+):
     OPS(_name, host=_host)(_one(_function))
 
 for _name in "Acos Acosh Asin Asinh Atan Atanh Cos Cosh Erf Sin Sinh Tan Tanh".split():

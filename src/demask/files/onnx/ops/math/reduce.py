@@ -106,9 +106,7 @@ def _log_sum_exp(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 
 def _reduction(function: Reduction, ordered: bool = False) -> Callable[..., Tensor]:
-    def call(
-        x: Tensor, axes: Ints | None = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0
-    ) -> Tensor:
+    def call(x: Tensor, axes: Ints | None = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Tensor:
         every = [] if noop_with_empty_axes else list(range(x.ndim))
         selected = [axis % x.ndim for axis in axes] if axes else every
         return function(x, selected, bool(keepdims))
@@ -117,9 +115,7 @@ def _reduction(function: Reduction, ordered: bool = False) -> Callable[..., Tens
 
 
 def _host_reduction(real: Any, each: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def call(
-        x: np.ndarray, axes: Any = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0
-    ) -> Any:
+    def call(x: np.ndarray, axes: Any = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Any:
         selected = None if axes is None else tuple(np.reshape(axes, -1).tolist())
         if not selected and noop_with_empty_axes:
             return x
@@ -243,9 +239,8 @@ def determinant(x: Tensor) -> Tensor:
 
 @OPS("NegativeLogLikelihoodLoss")
 def negative_log_likelihood(
-    x: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int | None = None,
-    reduction: str = "mean",
-) -> Tensor:  # fmt: skip
+    x: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int | None = None, reduction: str = "mean"
+) -> Tensor:
     """The loss of log probabilities [batch, classes, …] at the true classes."""
     ignored = -100 if ignore_index is None else ignore_index
     target = target if target.dtype == torch.int64 else target.to(torch.int64)
@@ -254,12 +249,15 @@ def negative_log_likelihood(
 
 @OPS("SoftmaxCrossEntropyLoss")
 def cross_entropy(
-    scores: Tensor, labels: Tensor, weights: Tensor | None = None, *,
-    ignore_index: int | None = None, reduction: str = "mean", outputs: int,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    scores: Tensor,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    *,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
+    outputs: int,
+) -> Tensor | tuple[Tensor, Tensor]:
     """The loss of scores [batch, classes, …] at the true classes; the log probabilities."""
     log_probabilities = torch.log_softmax(scores, 1)
-    loss = negative_log_likelihood(
-        log_probabilities, labels, weights, ignore_index=ignore_index, reduction=reduction
-    )
+    loss = negative_log_likelihood(log_probabilities, labels, weights, ignore_index=ignore_index, reduction=reduction)
     return loss if outputs < 2 else (loss, log_probabilities)

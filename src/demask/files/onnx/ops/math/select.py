@@ -15,9 +15,7 @@ OPS = Ops()
 
 
 @OPS("TopK")
-def top(
-    x: Tensor, k: Int, *, axis: int = -1, largest: int = 1, sorted: int = 1
-) -> tuple[Tensor, Tensor]:
+def top(x: Tensor, k: Int, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> tuple[Tensor, Tensor]:
     """The k largest values along an axis and their indices, the first of equal ones."""
     # not torch.topk, which returns any of equal values
     values, indices = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
@@ -36,12 +34,7 @@ def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> tuple[Tens
     if sorted:
         return distinct, first, inverse, counts
     order = torch.argsort(first)
-    return (
-        distinct.index_select(axis, order),
-        first[order],
-        torch.argsort(order)[inverse],
-        counts[order],
-    )
+    return (distinct.index_select(axis, order), first[order], torch.argsort(order)[inverse], counts[order])
 
 
 def _host_nonzero(x: np.ndarray) -> Any:

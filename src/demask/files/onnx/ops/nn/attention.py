@@ -30,13 +30,25 @@ def _merged(x: Tensor) -> Tensor:
 
 @OPS("Attention")
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, past_key: Tensor | None = None,
-    past_value: Tensor | None = None, nonpad_kv_seqlen: Tensor | None = None, *,
-    is_causal: int = 0, kv_num_heads: int | None = None, q_num_heads: int | None = None,
-    left_window_size: int = -1, right_window_size: int = -1, qk_matmul_output_mode: int = 0,
-    scale: float | None = None, softcap: float = 0.0, softmax_precision: int | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    nonpad_kv_seqlen: Tensor | None = None,
+    *,
+    is_causal: int = 0,
+    kv_num_heads: int | None = None,
+    q_num_heads: int | None = None,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+    qk_matmul_output_mode: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
     outputs: int,
-) -> Any:  # fmt: skip
+) -> Any:
     """softmax(q k + mask) v, all keys and values, and the scores."""
     flat = q.ndim == 3
     if flat:
@@ -52,25 +64,28 @@ def attention(
         raise BadInput(f"expected window sizes of -1 or more, got {bounds}")
     fused = not softcap and outputs < 4 and softmax_precision in (None, 1, 10, 16)
     # Causal from the first key on: torch has an option for it.
-    causal = bool(fused and bounds == (-1, 0) and mask is None and isinstance(offset, int)
-                  and offset == 0 and nonpad_kv_seqlen is None)  # fmt: skip
+    causal = bool(
+        fused
+        and bounds == (-1, 0)
+        and mask is None
+        and isinstance(offset, int)
+        and offset == 0
+        and nonpad_kv_seqlen is None
+    )
     mask = _mask(q, k, mask, (-1, -1) if causal else bounds, offset, nonpad_kv_seqlen)
     if fused:
         result = functional.scaled_dot_product_attention(
-            q, k, v.to(q.dtype), mask, 0.0, causal, scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+            q, k, v.to(q.dtype), mask, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
         scores = None
     else:
-        result, scores = _attention_steps(q, k, v, mask, scale, softcap, softmax_precision,
-                                qk_matmul_output_mode)  # fmt: skip
+        result, scores = _attention_steps(q, k, v, mask, scale, softcap, softmax_precision, qk_matmul_output_mode)
     return (_merged(result) if flat else result, k, v, scores)[:outputs]
 
 
 def _mask(
-    q: Tensor, k: Tensor, mask: Tensor | None, bounds: tuple[int, int], offset: Any,
-    lengths: Tensor | None,
-) -> Tensor | None:  # fmt: skip
+    q: Tensor, k: Tensor, mask: Tensor | None, bounds: tuple[int, int], offset: Any, lengths: Tensor | None
+) -> Tensor | None:
     """The mask that combines all restrictions: boolean, except where `mask` is a float tensor."""
     allowed = []
     if bounds != (-1, -1):
@@ -101,9 +116,15 @@ def _mask(
 
 
 def _attention_steps(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float,
-    softmax_precision: int | None, mode: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    softmax_precision: int | None,
+    mode: int,
+) -> tuple[Tensor, Tensor]:
     """The output and scores of attention. mode: 0 raw scores, 1 capped, 2 masked, 3 softmax."""
     k, v = _repeated(k, q), _repeated(v, q)
     root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
@@ -131,9 +152,15 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 
 @OPS("RotaryEmbedding")
 def rotary_embedding(
-    x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
-    interleaved: int = 0, num_heads: int | None = None, rotary_embedding_dim: int = 0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    interleaved: int = 0,
+    num_heads: int | None = None,
+    rotary_embedding_dim: int = 0,
+) -> Tensor:
     """x with pairs of features rotated by angles of their positions."""
     flat = x.ndim == 3
     heads = _heads(x, num_heads) if flat else x
@@ -150,23 +177,29 @@ def rotary_embedding(
     return _merged(result) if flat else result
 
 
-_RULES = {"linear": (False, False), "gated": (True, False), "delta": (False, True),
-          "gated_delta": (True, True)}  # fmt: skip
+_RULES = {"linear": (False, False), "gated": (True, False), "delta": (False, True), "gated_delta": (True, True)}
 
 
 @OPS("LinearAttention")
 def linear_attention(
-    query: Tensor, key: Tensor, value: Tensor, past_state: Tensor | None = None,
-    decay: Tensor | None = None, beta: Tensor | None = None, *, kv_num_heads: int,
-    q_num_heads: int, chunk_size: int = 64, scale: float = 0.0,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_state: Tensor | None = None,
+    decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    kv_num_heads: int,
+    q_num_heads: int,
+    chunk_size: int = 64,
+    scale: float = 0.0,
     update_rule: str = "gated_delta",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Outputs of all steps, read by queries from a state of keys and values, and the last state."""
     if _RULES.get(update_rule) != (decay is not None, beta is not None):
         raise BadInput(f"expected decay and beta as {update_rule!r} (of {sorted(_RULES)}) asks")
     exact = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (_heads(t.to(exact), n) for t, n in ((query, q_num_heads), (key, kv_num_heads),
-                                                   (value, kv_num_heads)))  # fmt: skip
+    q, k, v = (_heads(t.to(exact), n) for t, n in ((query, q_num_heads), (key, kv_num_heads), (value, kv_num_heads)))
     gates = None if decay is None else _heads(decay.to(exact), kv_num_heads).exp()
     rates = None if beta is None else beta.to(exact).transpose(1, 2)  # batch, heads or 1, time
     shape = (k.shape[0], kv_num_heads, k.shape[-1], v.shape[-1])
@@ -185,16 +218,13 @@ def linear_attention(
     return _merged(result).to(query.dtype), state.to(state_dtype)
 
 
-_AFTER: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x, "silu": functional.silu, "swish": functional.silu,
-}  # fmt: skip
+_AFTER: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": functional.silu, "swish": functional.silu}
 
 
 @OPS("CausalConvWithState")
 def causal_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, past_state: Tensor | None = None, *,
-    activation: str = "none",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, past_state: Tensor | None = None, *, activation: str = "none"
+) -> tuple[Tensor, Tensor]:
     """The causal depthwise convolution, and the last inputs, which are the next call's state."""
     if activation not in _AFTER:
         raise BadInput(f"expected an activation of {sorted(_AFTER)}, got {activation!r}")
@@ -206,10 +236,16 @@ def causal_convolution(
 
 @OPS("FlexAttention", domain="ai.onnx.preview")
 def flex_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any = None, prob_mod: Any = None,
-    scale: float | None = None, softmax_precision: int | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score_mod: Any = None,
+    prob_mod: Any = None,
+    scale: float | None = None,
+    softmax_precision: int | None = None,
     run: Callable[[Any, Sequence[Tensor]], Sequence[Any]],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """softmax(q k) v, with graphs of the file applied to the scores and to their softmax."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     dtype = dtype if softmax_precision is None else DTYPES[softmax_precision]

@@ -19,15 +19,19 @@ from demask.files.onnx.values import product
 
 OPS = Ops()
 
-_SAMPLED = {"linear": "bilinear", "bilinear": "bilinear", "nearest": "nearest",
-            "cubic": "bicubic", "bicubic": "bicubic"}  # fmt: skip
+_SAMPLED = {
+    "linear": "bilinear",
+    "bilinear": "bilinear",
+    "nearest": "nearest",
+    "cubic": "bicubic",
+    "bicubic": "bicubic",
+}
 
 
 @OPS("GridSample")
 def grid_sample(
-    x: Tensor, grid: Tensor, *, mode: str = "linear", padding_mode: str = "zeros",
-    align_corners: int = 0,
-) -> Tensor:  # fmt: skip
+    x: Tensor, grid: Tensor, *, mode: str = "linear", padding_mode: str = "zeros", align_corners: int = 0
+) -> Tensor:
     """x sampled at the points of a grid, with coordinates from -1 to 1 along each axis."""
     if mode not in _SAMPLED:
         raise BadInput(f"expected mode linear, nearest or cubic, got {mode!r}")
@@ -52,9 +56,14 @@ def affine_grid(theta: Tensor, size: Ints, *, align_corners: int = 0) -> Tensor:
 
 @OPS("Col2Im")
 def col2im(
-    x: Tensor, image_shape: Ints, block_shape: Ints, *, dilations: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    image_shape: Ints,
+    block_shape: Ints,
+    *,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Tensor:
     """The image of the blocks in x, summed where blocks overlap."""
     rank = len(image_shape)
     dilations, strides = dilations or [1] * rank, strides or [1] * rank
@@ -73,19 +82,25 @@ def col2im(
         positions = positions * size + (inner.unsqueeze(1) + outer).reshape(shape)
     blocks = x.reshape(x.shape[0], -1, x.shape[2] * product(block_shape))
     image = x.new_zeros(*blocks.shape[:2], product(padded_sizes))
-    image = image.index_add(2, positions.reshape(-1), blocks).reshape(
-        *blocks.shape[:2], *padded_sizes
-    )
+    image = image.index_add(2, positions.reshape(-1), blocks).reshape(*blocks.shape[:2], *padded_sizes)
     cut = [(-a, -b) for a, b in zip(before, after, strict=True)]
     return padded(image, [(0, 0), (0, 0), *cut])
 
 
 @OPS("RoiAlign")
 def roi_align(
-    x: Tensor, rois: Tensor, batch: Tensor, *, mode: str = "avg", output_height: int = 1,
-    output_width: int = 1, sampling_ratio: int = 0, spatial_scale: float = 1.0,
-    coordinate_transformation_mode: str | None = None, version: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    rois: Tensor,
+    batch: Tensor,
+    *,
+    mode: str = "avg",
+    output_height: int = 1,
+    output_width: int = 1,
+    sampling_ratio: int = 0,
+    spatial_scale: float = 1.0,
+    coordinate_transformation_mode: str | None = None,
+    version: int,
+) -> Tensor:
     """Each region of x, resampled to one size: the mean or maximum of points in each bin."""
     default_mode = "output_half_pixel" if version < 16 else "half_pixel"
     half = (coordinate_transformation_mode or default_mode) == "half_pixel"
@@ -102,22 +117,17 @@ def roi_align(
     if average:
         weights = weights / (rows * columns).clamp(min=1).reshape(-1, 1, 1, 1, 1).to(x.dtype)
         result = F.embedding_bag(
-            positions.flatten(3).flatten(0, 2), pixels, mode="sum",
-            per_sample_weights=weights.flatten(3).flatten(0, 2),
-        )  # fmt: skip
+            positions.flatten(3).flatten(0, 2), pixels, mode="sum", per_sample_weights=weights.flatten(3).flatten(0, 2)
+        )
     else:
         result = (F.embedding(positions, pixels) * weights.unsqueeze(-1)).flatten(3, 4)
-        exists = (
-            _is_sampled(rows, row)[:, :, None] & _is_sampled(columns, column)[:, None]
-        ).flatten(1)
+        exists = (_is_sampled(rows, row)[:, :, None] & _is_sampled(columns, column)[:, None]).flatten(1)
         result = result.masked_fill(~exists[:, None, None, :, None], -math.inf).amax(3)
         result = torch.where(exists.any(1)[:, None, None, None], result, 0)
     return result.reshape(-1, output_height, output_width, c).permute(0, 3, 1, 2)
 
 
-def _samples(
-    start: Tensor, end: Tensor, size: Any, bins: int, ratio: int, half: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _samples(start: Tensor, end: Tensor, size: Any, bins: int, ratio: int, half: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Along one axis, per region, bin and sampling point: the two nearest positions and their
     weights, [regions, bins, 2 * points]; and the number of points of each region."""
     length = end - start if half else (end - start).clamp(min=1)
@@ -143,9 +153,7 @@ def _is_sampled(counts: Tensor, positions: Tensor) -> Tensor:
 
 
 @OPS("MaxRoiPool")
-def max_roi_pool(
-    x: Tensor, rois: Tensor, *, pooled_shape: Sequence[int], spatial_scale: float = 1.0
-) -> Tensor:
+def max_roi_pool(x: Tensor, rois: Tensor, *, pooled_shape: Sequence[int], spatial_scale: float = 1.0) -> Tensor:
     """The largest value in each bin of each region of x, 0 in empty bins."""
     result = x.new_zeros(rois.shape[0], x.shape[1], *pooled_shape)
     for k, (image, *corners) in enumerate(rois.tolist()):
@@ -162,17 +170,21 @@ def max_roi_pool(
 def _bins(first: int, last: int, size: int, bins: int) -> list[tuple[int, int]]:
     length = max(last - first + 1, 1)
     return [
-        (min(max(first + k * length // bins, 0), size),
-         min(max(first - (-(k + 1) * length // bins), 0), size))
+        (min(max(first + k * length // bins, 0), size), min(max(first - (-(k + 1) * length // bins), 0), size))
         for k in range(bins)
-    ]  # fmt: skip
+    ]
 
 
 @OPS("NonMaxSuppression")
 def non_max_suppression(
-    boxes: Tensor, scores: Tensor, limit: Int = 0, iou: Float = 0.0,
-    threshold: Float = None, *, center_point_box: int = 0,
-) -> Tensor:  # fmt: skip
+    boxes: Tensor,
+    scores: Tensor,
+    limit: Int = 0,
+    iou: Float = 0.0,
+    threshold: Float = None,
+    *,
+    center_point_box: int = 0,
+) -> Tensor:
     """Indices [image, class, box] of boxes that no better box of their class overlaps."""
     if torch.compiler.is_exporting():
         raise BadInput(
@@ -196,9 +208,8 @@ def non_max_suppression(
 
 
 def _best(
-    low: np.ndarray, high: np.ndarray, scores: np.ndarray, limit: int, iou: float,
-    threshold: float | None,
-) -> list[int]:  # fmt: skip
+    low: np.ndarray, high: np.ndarray, scores: np.ndarray, limit: int, iou: float, threshold: float | None
+) -> list[int]:
     """Indices of boxes by descending score, without those that a better one overlaps."""
     order = np.argsort(-scores, kind="stable")
     order = order if threshold is None else order[scores[order] > threshold]
@@ -219,11 +230,19 @@ def _best(
 
 @OPS("DeformConv")
 def deform_conv(
-    x: Tensor, weight: Tensor, offset: Tensor, bias: Tensor | None = None,
-    mask: Tensor | None = None, *, dilations: Sequence[int] | None = None, group: int = 1,
-    kernel_shape: Sequence[int] | None = None, offset_group: int = 1,
-    pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    offset: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    offset_group: int = 1,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Tensor:
     """A convolution whose kernel points are shifted and weighted separately at each position."""
     if x.ndim != 4:
         raise BadInput(f"expected images of 2 axes, got {x.ndim - 2}")

@@ -15,19 +15,19 @@ from demask.files.onnx.ops.math.activation import RUNTIME
 
 OPS = Ops()
 _CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
-_TRANSPOSED = {
-    1: functional.conv_transpose1d,
-    2: functional.conv_transpose2d,
-    3: functional.conv_transpose3d,
-}
+_TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3: functional.conv_transpose3d}
 _larger: Callable[[int, int], int] = torch.sym_max  # type: ignore[assignment]
 AUTO = ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER")
 
 
 def padding_of(
-    sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
-    pads: Sequence[int] | None, auto_pad: str,
-) -> tuple[list[int], list[int]]:  # fmt: skip
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    pads: Sequence[int] | None,
+    auto_pad: str,
+) -> tuple[list[int], list[int]]:
     """Padding before and after each axis of a window op."""
     axes = len(kernel)
     if auto_pad in ("NOTSET", "", "VALID"):
@@ -64,22 +64,27 @@ def padded(x: Tensor, before: Sequence[int], after: Sequence[int], fill: float =
 def windows(rank: int, kernel: Sequence[int], kernel_shape: Sequence[int] | None) -> int:
     """The number of axes that a window slides over; BadInput if it is not 1, 2 or 3."""
     if rank - 2 not in _CONVOLUTIONS or len(kernel) != rank - 2:
-        raise BadInput(f"expected 3 to 5 axes, and a kernel of two axes less, got {rank} axes "
-                       f"and a kernel of {len(kernel)}")  # fmt: skip
-    if kernel_shape and list(kernel_shape) != list(kernel):
         raise BadInput(
-            f"expected kernel_shape {list(kernel)} as in the weight, got {list(kernel_shape)}"
+            f"expected 3 to 5 axes, and a kernel of two axes less, got {rank} axes and a kernel of {len(kernel)}"
         )
+    if kernel_shape and list(kernel_shape) != list(kernel):
+        raise BadInput(f"expected kernel_shape {list(kernel)} as in the weight, got {list(kernel_shape)}")
     return rank - 2
 
 
 @OPS("Conv")
 def convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, auto_pad: str = "NOTSET",
-    dilations: Sequence[int] | None = None, group: int = 1,
-    kernel_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A convolution over 1, 2 or 3 axes."""
     axes = windows(x.ndim, weight.shape[2:], kernel_shape)
     stride, dilation = strides or (1,) * axes, dilations or (1,) * axes
@@ -91,20 +96,25 @@ def convolution(
 
 @OPS("ConvTranspose")
 def transposed_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, auto_pad: str = "NOTSET",
-    dilations: Sequence[int] | None = None, group: int = 1,
-    kernel_shape: Sequence[int] | None = None, output_padding: Sequence[int] | None = None,
-    output_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    output_padding: Sequence[int] | None = None,
+    output_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The transpose of a convolution over 1, 2 or 3 axes."""
     axes = windows(x.ndim, weight.shape[2:], kernel_shape)
     stride, dilation = strides or (1,) * axes, dilations or (1,) * axes
     extra = list(output_padding or (0,) * axes)
     # Kernel extent minus stride: the padding with which output sizes are input sizes times stride.
-    reach = [
-        (k - 1) * d + 1 - s for k, d, s in zip(weight.shape[2:], dilation, stride, strict=True)
-    ]
+    reach = [(k - 1) * d + 1 - s for k, d, s in zip(weight.shape[2:], dilation, stride, strict=True)]
     before, after = list((pads or (0,) * 2 * axes)[:axes]), list((pads or (0,) * 2 * axes)[axes:])
     if output_shape:
         sizes = list(output_shape)[-axes:]
@@ -121,9 +131,15 @@ def transposed_convolution(
 
 
 def _transposed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], dilation: Sequence[int],
-    group: int, before: list[int], after: list[int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    group: int,
+    before: list[int],
+    after: list[int],
+) -> Tensor:
     """The transposed convolution, cropped by `before` and `after` per axis, or padded if negative.
     torch itself crops both ends equally, and pads the end by less than a stride or dilation."""
     call = _TRANSPOSED[len(before)]
@@ -141,9 +157,15 @@ def _transposed(
 
 @OPS("Gemm")
 def gemm(
-    a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0,
-    transA: int = 0, transB: int = 0,  # noqa: N803
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+) -> Tensor:
     """alpha a b + beta c."""
     if not a.is_floating_point():
         integers = [None if t is None else t.to(torch.int64) for t in (a, b, c)]
@@ -152,13 +174,7 @@ def gemm(
 
 
 def _gemm(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None,
-    alpha: float,
-    beta: float,
-    transpose_a: int,
-    transpose_b: int,
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, transpose_a: int, transpose_b: int
 ) -> Tensor:
     a, weight = a.t() if transpose_a else a, b if transpose_b else b.t()
     if alpha == 1 and (c is None or (beta == 1 and c.ndim == 1 and c.shape == weight.shape[:1])):
@@ -193,25 +209,50 @@ def _activated(x: Tensor, name: str, params: Sequence[float]) -> Tensor:
 
 @OPS("FusedConv", domain=RUNTIME)
 def fused_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None, *,
-    activation: str = "", activation_params: Sequence[float] = (), auto_pad: str = "NOTSET",
-    dilations: Sequence[int] | None = None, group: int = 1,
-    kernel_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    added: Tensor | None = None,
+    *,
+    activation: str = "",
+    activation_params: Sequence[float] = (),
+    auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """activation(conv(x, weight, bias) + added)."""
-    y = convolution(x, weight, bias, auto_pad=auto_pad, dilations=dilations, group=group,
-                    kernel_shape=kernel_shape, pads=pads, strides=strides)  # fmt: skip
+    y = convolution(
+        x,
+        weight,
+        bias,
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+    )
     return _activated(y if added is None else y + added, activation, activation_params)
 
 
 @OPS("FusedGemm", domain=RUNTIME)
 def fused_gemm(
-    a: Tensor, b: Tensor, c: Tensor | None = None, *, activation: str = "",
-    activation_alpha: float | None = None, activation_beta: float | None = None,
-    activation_gamma: float | None = None, alpha: float = 1.0, beta: float = 1.0,
-    transA: int = 0, transB: int = 0,  # noqa: N803
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    activation: str = "",
+    activation_alpha: float | None = None,
+    activation_beta: float | None = None,
+    activation_gamma: float | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+) -> Tensor:
     """activation(alpha a b + beta c)."""
     params = [p for p in (activation_alpha, activation_beta, activation_gamma) if p is not None]
     y = gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
@@ -220,9 +261,15 @@ def fused_gemm(
 
 @OPS("FusedMatMul", domain=RUNTIME)
 def fused_matmul(
-    a: Tensor, b: Tensor, *, alpha: float = 1.0, transA: int = 0, transB: int = 0,  # noqa: N803
-    transBatchA: int = 0, transBatchB: int = 0,  # noqa: N803
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    *,
+    alpha: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+    transBatchA: int = 0,
+    transBatchB: int = 0,
+) -> Tensor:
     """alpha a b, each with its last two axes exchanged, or its first axis moved before these."""
     a, b = (x.movedim(0, -2) if moves else x for x, moves in ((a, transBatchA), (b, transBatchB)))
     a, b = (x.mT if swaps and x.ndim > 1 else x for x, swaps in ((a, transA), (b, transB)))

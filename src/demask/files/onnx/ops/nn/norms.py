@@ -19,9 +19,19 @@ OPS = Ops()
 
 @OPS("BatchNormalization", stored=(3, 4))
 def batch_norm(
-    x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor, *, epsilon: float = 1e-5,
-    momentum: float = 0.9, spatial: int = 1, training_mode: int = 0, outputs: int, version: int,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    *,
+    epsilon: float = 1e-5,
+    momentum: float = 0.9,
+    spatial: int = 1,
+    training_mode: int = 0,
+    outputs: int,
+    version: int,
+) -> Any:
     """x normalized by running statistics; in training mode (before opset 14: with several outputs)
     by those of x, with updated running statistics as further outputs."""
     shape = x.shape
@@ -40,17 +50,20 @@ def batch_norm(
 
 
 def _trained(
-    x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor, epsilon: float,
-    momentum: float, shape: Sequence[int],
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    epsilon: float,
+    momentum: float,
+    shape: Sequence[int],
+) -> tuple[Tensor, ...]:
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     axes = [0, *range(2, x.ndim)]
     v, m = torch.var_mean(wide, axes, correction=0)
-    result = functional.batch_norm(
-        wide, m, v, scale.to(wide.dtype), bias.to(wide.dtype), False, 0.0, epsilon
-    )
-    running = [(old * momentum + new * (1 - momentum)).to(old.dtype)
-             for old, new in ((mean, m), (var, v))]  # fmt: skip
+    result = functional.batch_norm(wide, m, v, scale.to(wide.dtype), bias.to(wide.dtype), False, 0.0, epsilon)
+    running = [(old * momentum + new * (1 - momentum)).to(old.dtype) for old, new in ((mean, m), (var, v))]
     return (result.to(x.dtype).reshape(shape), *running, m.to(mean.dtype), v.to(var.dtype))
 
 
@@ -75,9 +88,15 @@ def _is_unbroadcast(scale: Tensor | None, sizes: Sequence[int]) -> bool:
 
 @OPS("LayerNormalization")
 def layer_norm(
-    x: Tensor, scale: Tensor, bias: Tensor | None = None, *, axis: int = -1, epsilon: float = 1e-5,
-    stash_type: int = 1, outputs: int,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    stash_type: int = 1,
+    outputs: int,
+) -> Any:
     """x normalized over the axes from `axis` on; the mean; 1 / the standard deviation."""
     first = axis % x.ndim
     sizes, wide = x.shape[first:], stashed(x, stash_type)
@@ -96,9 +115,7 @@ def layer_norm(
 
 
 @OPS("RMSNormalization", "SimplifiedLayerNormalization")  # the latter by ONNX Runtime
-def rms_norm(
-    x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
-) -> Tensor:
+def rms_norm(x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> Tensor:
     """x divided by its root mean square over the axes from `axis` on."""
     sizes, wide = x.shape[axis % x.ndim :], stashed(x, stash_type)
     if scale.dtype == x.dtype == wide.dtype and _is_unbroadcast(scale, sizes):
@@ -109,9 +126,8 @@ def rms_norm(
 
 @OPS("GroupNormalization")
 def group_norm(
-    x: Tensor, scale: Tensor, bias: Tensor, *, num_groups: int, epsilon: float = 1e-5,
-    stash_type: int = 1, version: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor, scale: Tensor, bias: Tensor, *, num_groups: int, epsilon: float = 1e-5, stash_type: int = 1, version: int
+) -> Tensor:
     """Each group of channels of each sample normalized; before opset 21 one scale per group."""
     if version < 21:
         group_size = x.shape[1] // num_groups
@@ -126,9 +142,14 @@ def group_norm(
 
 @OPS("SkipLayerNormalization", domain=RUNTIME)
 def skip_layer_norm(
-    x: Tensor, skip: Tensor, scale: Tensor, shift: Tensor | None = None,
-    bias: Tensor | None = None, *, epsilon: float = 1e-12,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    x: Tensor,
+    skip: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    epsilon: float = 1e-12,
+) -> tuple[Tensor | None, ...]:
     """x + skip + bias, normalized over the last axis, and as the fourth output not normalized."""
     total = x + skip if bias is None else x + skip + bias
     normalized = layer_norm(total, scale, shift, epsilon=epsilon, outputs=1)

@@ -18,11 +18,7 @@ from demask.files.onnx.values import product
 OPS = Ops()
 _MAX = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
 _MEAN = {1: functional.avg_pool1d, 2: functional.avg_pool2d, 3: functional.avg_pool3d}
-_WHOLE_MEAN = {
-    1: functional.adaptive_avg_pool1d,
-    2: functional.adaptive_avg_pool2d,
-    3: functional.adaptive_avg_pool3d,
-}
+_WHOLE_MEAN = {1: functional.adaptive_avg_pool1d, 2: functional.adaptive_avg_pool2d, 3: functional.adaptive_avg_pool3d}
 _SUMS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -40,9 +36,15 @@ class PoolWindow:
 
     @classmethod
     def of(
-        cls, x: Tensor, kernel_shape: Sequence[int], strides: Sequence[int] | None,
-        dilations: Sequence[int] | None, pads: Sequence[int] | None, auto_pad: str, ceil_mode: int,
-    ) -> PoolWindow:  # fmt: skip
+        cls,
+        x: Tensor,
+        kernel_shape: Sequence[int],
+        strides: Sequence[int] | None,
+        dilations: Sequence[int] | None,
+        pads: Sequence[int] | None,
+        auto_pad: str,
+        ceil_mode: int,
+    ) -> PoolWindow:
         """The windows of a node's attributes."""
         axes = windows(x.ndim, kernel_shape, None)
         stride, dilation = list(strides or (1,) * axes), list(dilations or (1,) * axes)
@@ -67,19 +69,14 @@ class PoolWindow:
             return None
         candidates = [replace(self, after=self.before, ceil=ceil) for ceil in (False, True)]
         counts = self.counts(sizes)
-        return next(
-            (candidate for candidate in candidates if candidate.counts(sizes) == counts), None
-        )
+        return next((candidate for candidate in candidates if candidate.counts(sizes) == counts), None)
 
     def covered(self, sizes: Sequence[int]) -> PoolWindow:
         """The windows with the padding that they read, so that no count is rounded up."""
         if not self.ceil:
             return self
         reach = [(n - 1) * s for n, s in zip(self.counts(sizes), self.stride, strict=True)]
-        after = [
-            m + span - n - b
-            for m, span, n, b in zip(reach, self.spans, sizes, self.before, strict=True)
-        ]
+        after = [m + span - n - b for m, span, n, b in zip(reach, self.spans, sizes, self.before, strict=True)]
         return replace(self, after=after, ceil=False)
 
     def counts(self, sizes: Sequence[int]) -> list[int]:
@@ -95,10 +92,17 @@ class PoolWindow:
 
 @OPS("MaxPool")
 def max_pool(
-    x: Tensor, *, kernel_shape: Sequence[int], auto_pad: str = "NOTSET", ceil_mode: int = 0,
-    dilations: Sequence[int] | None = None, pads: Sequence[int] | None = None,
-    storage_order: int = 0, strides: Sequence[int] | None = None, outputs: int,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    *,
+    kernel_shape: Sequence[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    storage_order: int = 0,
+    strides: Sequence[int] | None = None,
+    outputs: int,
+) -> Any:
     """The maximum of each window; as a second output its flat index in x."""
     window = PoolWindow.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     wide = x if x.is_floating_point() else x.float()  # torch: no 1-d kernel for 8 bits
@@ -112,9 +116,7 @@ def max_pool(
     if outputs == 1:
         return pool(wide, *call).to(x.dtype)
     values, indices = pool(wide, *call, return_indices=True)
-    return values.to(x.dtype), _flat_indices(
-        _unravel(indices, wide.shape[2:], shift), x.shape, storage_order
-    )
+    return values.to(x.dtype), _flat_indices(_unravel(indices, wide.shape[2:], shift), x.shape, storage_order)
 
 
 def _unravel(indices: Tensor, sizes: Sequence[int], before: Sequence[int]) -> list[Tensor]:
@@ -139,27 +141,27 @@ def _flat_indices(positions: list[Tensor], shape: Sequence[int], storage_order: 
 
 @OPS("AveragePool")
 def average_pool(
-    x: Tensor, *, kernel_shape: Sequence[int], auto_pad: str = "NOTSET", ceil_mode: int = 0,
-    count_include_pad: int = 0, dilations: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    *,
+    kernel_shape: Sequence[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    count_include_pad: int = 0,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Tensor:
     """The mean of each window, over x or (`count_include_pad`) also its padding."""
     window = PoolWindow.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     wide = x.float() if x.dtype in _HALVES and x.ndim == 5 else x
     even = window.even(x.shape[2:])
     # If padding counts, torch only counts its own padding.
-    if (
-        even is not None
-        and set(window.dilation) == {1}
-        and not (count_include_pad and even is not window)
-    ):
-        result = _MEAN[x.ndim - 2](wide, even.kernel, even.stride, even.before, even.ceil,
-                                 bool(count_include_pad))  # fmt: skip
+    if even is not None and set(window.dilation) == {1} and not (count_include_pad and even is not window):
+        result = _MEAN[x.ndim - 2](wide, even.kernel, even.stride, even.before, even.ceil, bool(count_include_pad))
         return result.to(x.dtype)
     exact = window.covered(x.shape[2:])
     more = [n - m for n, m in zip(exact.after, window.after, strict=True)]
-    ones = padded(wide.new_ones(1, 1, *x.shape[2:]), window.before, window.after,
-                  float(bool(count_include_pad)))  # fmt: skip
+    ones = padded(wide.new_ones(1, 1, *x.shape[2:]), window.before, window.after, float(bool(count_include_pad)))
     shares = _means(padded(ones, [0] * len(more), more), exact)
     return (_means(padded(wide, exact.before, exact.after), exact) / shares).to(x.dtype)
 
@@ -169,18 +171,22 @@ def _means(x: Tensor, window: PoolWindow) -> Tensor:
     axes, window_size = x.ndim - 2, product(window.kernel)
     if set(window.dilation) == {1}:
         return _MEAN[axes](x, window.kernel, window.stride)
-    weight = x.new_full((1, 1, *window.kernel), 1 / window_size).expand(
-        x.shape[1], 1, *window.kernel
-    )
+    weight = x.new_full((1, 1, *window.kernel), 1 / window_size).expand(x.shape[1], 1, *window.kernel)
     return _SUMS[axes](x, weight, None, window.stride, 0, window.dilation, x.shape[1])
 
 
 @OPS("LpPool")
 def lp_pool(
-    x: Tensor, *, kernel_shape: Sequence[int], auto_pad: str = "NOTSET", ceil_mode: int = 0,
-    dilations: Sequence[int] | None = None, p: float = 2, pads: Sequence[int] | None = None,
+    x: Tensor,
+    *,
+    kernel_shape: Sequence[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: Sequence[int] | None = None,
+    p: float = 2,
+    pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The p-norm of each window."""
     window = PoolWindow.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     window, wide = window.covered(x.shape[2:]), x.float() if x.dtype in _HALVES else x
@@ -201,16 +207,19 @@ def global_average_pool(x: Tensor) -> Tensor:
 
 
 OPS("GlobalMaxPool")(lambda x: x.amax(_space(x), keepdim=True))
-OPS("GlobalLpPool")(
-    lambda x, *, p=2: torch.linalg.vector_norm(x, p, _space(x), keepdim=True)
-)  # fmt: skip
+OPS("GlobalLpPool")(lambda x, *, p=2: torch.linalg.vector_norm(x, p, _space(x), keepdim=True))
 
 
 @OPS("MaxUnpool")
 def max_unpool(
-    x: Tensor, indices: Tensor, output_shape: Ints | None = None, *, kernel_shape: Sequence[int],
-    pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    indices: Tensor,
+    output_shape: Ints | None = None,
+    *,
+    kernel_shape: Sequence[int],
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Tensor:
     """Zeros with the values of x at flat indices into the tensor that was pooled. A larger
     `output_shape` appends zeros."""
     axes = windows(x.ndim, kernel_shape, None)
@@ -231,9 +240,7 @@ def max_unpool(
 
 
 @OPS("LRN")
-def local_response_norm(
-    x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0
-) -> Tensor:
+def local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
     """x divided by a power of the mean square of its channel and neighboring channels."""
     planes = x.square().reshape(x.shape[0], 1, x.shape[1], -1)
     planes = functional.pad(planes, (0, 0, (size - 1) // 2, size // 2))

@@ -24,9 +24,15 @@ UINT8 = 2
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 #: least and largest number of an element type
 RANGES = {
-    2: (0, 255), 3: (-128, 127), 4: (0, 65535), 5: (-32768, 32767),
-    21: (0, 15), 22: (-8, 7), 25: (0, 3), 26: (-2, 1),
-}  # fmt: skip
+    2: (0, 255),
+    3: (-128, 127),
+    4: (0, 65535),
+    5: (-32768, 32767),
+    21: (0, 15),
+    22: (-8, 7),
+    25: (0, 3),
+    26: (-2, 1),
+}
 FLOATS = (17, 18, 19, 20, 23, 27, 28)  # of 8, 4 and 6 bits
 
 
@@ -37,16 +43,21 @@ def spread(scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
         return broadcast_scale(scale, x, axis)
     if block_size < 0 or scale.ndim != x.ndim:
         raise BadInput(
-            f"expected a scale for each block of {x.ndim} axes, got one of {scale.ndim}, for "
-            f"blocks of {block_size}"
+            f"expected a scale for each block of {x.ndim} axes, got one of {scale.ndim}, for blocks of {block_size}"
         )
     return scale.repeat_interleave(block_size, axis).narrow(axis, 0, x.shape[axis])
 
 
 def quantized(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int = 1, block_size: int = 0,
-    to: int = UINT8, precision: int = 0, saturate: bool = True,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    axis: int = 1,
+    block_size: int = 0,
+    to: int = UINT8,
+    precision: int = 0,
+    saturate: bool = True,
+) -> Tensor:
     """saturate(round(x / scale) + zero_point) in element type `to`; half is rounded to even.
 
     The division is in the dtype of `scale`, or of `precision`. saturate: for 8-bit floats, whether
@@ -74,9 +85,8 @@ def fitted(ratio: Tensor, zero_point: Tensor | None, to: int, saturate: bool = T
 
 
 def dequantized(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int = 1, block_size: int = 0,
-    to: int = 0,
-) -> Tensor:  # fmt: skip
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int = 1, block_size: int = 0, to: int = 0
+) -> Tensor:
     """(x - zero_point) * scale, computed in float32 or wider, in the dtype of `scale` or `to`."""
     dtype = DTYPES[to] if to else scale.dtype
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -90,9 +100,16 @@ def dequantized(
 
 @OPS("QuantizeLinear", stored=(1, 2))
 def quantize_linear(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, axis: int = 1,
-    block_size: int = 0, output_dtype: int = 0, precision: int = 0, saturate: int = 1,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: int = 0,
+    precision: int = 0,
+    saturate: int = 1,
+) -> Tensor:
     """x quantized, by default in the type of the zero point; as one op of demask's own if that
     supports it."""
     default_type = UINT8 if zero_point is None else NUMBERS[zero_point.dtype]
@@ -106,9 +123,14 @@ def quantize_linear(
 
 @OPS("DequantizeLinear", stored=(0, 1, 2))
 def dequantize_linear(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, axis: int = 1,
-    block_size: int = 0, output_dtype: int = 0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: int = 0,
+) -> Tensor:
     """x dequantized; as one op of demask's own if that supports it."""
     plain = scale.is_floating_point() and scale.ndim < 2 and not (output_dtype or block_size)
     if x.dtype in (*quantize.DTYPES.values(), torch.int32) and plain:
@@ -162,9 +184,15 @@ def matmul_integer(
 
 @OPS("QLinearMatMul", stored=(1, 2, 3, 4, 5, 6, 7))
 def qlinear_matmul(
-    a: Tensor, a_scale: Tensor, a_zero_point: Tensor, b: Tensor, b_scale: Tensor,
-    b_zero_point: Tensor, y_scale: Tensor, y_zero_point: Tensor,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero_point: Tensor,
+    y_scale: Tensor,
+    y_zero_point: Tensor,
+) -> Tensor:
     """The product of two quantized matrices, quantized."""
     a_axis = -2 if a.ndim > 1 else None
     product = _centered(a, a_zero_point, a_axis) @ _centered_weights(b, b_zero_point, -1)
@@ -181,31 +209,63 @@ def _requantized(product: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
 
 @OPS("ConvInteger")
 def conv_integer(
-    x: Tensor, w: Tensor, x_zero_point: Tensor | None = None, w_zero_point: Tensor | None = None, *,
-    auto_pad: str = "NOTSET", dilations: Sequence[int] | None = None, group: int = 1,
-    kernel_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None,
+    x: Tensor,
+    w: Tensor,
+    x_zero_point: Tensor | None = None,
+    w_zero_point: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A convolution of integers, in int32; padding is x's zero point."""
-    return _int32(convolution(
-        _centered(x, x_zero_point), _centered_weights(w, w_zero_point, 0), auto_pad=auto_pad,
-        dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads, strides=strides,
-    ))  # fmt: skip
+    return _int32(
+        convolution(
+            _centered(x, x_zero_point),
+            _centered_weights(w, w_zero_point, 0),
+            auto_pad=auto_pad,
+            dilations=dilations,
+            group=group,
+            kernel_shape=kernel_shape,
+            pads=pads,
+            strides=strides,
+        )
+    )
 
 
 @OPS("QLinearConv", stored=(1, 2, 3, 4, 5, 6, 7, 8))
 def qlinear_conv(
-    x: Tensor, x_scale: Tensor, x_zero_point: Tensor, w: Tensor, w_scale: Tensor,
-    w_zero_point: Tensor, y_scale: Tensor, y_zero_point: Tensor, bias: Tensor | None = None, *,
-    auto_pad: str = "NOTSET", dilations: Sequence[int] | None = None, group: int = 1,
-    kernel_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None,
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_zero_point: Tensor,
+    y_scale: Tensor,
+    y_zero_point: Tensor,
+    bias: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A convolution of quantized tensors, quantized. bias: int32, in units of x_scale * w_scale."""
     product = convolution(
-        _centered(x, x_zero_point), _centered_weights(w, w_zero_point, 0),
-        None if bias is None else bias.to(torch.float64), auto_pad=auto_pad, dilations=dilations,
-        group=group, kernel_shape=kernel_shape, pads=pads, strides=strides,
-    )  # fmt: skip
+        _centered(x, x_zero_point),
+        _centered_weights(w, w_zero_point, 0),
+        None if bias is None else bias.to(torch.float64),
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+    )
     scale = x_scale * _along(w_scale, product, 1) / y_scale
     return _requantized(product, scale, y_zero_point)

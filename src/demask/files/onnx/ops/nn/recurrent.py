@@ -144,9 +144,7 @@ _RNN_RELU = RecurrentKind((0,), ("relu",), aten.rnn_relu.input, _rnn_step)
 KINDS = {"LSTM": _LSTM, "GRU": _GRU, "RNN": _RNN}
 
 
-def direction_activations(
-    op: str, names: Sequence[str] | None, direction: int
-) -> tuple[list[str], list[str]]:
+def direction_activations(op: str, names: Sequence[str] | None, direction: int) -> tuple[list[str], list[str]]:
     """The activations of the gates of a direction, and those of its values, in lower case."""
     usual = KINDS[op].usual
     count = len(usual)
@@ -155,9 +153,7 @@ def direction_activations(
     return own[:gates], own[gates:]
 
 
-def _run_torch_op(
-    kind: RecurrentKind, way: RecurrentDirection, x: Tensor, states: States, lens: Tensor | None
-) -> Any:
+def _run_torch_op(kind: RecurrentKind, way: RecurrentDirection, x: Tensor, states: States, lens: Tensor | None) -> Any:
     """The outputs and last states of one direction, by torch's own op."""
     parts = [way.w, way.r, *(way.biases or ())]
     if len(kind.order) > 1:
@@ -165,9 +161,7 @@ def _run_torch_op(
         parts = [torch.cat([chunk[k] for k in kind.order]) for chunk in chunks]
     initial = states if len(states) > 1 else states[0]
     with_states = [s.unsqueeze(0) for s in states] if len(states) > 1 else initial.unsqueeze(0)  # type: ignore[union-attr]
-    y, *ends = kind.torch_op(
-        x, with_states, parts, way.biases is not None, 1, 0.0, False, False, False
-    )
+    y, *ends = kind.torch_op(x, with_states, parts, way.biases is not None, 1, 0.0, False, False, False)
     if lens is None:
         return y, [end.squeeze(0) for end in ends]
     last = (lens - 1).clamp(min=0).reshape(1, -1, 1).expand(1, -1, y.shape[-1])
@@ -175,9 +169,7 @@ def _run_torch_op(
     return y, [end, *(end.squeeze(0) for end in ends[1:])]
 
 
-def _run_steps(
-    kind: RecurrentKind, way: RecurrentDirection, x: Tensor, states: States, lens: Tensor | None
-) -> Any:
+def _run_steps(kind: RecurrentKind, way: RecurrentDirection, x: Tensor, states: States, lens: Tensor | None) -> Any:
     """The outputs and last states of one direction, step by step."""
     outputs = []
     gates = functional.linear(x, way.w, None if way.biases is None else way.biases[0])
@@ -201,9 +193,14 @@ def _reverse_time(x: Tensor, lens: Tensor | None) -> Tensor:
 
 
 def _run_direction(
-    run: Callable[..., Any], kind: RecurrentKind, way: RecurrentDirection, x: Tensor,
-    states: States, lens: Tensor | None, backward: bool,
-) -> tuple[Tensor, States]:  # fmt: skip
+    run: Callable[..., Any],
+    kind: RecurrentKind,
+    way: RecurrentDirection,
+    x: Tensor,
+    states: States,
+    lens: Tensor | None,
+    backward: bool,
+) -> tuple[Tensor, States]:
     """The outputs and last states of one direction; outputs after a sample's end are zero."""
     y, ends = run(kind, way, _reverse_time(x, lens) if backward else x, states, lens)
     if lens is not None:
@@ -213,9 +210,8 @@ def _run_direction(
 
 
 def _layer(
-    kind: RecurrentKind, inputs: RecurrentInputs, attributes: RecurrentAttributes, outputs: int,
-    **options: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    kind: RecurrentKind, inputs: RecurrentInputs, attributes: RecurrentAttributes, outputs: int, **options: Any
+) -> tuple[Tensor, ...]:
     """Outputs and last states of a layer in all its directions. options: of its directions."""
     x, w, r, b, lens = inputs.x, inputs.w, inputs.r, inputs.b, inputs.lens
     _check_sizes(w, r, attributes)
@@ -224,9 +220,7 @@ def _layer(
     names = [n.lower() for n in attributes.activations or kind.usual * len(backward)]
     usual = names == list(kind.usual * len(backward)) and peephole is None
     usual &= not any(value for key, value in options.items() if key != "linear_before_reset")
-    usual &= options.get("linear_before_reset", True) != 0 and not (
-        lens is not None and outputs > 2
-    )
+    usual &= options.get("linear_before_reset", True) != 0 and not (lens is not None and outputs > 2)
     count = len(kind.usual)
     calls = _activations(names, attributes.alphas, attributes.betas, count * len(backward))
     if attributes.layout:
@@ -235,10 +229,13 @@ def _layer(
     runs = []
     for d, back in enumerate(backward):
         way = RecurrentDirection(
-            w[d], r[d], None if b is None else tuple(b[d].chunk(2)),  # type: ignore[arg-type]
+            w[d],
+            r[d],
+            None if b is None else tuple(b[d].chunk(2)),  # type: ignore[arg-type]
             None if peephole is None else peephole[d].chunk(3),
-            calls[d * count : (d + 1) * count], **options,
-        )  # fmt: skip
+            calls[d * count : (d + 1) * count],
+            **options,
+        )
         states = [x.new_zeros(size) if s is None else s[d] for s in initial]
         run = _run_torch_op if usual else _run_steps
         runs.append(_run_direction(run, kind, way, x, states, lens, back))
@@ -257,9 +254,7 @@ def _check_sizes(w: Tensor, r: Tensor, attributes: RecurrentAttributes) -> None:
         raise BadInput(f"expected hidden_size {r.shape[-1]} as in the weights, got {hidden_size}")
 
 
-def _activations(
-    names: Sequence[str], alphas: Sequence[float], betas: Sequence[float], count: int
-) -> list[Activation]:
+def _activations(names: Sequence[str], alphas: Sequence[float], betas: Sequence[float], count: int) -> list[Activation]:
     """The functions with these names, bound to the next alpha and beta if they take them."""
     if len(names) != count or not set(names) <= set(_ACTIVATIONS):
         raise BadInput(f"expected {count} activations out of {sorted(_ACTIVATIONS)}, got {names}")
@@ -279,51 +274,76 @@ def _applied(function: Callable[..., Tensor], values: Sequence[Any], x: Tensor) 
 
 @OPS("LSTM")
 def lstm(
-    x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, sequence_lens: Tensor | None = None,
-    initial_h: Tensor | None = None, initial_c: Tensor | None = None, p: Tensor | None = None, *,
-    activation_alpha: Sequence[float] = (), activation_beta: Sequence[float] = (),
-    activations: Sequence[str] | None = None, clip: float | None = None,
-    direction: str = "forward", hidden_size: int | None = None, input_forget: int = 0,
-    layout: int = 0, outputs: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None = None,
+    sequence_lens: Tensor | None = None,
+    initial_h: Tensor | None = None,
+    initial_c: Tensor | None = None,
+    p: Tensor | None = None,
+    *,
+    activation_alpha: Sequence[float] = (),
+    activation_beta: Sequence[float] = (),
+    activations: Sequence[str] | None = None,
+    clip: float | None = None,
+    direction: str = "forward",
+    hidden_size: int | None = None,
+    input_forget: int = 0,
+    layout: int = 0,
+    outputs: int,
+) -> tuple[Tensor, ...]:
     """The hidden states of all steps, and the last hidden and cell states."""
     inputs = RecurrentInputs(x, w, r, b, sequence_lens, (initial_h, initial_c), p)
-    attributes = RecurrentAttributes(
-        direction, layout, activations, activation_alpha, activation_beta, hidden_size
-    )
+    attributes = RecurrentAttributes(direction, layout, activations, activation_alpha, activation_beta, hidden_size)
     return _layer(_LSTM, inputs, attributes, outputs, clip=clip, input_forget=bool(input_forget))
 
 
 @OPS("GRU")
 def gru(
-    x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, sequence_lens: Tensor | None = None,
-    initial_h: Tensor | None = None, *, activation_alpha: Sequence[float] = (),
-    activation_beta: Sequence[float] = (), activations: Sequence[str] | None = None,
-    clip: float | None = None, direction: str = "forward", hidden_size: int | None = None,
-    layout: int = 0, linear_before_reset: int = 0, outputs: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None = None,
+    sequence_lens: Tensor | None = None,
+    initial_h: Tensor | None = None,
+    *,
+    activation_alpha: Sequence[float] = (),
+    activation_beta: Sequence[float] = (),
+    activations: Sequence[str] | None = None,
+    clip: float | None = None,
+    direction: str = "forward",
+    hidden_size: int | None = None,
+    layout: int = 0,
+    linear_before_reset: int = 0,
+    outputs: int,
+) -> tuple[Tensor, ...]:
     """The hidden states of all steps, and the last hidden state."""
     inputs = RecurrentInputs(x, w, r, b, sequence_lens, (initial_h,))
-    attributes = RecurrentAttributes(
-        direction, layout, activations, activation_alpha, activation_beta, hidden_size
-    )
-    return _layer(
-        _GRU, inputs, attributes, outputs, clip=clip, linear_before_reset=bool(linear_before_reset)
-    )
+    attributes = RecurrentAttributes(direction, layout, activations, activation_alpha, activation_beta, hidden_size)
+    return _layer(_GRU, inputs, attributes, outputs, clip=clip, linear_before_reset=bool(linear_before_reset))
 
 
 @OPS("RNN")
 def rnn(
-    x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, sequence_lens: Tensor | None = None,
-    initial_h: Tensor | None = None, *, activation_alpha: Sequence[float] = (),
-    activation_beta: Sequence[float] = (), activations: Sequence[str] | None = None,
-    clip: float | None = None, direction: str = "forward", hidden_size: int | None = None,
-    layout: int = 0, outputs: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None = None,
+    sequence_lens: Tensor | None = None,
+    initial_h: Tensor | None = None,
+    *,
+    activation_alpha: Sequence[float] = (),
+    activation_beta: Sequence[float] = (),
+    activations: Sequence[str] | None = None,
+    clip: float | None = None,
+    direction: str = "forward",
+    hidden_size: int | None = None,
+    layout: int = 0,
+    outputs: int,
+) -> tuple[Tensor, ...]:
     """The hidden states of all steps, and the last hidden state."""
     relu = {name.lower() for name in activations or ()} == {"relu"}
     inputs = RecurrentInputs(x, w, r, b, sequence_lens, (initial_h,))
-    attributes = RecurrentAttributes(
-        direction, layout, activations, activation_alpha, activation_beta, hidden_size
-    )
+    attributes = RecurrentAttributes(direction, layout, activations, activation_alpha, activation_beta, hidden_size)
     return _layer(_RNN_RELU if relu else _RNN, inputs, attributes, outputs, clip=clip)

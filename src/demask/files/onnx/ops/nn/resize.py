@@ -75,17 +75,34 @@ class ResizeAttributes:
 
 @OPS("Resize")
 def resize(
-    x: Tensor, roi: Floats | None = None, scales: Floats | None = None, sizes: Ints | None = None,
-    *, mode: str = "nearest", coordinate_transformation_mode: str = "half_pixel",
-    nearest_mode: str = "round_prefer_floor", cubic_coeff_a: float = -0.75,
-    exclude_outside: int = 0, extrapolation_value: float = 0.0, antialias: int = 0,
-    axes: Sequence[int] | None = None, keep_aspect_ratio_policy: str = "stretch", version: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    roi: Floats | None = None,
+    scales: Floats | None = None,
+    sizes: Ints | None = None,
+    *,
+    mode: str = "nearest",
+    coordinate_transformation_mode: str = "half_pixel",
+    nearest_mode: str = "round_prefer_floor",
+    cubic_coeff_a: float = -0.75,
+    exclude_outside: int = 0,
+    extrapolation_value: float = 0.0,
+    antialias: int = 0,
+    axes: Sequence[int] | None = None,
+    keep_aspect_ratio_policy: str = "stretch",
+    version: int,
+) -> Tensor:
     """x resized by scales or to sizes."""
     if version < 11:
         return upsample(x, roi or [], mode=mode)
-    kind = ResizeAttributes(mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a,
-                bool(exclude_outside), bool(antialias), extrapolation_value)  # fmt: skip
+    kind = ResizeAttributes(
+        mode,
+        coordinate_transformation_mode,
+        nearest_mode,
+        cubic_coeff_a,
+        bool(exclude_outside),
+        bool(antialias),
+        extrapolation_value,
+    )
     indices = [n % x.ndim for n in (range(x.ndim) if axes is None else axes)]
     count = len(scales or sizes or [])
     if bool(scales) == bool(sizes) or count != len(indices):
@@ -97,10 +114,7 @@ def resize(
         new = [_scaled(x.shape[k], ratio) for k, ratio in zip(indices, ratios, strict=True)]
     else:
         new, ratios = _policy([x.shape[k] for k in indices], sizes or [], keep_aspect_ratio_policy)
-    resized_axes = [
-        ResizeAxis(k, x.shape[k], *rest)
-        for k, *rest in zip(indices, new, ratios, limits, strict=True)
-    ]
+    resized_axes = [ResizeAxis(k, x.shape[k], *rest) for k, *rest in zip(indices, new, ratios, limits, strict=True)]
     return _resized(x, resized_axes, kind)
 
 
@@ -119,8 +133,7 @@ def upsample(x: Tensor, scales: Floats, *, mode: str = "nearest") -> Tensor:
     mode = {"bilinear": "linear"}.get(mode, mode)
     if mode not in ("nearest", "linear"):
         raise BadInput(f"expected mode nearest or linear, got {mode!r}")
-    resized_axes = [ResizeAxis(k, x.shape[k], _scaled(x.shape[k], _ratio(s)), _ratio(s))
-             for k, s in enumerate(scales)]  # fmt: skip
+    resized_axes = [ResizeAxis(k, x.shape[k], _scaled(x.shape[k], _ratio(s)), _ratio(s)) for k, s in enumerate(scales)]
     smaller = [a for a in resized_axes if not isinstance(a.scale, SYMBOLIC) and a.scale < 1]
     larger = [a for a in resized_axes if a not in smaller]
     # ceil, as in onnxruntime and in the tests of opset 10
@@ -167,8 +180,7 @@ def _resized(x: Tensor, axes: list[ResizeAxis], kind: ResizeAttributes) -> Tenso
         return x
     for axis in axes:
         if isinstance(axis.new, int) and axis.new > MAX_SIZE:
-            raise BadInput(f"expected at most {MAX_SIZE} positions on axis {axis.index}, "
-                           f"got {axis.new}")  # fmt: skip
+            raise BadInput(f"expected at most {MAX_SIZE} positions on axis {axis.index}, got {axis.new}")
     at_once = _at_once(x, axes, kind)
     if at_once is not None:
         return at_once
@@ -240,9 +252,7 @@ def _is_one(size: Any) -> bool:
 
 
 def _interpolated(x: Tensor, axes: list[ResizeAxis], mode: str, corners: bool | None) -> Tensor:
-    by_scale = all(isinstance(a.scale, Fraction) for a in axes) and any(
-        a.symbolic or not a.even for a in axes
-    )
+    by_scale = all(isinstance(a.scale, Fraction) for a in axes) and any(a.symbolic or not a.even for a in axes)
     spatial = {a.index: a for a in axes}
     if by_scale:
         scales = [_factor(spatial[k].scale) if k in spatial else 1.0 for k in range(2, x.ndim)]
@@ -265,12 +275,12 @@ def _nearest_mode(axis: ResizeAxis, kind: ResizeAttributes) -> set[str]:
         wanted, last = _positions(axis, kind), axis.size - 1
         step = np.float32(axis.size / axis.new if axis.even else 1 / axis.scale)
         positions = np.arange(axis.new, dtype=np.float32)
-        candidates = {
-            "nearest": positions * step,
-            "nearest-exact": (positions + np.float32(0.5)) * step,
+        candidates = {"nearest": positions * step, "nearest-exact": (positions + np.float32(0.5)) * step}
+        return {
+            name
+            for name, coordinates in candidates.items()
+            if np.array_equal(np.minimum(np.floor(coordinates), last), wanted)
         }
-        return {name for name, coordinates in candidates.items()
-                if np.array_equal(np.minimum(np.floor(coordinates), last), wanted)}  # fmt: skip
     if kind.coordinates == "asymmetric" and kind.nearest == "floor":
         return {"nearest"}
     is_multiple = isinstance(axis.scale, Fraction) and axis.scale.denominator == 1
@@ -386,9 +396,7 @@ def _interpolate_axis(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Te
     return _extrapolate(sum(parts[1:], parts[0]), axis, kind)
 
 
-def _matrix_product(
-    x: Tensor, axis: ResizeAxis, positions: np.ndarray, weights: np.ndarray
-) -> Tensor:
+def _matrix_product(x: Tensor, axis: ResizeAxis, positions: np.ndarray, weights: np.ndarray) -> Tensor:
     """x times a matrix of the weights, which is faster than many taps."""
     if axis.new * axis.size > MAX_MATRIX:
         raise BadInput(f"a resize from {axis.size} to {axis.new} positions is too large for demask")

@@ -16,9 +16,8 @@ OPS = Ops()
 
 @OPS("DFT")
 def fourier(
-    x: Tensor, dft_length: Int = None, axis: Int = None, *, inverse: int = 0, onesided: int = 0,
-    version: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor, dft_length: Int = None, axis: Int = None, *, inverse: int = 0, onesided: int = 0, version: int
+) -> Tensor:
     """The Fourier transform along an axis; the last axis has the real and imaginary parts, or only
     the real part."""
     axis = (1 if version < 20 else -2) if axis is None else axis
@@ -51,9 +50,8 @@ def _parts(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @OPS("STFT")
 def short_time_fourier(
-    x: Tensor, frame_step: Int, window: Tensor | None = None, frame_length: Int = None, *,
-    onesided: int = 1,
-) -> Tensor:  # fmt: skip
+    x: Tensor, frame_step: Int, window: Tensor | None = None, frame_length: Int = None, *, onesided: int = 1
+) -> Tensor:
     """Fourier transforms of frames of a signal, [batch, frames, frequencies, 2]."""
     signal = _complex(x if x.ndim == 3 else x.unsqueeze(-1))
     if frame_length is None:
@@ -67,9 +65,7 @@ def short_time_fourier(
 def _window(*weights: float) -> Any:
     """A window op: a sum of cosines with these weights, computed in float64."""
 
-    def call(
-        size: Int, *, periodic: int = 1, output_datatype: int = 1, device: torch.device
-    ) -> Tensor:
+    def call(size: Int, *, periodic: int = 1, output_datatype: int = 1, device: torch.device) -> Tensor:
         positions = torch.arange(size, dtype=torch.float64, device=device)
         angles = positions * (2 * math.pi) / (size if periodic else size - 1)
         values = torch.stack([w * torch.cos(k * angles) for k, w in enumerate(weights)]).sum(0)
@@ -85,9 +81,15 @@ OPS("HannWindow")(_window(0.5, -0.5))
 
 @OPS("MelWeightMatrix")
 def mel_weights(
-    num_mel_bins: Int, dft_length: Int, sample_rate: Int, lower_edge_hertz: Float,
-    upper_edge_hertz: Float, *, output_datatype: int = 1, device: torch.device,
-) -> Tensor:  # fmt: skip
+    num_mel_bins: Int,
+    dft_length: Int,
+    sample_rate: Int,
+    lower_edge_hertz: Float,
+    upper_edge_hertz: Float,
+    *,
+    output_datatype: int = 1,
+    device: torch.device,
+) -> Tensor:
     """Weights of frequencies in bands of equal width on the mel scale, [frequencies, bands]: each
     band is a triangle between the centers of its neighbors."""
     low, high = (2595 * math.log10(1 + f / 700) for f in (lower_edge_hertz, upper_edge_hertz))

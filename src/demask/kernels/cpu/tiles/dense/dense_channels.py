@@ -116,8 +116,7 @@ class DenseChannelsKernel:
         offsets = e.at(fields.pointer(f"{key}_offsets"), row, I64)
         return [e.at(first, e.load(I64, offsets, r)) for r in range(e.lanes)]
 
-    def _pass(self, e: Emitter, fields: Fields, vectors: int, weight: Variable,
-              first: Value) -> None:  # fmt: skip
+    def _pass(self, e: Emitter, fields: Fields, vectors: int, weight: Variable, first: Value) -> None:
         """Add the products of a block of input channels to the sums of all positions."""
         left, inner = e.b.sub(fields["channels"], first), fields["inner"]
         count = e.b.select(e.b.icmp_signed("<", left, inner), left, inner)
@@ -130,35 +129,32 @@ class DenseChannelsKernel:
                 group = e.at(fields.pointer("groups"), e.b.mul(number, I64(GROUP.itemsize)))
                 weight.set(start)
                 outer = functools.partial(self._outer, e, lanes)
-                products = Products(
-                    e, fields, self.taps, self.unroll, vectors * e.lanes, outer, fetch
-                )
+                products = Products(e, fields, self.taps, self.unroll, vectors * e.lanes, outer, fetch)
                 self._group(e, products, (group, *channels), lanes, weight)
             begin = end
 
-    def _group(self, e: Emitter, products: Products, x: tuple[Value, Value, Value],
-               lanes: Lanes, weight: Variable) -> None:  # fmt: skip
+    def _group(
+        self, e: Emitter, products: Products, x: tuple[Value, Value, Value], lanes: Lanes, weight: Variable
+    ) -> None:
         """Add products to the sums of a group. x: its entry in the table, and the offsets and
         number of the input channels."""
         vectors = products.floats // e.lanes
         first = e.at(products.fields.buffer("x"), e.load(I64, x[0]))
-        sums = e.at(products.fields.buffer("sums"),
-                    e.b.mul(e.load(I64, x[0], 1), I64(vectors)))  # fmt: skip
-        totals = [[e.variable(e.vector, e.read(sums, lane * vectors + u)) for lane in lanes]
-                  for u in range(vectors)]  # fmt: skip
+        sums = e.at(products.fields.buffer("sums"), e.b.mul(e.load(I64, x[0], 1), I64(vectors)))
+        totals = [[e.variable(e.vector, e.read(sums, lane * vectors + u)) for lane in lanes] for u in range(vectors)]
         products.add((first, *x[1:]), weight, totals)
         for u, row in enumerate(totals):
             for lane, total in zip(lanes, row, strict=True):
                 e.write(total.get(), sums, lane * vectors + u)
 
-    def _fetch(self, e: Emitter, fields: Fields, vectors: int,
-               stream: tuple[Value, Value]) -> Callable[[], None] | None:  # fmt: skip
+    def _fetch(
+        self, e: Emitter, fields: Fields, vectors: int, stream: tuple[Value, Value]
+    ) -> Callable[[], None] | None:
         """Writes prefetches of the weights that follow those of a pass, from (their address, number
         of input channels)."""
         if not self.fetched:
             return None
-        taps = I64(len(self.taps)) if self.unroll else e.b.mul(
-            fields["tap_rows"], I64(len(self.taps)))  # fmt: skip
+        taps = I64(len(self.taps)) if self.unroll else e.b.mul(fields["tap_rows"], I64(len(self.taps)))
         size = e.b.mul(e.b.mul(stream[1], taps), I64(vectors * e.isa.line))
         following = e.variable(I64, e.b.add(stream[0], size))
 
@@ -171,12 +167,18 @@ class DenseChannelsKernel:
         return fetch
 
     def _outer(
-        self, e: Emitter, lanes: Lanes, x: tuple[list[Value], int], weights: tuple[Value, int],
+        self,
+        e: Emitter,
+        lanes: Lanes,
+        x: tuple[list[Value], int],
+        weights: tuple[Value, int],
         totals: list[list[Value]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add the products of the vectors of weights and the inputs of a group at a tap."""
-        vectors = [e.b.load(e.at(weights[0], weights[1] + u * e.lanes, FLOAT), typ=e.vector,
-                            align=4) for u in range(len(totals))]  # fmt: skip
+        vectors = [
+            e.b.load(e.at(weights[0], weights[1] + u * e.lanes, FLOAT), typ=e.vector, align=4)
+            for u in range(len(totals))
+        ]
         first = x[1] * e.lanes
         for p, lane in enumerate(lanes):
             factor = e.splat(e.load(FLOAT, x[0][0], first + lane))

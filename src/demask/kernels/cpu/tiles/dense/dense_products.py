@@ -34,8 +34,7 @@ class Products:
     fetch: Callable[[], None] | None = None
     starts: Sequence[int] = (0,)
 
-    def add(self, x: tuple[Value, Value, Value], weight: Variable,
-            sums: list[list[Variable]]) -> None:  # fmt: skip
+    def add(self, x: tuple[Value, Value, Value], weight: Variable, sums: list[list[Variable]]) -> None:
         """Add the products of a block of input channels.
 
         x: the address of the first input, the offsets of these channels, and how many there are.
@@ -81,9 +80,7 @@ class Products:
         weight.set(e.b.add(weight.get(), I64(4 * k)))
 
 
-def add_products(
-    e: Emitter, totals: Totals, vector: Callable[[int], Value], factor: Callable[[int], Value]
-) -> None:
+def add_products(e: Emitter, totals: Totals, vector: Callable[[int], Value], factor: Callable[[int], Value]) -> None:
     """Add to totals[r][t] the product of factor(r), in all lanes, and vector(t).
 
     Only the fewer of both are in registers at once: LLVM keeps the order of loads.

@@ -75,21 +75,27 @@ class DenseTileKernel:
             weight.set(fields["weights"])
             with e.loop(I64(0), end, fields["inner"]) as first:
                 left = e.b.sub(channels, first)
-                count = e.b.select(
-                    e.b.icmp_signed("<", left, fields["inner"]), left, fields["inner"]
-                )
+                count = e.b.select(e.b.icmp_signed("<", left, fields["inner"]), left, fields["inner"])
                 ends = (e.b.icmp_signed("==", first, I64(0)), e.b.icmp_signed("==", left, count))
                 offsets = e.at(fields.pointer("x_offsets"), first, I64)
                 row.set(I64(0))
                 for rows, blocks in ((self.rows, "wide"), (self.rows - 1, "thin")):
                     if rows:
                         with e.loop(I64(0), fields[blocks]):
-                            self._block(e, fields, rows, (x_tile, offsets, count),
-                                        (out_tile, add_tile), (weight, row), ends)  # fmt: skip
+                            self._block(
+                                e, fields, rows, (x_tile, offsets, count), (out_tile, add_tile), (weight, row), ends
+                            )
 
-    def _block(self, e: Emitter, fields: Fields, rows: int, x: tuple[Value, Value, Value],
-               outputs: tuple[Value, Value], streams: tuple[Variable, Variable],
-               ends: tuple[Value, Value]) -> None:  # fmt: skip
+    def _block(
+        self,
+        e: Emitter,
+        fields: Fields,
+        rows: int,
+        x: tuple[Value, Value, Value],
+        outputs: tuple[Value, Value],
+        streams: tuple[Variable, Variable],
+        ends: tuple[Value, Value],
+    ) -> None:
         """The sums of one output block. x: its tile, offsets and number of the input channels.
         ends: whether these are the first and the last."""
         weight, row_number = streams
@@ -131,8 +137,9 @@ class DenseTileKernel:
         nearest = min((b - a for a, b in pairwise(sorted(self.x))), default=1)
         return self.x if 1 < nearest < len(self.taps) else (0,)
 
-    def _outer(self, e: Emitter, x: tuple[list[Value], int], weights: tuple[Value, int],
-               totals: list[list[Value]]) -> None:  # fmt: skip
+    def _outer(
+        self, e: Emitter, x: tuple[list[Value], int], weights: tuple[Value, int], totals: list[list[Value]]
+    ) -> None:
         """Add the products of the vectors at a tap and one weight per row."""
 
         def vector(t: int) -> Value:
@@ -140,6 +147,4 @@ class DenseTileKernel:
                 return e.read(x[0][t], x[1])
             return e.read(x[0][0], x[1] + self.x[t])
 
-        add_products(
-            e, totals, vector, lambda r: e.splat(e.load(FLOAT, weights[0], weights[1] + r))
-        )
+        add_products(e, totals, vector, lambda r: e.splat(e.load(FLOAT, weights[0], weights[1] + r)))

@@ -132,16 +132,14 @@ class _Body:
         weight = e.variable(I64, f["weights"])
         with e.loop(I64(0), I64(COMPONENTS)) as component:
             inputs = e.at(self.inputs, b.mul(component, self.f["input_plane"]))
-            target = e.variable(I64, b.ptrtoint(
-                e.at(self.sums, b.mul(component, self.f["sum_plane"])), I64))  # fmt: skip
+            target = e.variable(I64, b.ptrtoint(e.at(self.sums, b.mul(component, self.f["sum_plane"])), I64))
             for rows, blocks in ((k.rows, "wide"), (k.rows - 1, "thin")):
                 if not rows:
                     continue
                 with e.loop(I64(0), f[blocks]):
                     own = e.pointer(weight.get())
                     with e.loop(I64(0), count, k.group) as s:
-                        self._group(own, e.line(inputs, s),
-                                    e.line(e.pointer(target.get()), s), rows)  # fmt: skip
+                        self._group(own, e.line(inputs, s), e.line(e.pointer(target.get()), s), rows)
                     size = b.mul(f["channels"], I64(4 * rows))
                     weight.set(b.add(weight.get(), size))
                     target.set(b.add(target.get(), I64(rows * k.block * e.isa.line)))
@@ -154,8 +152,7 @@ class _Body:
             inputs = e.line(source, b.mul(c, I64(k.block)))
             weights = e.at(weight, b.mul(c, I64(rows)), FLOAT)
             totals = [[sum_.get() for sum_ in row] for row in sums]
-            add_products(e, totals, functools.partial(e.read, inputs),
-                         lambda r: e.splat(e.load(FLOAT, weights, r)))  # fmt: skip
+            add_products(e, totals, functools.partial(e.read, inputs), lambda r: e.splat(e.load(FLOAT, weights, r)))
             for row, row_totals in zip(sums, totals, strict=True):
                 for sum_, total in zip(row, row_totals, strict=True):
                     sum_.set(total)

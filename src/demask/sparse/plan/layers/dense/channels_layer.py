@@ -91,14 +91,12 @@ def emit_channels(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Sha
         call = _call(piece, packs[key], lines, isa)
         if is_narrow(piece):
             x = compacted(tape, isa, thread, piece.x, block.channels)
-            fields = {"x_offsets": 4 * np.arange(len(block.channels)),
-                      "groups": np.array([(0, 0)], GROUP)}  # fmt: skip
+            fields = {"x_offsets": 4 * np.arange(len(block.channels)), "groups": np.array([(0, 0)], GROUP)}
             buffers = {**call.buffers, "x": (x, 0)}
             call = replace(call, buffers=buffers, fields={**call.fields, **fields})
         tape.add(thread, call)
     first = next(iter(packs.values())).tiling
-    return Tiling((1, first.most), first.inner, first.vectors * isa.lanes,
-                  len(piece.shape.parts) != tape.threads)  # fmt: skip
+    return Tiling((1, first.most), first.inner, first.vectors * isa.lanes, len(piece.shape.parts) != tape.threads)
 
 
 def _packed(piece: WindowPiece, block: DenseBlock, tiling: ChannelTiling, isa: Isa) -> PackedRows:
@@ -107,12 +105,17 @@ def _packed(piece: WindowPiece, block: DenseBlock, tiling: ChannelTiling, isa: I
     numbers = np.minimum(np.arange(count), len(block.rows) - 1)
     rows = block.rows[numbers].astype(np.int64)
     pitches = [buffer.layout.pitch * isa.line for buffer in (piece.x, piece.out, piece.add)]
-    return PackedRows(tiling, len(block.channels), {
-        "x_offsets": block.channels.astype(np.int64) * pitches[0],
-        "out_offsets": rows * pitches[1],
-        "add_offsets": rows * pitches[2],
-        "weights": pack_channels(block.weight[numbers], tiling, isa.lanes),
-        "biases": piece.weight.bias[rows].astype(np.float32)})  # fmt: skip
+    return PackedRows(
+        tiling,
+        len(block.channels),
+        {
+            "x_offsets": block.channels.astype(np.int64) * pitches[0],
+            "out_offsets": rows * pitches[1],
+            "add_offsets": rows * pitches[2],
+            "weights": pack_channels(block.weight[numbers], tiling, isa.lanes),
+            "biases": piece.weight.bias[rows].astype(np.float32),
+        },
+    )
 
 
 def _call(piece: WindowPiece, packed: PackedRows, lines: PositionLines, isa: Isa) -> KernelCall:
@@ -137,23 +140,32 @@ def _call(piece: WindowPiece, packed: PackedRows, lines: PositionLines, isa: Isa
     )
     count = len(lines.table) * isa.lanes * tiling.vectors
     sums = GridLayout((1, count, 1, 1), TileGrid(1, 1, 1, 1, 1), NO_BORDER, isa.lanes)
-    buffers = {"x": (piece.x, 0), "out": (piece.out, 0), "add": (piece.add, 0),
-               "sums": (Buffer(sums), 0)}  # fmt: skip
-    return KernelCall(kernel, CALL, buffers, {
-        **arrays, "tap_rows": rows, "tap_pitch": pitch * isa.line,
-        "channels": packed.channels, "inner": tiling.inner, "wide": wide, "thin": thin,
-        "groups": np.array(groups, GROUP),
-        "ends": np.cumsum([len(own) for own in shapes.values()], dtype=np.int64),
-        "lines": lines.table, "line_count": len(lines.table)})  # fmt: skip
+    buffers = {"x": (piece.x, 0), "out": (piece.out, 0), "add": (piece.add, 0), "sums": (Buffer(sums), 0)}
+    return KernelCall(
+        kernel,
+        CALL,
+        buffers,
+        {
+            **arrays,
+            "tap_rows": rows,
+            "tap_pitch": pitch * isa.line,
+            "channels": packed.channels,
+            "inner": tiling.inner,
+            "wide": wide,
+            "thin": thin,
+            "groups": np.array(groups, GROUP),
+            "ends": np.cumsum([len(own) for own in shapes.values()], dtype=np.int64),
+            "lines": lines.table,
+            "line_count": len(lines.table),
+        },
+    )
 
 
 def _shapes(lines: PositionLines, most: int, isa: Isa) -> dict[Lanes, list[tuple[int, int]]]:
     """Groups of at most `most` positions of one line, by their lanes relative to the first: (bytes
     of the first input, bytes of the first sum of one vector of outputs)."""
     shapes: dict[Lanes, list[tuple[int, int]]] = {}
-    for number, (line, lanes) in enumerate(
-        zip(lines.table["x"].tolist(), lines.lanes, strict=True)
-    ):
+    for number, (line, lanes) in enumerate(zip(lines.table["x"].tolist(), lines.lanes, strict=True)):
         for own in groups_of(len(lanes), most):
             first, group = int(lanes[own[0]]), lanes[own]
             place = line * isa.line + 4 * first, (number * isa.lanes + first) * isa.line

@@ -68,13 +68,15 @@ def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
     choices = [_choice(tape, isa, piece, blocks, cut) for cut in cuts]
     costs = [choice.cost * factor for choice, factor in zip(choices, (TILES, 1, BOTH), strict=True)]
     choice = choices[costs.index(min(costs))]
-    tilings = [emit(tape, isa, piece, own) for emit, own in
-               ((emit_channels, choice.channels), (_emit_tiles, choice.tiles)) if own]  # fmt: skip
+    tilings = [
+        emit(tape, isa, piece, own)
+        for emit, own in ((emit_channels, choice.channels), (_emit_tiles, choice.tiles))
+        if own
+    ]
     return tilings[0]
 
 
-def _choice(tape: Tape, isa: Isa, piece: WindowPiece, blocks: Sequence[DenseBlock],
-            cut: Sequence[int]) -> LaneChoice:  # fmt: skip
+def _choice(tape: Tape, isa: Isa, piece: WindowPiece, blocks: Sequence[DenseBlock], cut: Sequence[int]) -> LaneChoice:
     """The choice of channels in lanes for the first rows of each block, `cut` gives how many."""
     pairs = list(zip(blocks, cut, strict=True))
     channels = list(_shares(tape, piece, [_rows(b, 0, n) for b, n in pairs if n], isa.lanes))
@@ -107,9 +109,7 @@ def _emit_tiles(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Share
     return Tiling(first.tile, first.inner, first.rows, len(piece.shape.parts) != tape.threads)
 
 
-def _shares(
-    tape: Tape, piece: WindowPiece, blocks: Sequence[DenseBlock], step: int
-) -> Iterator[Share]:
+def _shares(tape: Tape, piece: WindowPiece, blocks: Sequence[DenseBlock], step: int) -> Iterator[Share]:
     """The shares of all threads of some blocks.
 
     Threads share positions where the layout has a part for each, otherwise whole blocks if there
@@ -129,8 +129,7 @@ def _shares(
 
 def _of_window(piece: WindowPiece, block: DenseBlock) -> DenseBlock:
     """The block with those positions of the kernel that the window reads."""
-    used = [y is not None and x is not None for y in piece.window.taps[0]
-            for x in piece.window.taps[1]]  # fmt: skip
+    used = [y is not None and x is not None for y in piece.window.taps[0] for x in piece.window.taps[1]]
     if not any(used):
         return DenseBlock(block.rows, block.channels[:0], block.weight[:, :0, :1])
     return DenseBlock(block.rows, block.channels, block.weight[:, :, used])
@@ -142,8 +141,7 @@ def _problem(piece: WindowPiece, block: DenseBlock) -> DenseProblem:
     return DenseProblem(shape.parts, outputs, max(channels, 1), taps, shape.stride, shape.reach)
 
 
-def _call(piece: WindowPiece, packed: PackedBlock, tiles: Sequence[At], size: tuple[int, int],
-          isa: Isa) -> KernelCall:  # fmt: skip
+def _call(piece: WindowPiece, packed: PackedBlock, tiles: Sequence[At], size: tuple[int, int], isa: Isa) -> KernelCall:
     """The call of the dense kernel for tiles of one size."""
     block, tiling = packed.block, packed.tiling
     x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
@@ -151,18 +149,28 @@ def _call(piece: WindowPiece, packed: PackedBlock, tiles: Sequence[At], size: tu
     first, taps, tap_rows, tap_pitch = tap_lines(piece)
     table["x"] += first
     unroll = UNROLLED if tap_rows * len(taps) == 1 else 0
-    kernel = DenseTileKernel(
-        x_lines, out_lines, add_lines, taps, tiling.rows, piece.step.act, unroll
-    )
+    kernel = DenseTileKernel(x_lines, out_lines, add_lines, taps, tiling.rows, piece.step.act, unroll)
     wide, thin = split_outputs(len(block.rows), tiling.rows) or (0, 0)
     pitches = [layout.pitch * isa.line for layout in (x, out, add)]
     buffers = {"x": (piece.x, 0), "out": (piece.out, 0), "add": (piece.add, 0)}
-    return KernelCall(kernel, CALL, buffers, {
-        "x_offsets": block.channels.astype(np.int64) * pitches[0],
-        "out_offsets": block.rows.astype(np.int64) * pitches[1],
-        "add_offsets": block.rows.astype(np.int64) * pitches[2],
-        "tap_rows": tap_rows, "tap_pitch": tap_pitch * isa.line,
-        "channels": len(block.channels), "inner": tiling.inner, "wide": wide, "thin": thin,
-        "weights": packed.weight,
-        "biases": piece.weight.bias[block.rows].astype(np.float32),
-        "tiles": table, "tile_begin": 0, "tile_end": len(table)})  # fmt: skip
+    return KernelCall(
+        kernel,
+        CALL,
+        buffers,
+        {
+            "x_offsets": block.channels.astype(np.int64) * pitches[0],
+            "out_offsets": block.rows.astype(np.int64) * pitches[1],
+            "add_offsets": block.rows.astype(np.int64) * pitches[2],
+            "tap_rows": tap_rows,
+            "tap_pitch": tap_pitch * isa.line,
+            "channels": len(block.channels),
+            "inner": tiling.inner,
+            "wide": wide,
+            "thin": thin,
+            "weights": packed.weight,
+            "biases": piece.weight.bias[block.rows].astype(np.float32),
+            "tiles": table,
+            "tile_begin": 0,
+            "tile_end": len(table),
+        },
+    )

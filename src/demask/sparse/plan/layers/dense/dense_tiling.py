@@ -101,8 +101,7 @@ def split_outputs(outputs: int, rows: int) -> tuple[int, int] | None:
 @functools.cache
 def best_tiling(problem: DenseProblem, isa: Isa) -> tuple[float, DenseTiling]:
     """The tiling of least estimated cost with tiles of positions in lanes, and its cycles."""
-    tilings = [DenseTiling(tile, rows, _inner(problem, tile, isa))
-               for tile, rows in _tilings(problem, isa)]  # fmt: skip
+    tilings = [DenseTiling(tile, rows, _inner(problem, tile, isa)) for tile, rows in _tilings(problem, isa)]
     costs = [_cost(problem, tiling) for tiling in tilings]
     least = min(range(len(costs)), key=costs.__getitem__)
     return costs[least], tilings[least]
@@ -125,8 +124,10 @@ def _tilings(problem: DenseProblem, isa: Isa) -> Iterator[tuple[tuple[int, int],
 
 def _inner(problem: DenseProblem, tile: tuple[int, int], isa: Isa) -> int:
     """Input channels of a block: about equal blocks whose inputs stay in the L1 cache."""
-    rows, columns = ((size - 1) * min(stride, reach + 1) + 1 + reach for size, stride, reach in
-                     zip(tile, problem.stride, problem.reach, strict=True))  # fmt: skip
+    rows, columns = (
+        (size - 1) * min(stride, reach + 1) + 1 + reach
+        for size, stride, reach in zip(tile, problem.stride, problem.reach, strict=True)
+    )
     touched = rows * (isa.line * columns + CACHE_LINE - isa.line)  # any line may begin a row
     blocks = -(-problem.channels // max(1, INPUTS // touched))
     return -(-problem.channels // blocks)
@@ -138,12 +139,10 @@ def _cost(problem: DenseProblem, tiling: DenseTiling) -> float:
 
     def tile_cost(positions: int) -> float:
         sizes = zip((tiling.rows, tiling.rows - 1), blocks, strict=True)
-        return sum(count * _block_cost(problem, (rows, positions), tiling.inner)
-                   for rows, count in sizes)  # fmt: skip
+        return sum(count * _block_cost(problem, (rows, positions), tiling.inner) for rows, count in sizes)
 
     return max(
-        sum(count * tile_cost(h * w) for h, w, count in rect_counts(*part, tiling.tile))
-        for part in problem.parts
+        sum(count * tile_cost(h * w) for h, w, count in rect_counts(*part, tiling.tile)) for part in problem.parts
     )
 
 
@@ -200,9 +199,11 @@ def groups_of(positions: int, most: int) -> list[range]:
 
 def pack(weight: np.ndarray, tiling: DenseTiling) -> np.ndarray:
     """Float32 weights [outputs, channels, taps] in the order in which the kernel reads them."""
-    blocks = [weight[a:b, c : c + tiling.inner].transpose(1, 2, 0).ravel()
-              for c in range(0, weight.shape[1], tiling.inner)
-              for a, b in _ends(len(weight), tiling.rows)]  # fmt: skip
+    blocks = [
+        weight[a:b, c : c + tiling.inner].transpose(1, 2, 0).ravel()
+        for c in range(0, weight.shape[1], tiling.inner)
+        for a, b in _ends(len(weight), tiling.rows)
+    ]
     return np.concatenate(blocks) if blocks else np.zeros(1, np.float32)
 
 

@@ -15,33 +15,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.dense.winograd_tile import (
-    CALL,
-    COMPONENTS,
-    FILTER,
-    WinogradTileKernel,
-)
+from demask.kernels.cpu.tiles.dense.winograd_tile import CALL, COMPONENTS, FILTER, WinogradTileKernel
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock
 from demask.sparse.plan.layers.dense.dense_layer import emit_dense
-from demask.sparse.plan.layers.dense.dense_tiling import (
-    BLOCK,
-    LOAD,
-    MOST_ROWS,
-    PRODUCT,
-    STEP,
-    SUM,
-    WAIT,
-    split_outputs,
-)
+from demask.sparse.plan.layers.dense.dense_tiling import BLOCK, LOAD, MOST_ROWS, PRODUCT, STEP, SUM, WAIT, split_outputs
 from demask.sparse.plan.layers.tiling import Tiling
-from demask.sparse.plan.layers.window_piece import (
-    StepWeight,
-    WindowPiece,
-    shares,
-    tap_lines,
-    tile_lines,
-)
+from demask.sparse.plan.layers.window_piece import StepWeight, WindowPiece, shares, tap_lines, tile_lines
 from demask.sparse.plan.tape import INEXACT, Buffer, KernelCall, Tape, aligned
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, TileGrid, grid_for
 from demask.sparse.segment_steps import ConvStep, Step
@@ -96,12 +76,12 @@ def filtered_sizes(
             sizes.add(size)
         direct[size] += products
         filtered[size] += products * (1.0 if block is None else _ratio(block))
-    grids = {size: [grid_for(1, *size, lanes, 1, unit=unit) for unit in (1, SIDE)]
-             for size in sizes}  # fmt: skip
+    grids = {size: [grid_for(1, *size, lanes, 1, unit=unit) for unit in (1, SIDE)] for size in sizes}
     return frozenset(
-        size for size, (any_, even) in grids.items()
+        size
+        for size, (any_, even) in grids.items()
         if filtered[size] * even.positions < PAYS * direct[size] * any_.positions
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +99,7 @@ def best_winograd(squares: int, channels: int, outputs: int, isa: Isa) -> Winogr
     """The tiling of least estimated cost for this many squares of a thread."""
     best: tuple[float, WinogradTiling] | None = None
     most = min(MOST_ROWS, outputs)
-    pairs = [(rows, group) for rows in range(1, most + 1)
-             for group in range(1, min(squares, isa.registers) + 1)]  # fmt: skip
+    pairs = [(rows, group) for rows in range(1, most + 1) for group in range(1, min(squares, isa.registers) + 1)]
     for rows, group in pairs:
         fits = rows * group + min(rows, group) + 1 < isa.registers
         blocks = split_outputs(outputs, rows) if fits else None
@@ -134,8 +113,7 @@ def best_winograd(squares: int, channels: int, outputs: int, isa: Isa) -> Winogr
     return best[1]
 
 
-def _cost(sizes: tuple[int, int], blocks: tuple[int, int], tiling: WinogradTiling,
-          line: int) -> float:  # fmt: skip
+def _cost(sizes: tuple[int, int], blocks: tuple[int, int], tiling: WinogradTiling, line: int) -> float:
     """Estimated cycles. sizes: squares and input channels. blocks: wide and thin ones."""
     squares, channels = sizes
     passes, rest = divmod(squares, tiling.block)
@@ -164,8 +142,7 @@ def pack_winograd(weight: np.ndarray, rows: int) -> np.ndarray:
         components = components.reshape(COMPONENTS, outputs, channels).astype(np.float32)
     wide, thin = split_outputs(outputs, rows) or (0, 0)
     ends = np.cumsum([0] + [rows] * wide + [rows - 1] * thin)
-    blocks = [components[:, a:b].transpose(0, 2, 1).reshape(COMPONENTS, -1)
-              for a, b in pairwise(ends)]  # fmt: skip
+    blocks = [components[:, a:b].transpose(0, 2, 1).reshape(COMPONENTS, -1) for a, b in pairwise(ends)]
     return aligned(np.concatenate(blocks, axis=1))
 
 
@@ -174,9 +151,12 @@ def emit_winograd(tape: Tape, isa: Isa, piece: WindowPiece, block: DenseBlock) -
     dense kernel. Returns the tilings."""
     packs: dict[tuple[int, int], tuple[WinogradTiling, np.ndarray]] = {}
     for thread, areas, share in shares(tape, piece, len(block.rows)):
-        squares = [(part, i, j) for part, area in areas.items()
-                   for i in range(area[0], area[0] + area[2], SIDE)
-                   for j in range(area[1], area[1] + area[3], SIDE)]  # fmt: skip
+        squares = [
+            (part, i, j)
+            for part, area in areas.items()
+            for i in range(area[0], area[0] + area[2], SIDE)
+            for j in range(area[1], area[1] + area[3], SIDE)
+        ]
         own = DenseBlock(block.rows[slice(*share)], block.channels, block.weight[slice(*share)])
         if share not in packs:
             tiling = best_winograd(len(squares), len(own.channels), len(own.rows), isa)
@@ -192,8 +172,9 @@ def emit_winograd(tape: Tape, isa: Isa, piece: WindowPiece, block: DenseBlock) -
     return tilings
 
 
-def _call(piece: WindowPiece, block: DenseBlock, squares: Sequence[At],
-          packed: tuple[WinogradTiling, np.ndarray], isa: Isa) -> KernelCall:  # fmt: skip
+def _call(
+    piece: WindowPiece, block: DenseBlock, squares: Sequence[At], packed: tuple[WinogradTiling, np.ndarray], isa: Isa
+) -> KernelCall:
     """The call of a thread."""
     tiling, weight = packed
     x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
@@ -210,12 +191,10 @@ def _call(piece: WindowPiece, block: DenseBlock, squares: Sequence[At],
     )
     counts = len(block.channels), len(block.rows)
     planes = [(tiling.block * count) | 1 for count in counts]  # lines
-    scratch = GridLayout((1, COMPONENTS * sum(planes), 1, 1), TileGrid(1, 1, 1, 1, 1), NO_BORDER,
-                         isa.lanes)  # fmt: skip
+    scratch = GridLayout((1, COMPONENTS * sum(planes), 1, 1), TileGrid(1, 1, 1, 1, 1), NO_BORDER, isa.lanes)
     wide, thin = split_outputs(len(block.rows), tiling.rows) or (0, 0)
     pitches = [layout.pitch * isa.line for layout in (x, out, add)]
-    buffers = {"x": (piece.x, 0), "out": (piece.out, 0), "add": (piece.add, 0),
-               "scratch": (Buffer(scratch), 0)}  # fmt: skip
+    buffers = {"x": (piece.x, 0), "out": (piece.out, 0), "add": (piece.add, 0), "scratch": (Buffer(scratch), 0)}
     return KernelCall(kernel, CALL, buffers, {
         "x_offsets": block.channels.astype(np.int64) * pitches[0],
         "out_offsets": block.rows.astype(np.int64) * pitches[1],
