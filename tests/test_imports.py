@@ -23,6 +23,7 @@ LAYOUT = (
     ("graph",),
     ("facts",),
     ("machine",),
+    ("rewrites",),
     ("shrink",),
     ("tune",),
     ("files",),

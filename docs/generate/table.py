@@ -9,11 +9,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from demask.graph.normalize.canonical_calls import CANONICALIZED
 from demask.ops import TABLE, Declined, Entry, Relation, SizedLine, bind
 from demask.ops.entry import Shape
 from demask.ops.laws import call_node, target_of
 from demask.ops.laws.draws import draw_tensor
+from demask.rewrites.normalize import REWRITTEN
 from docs.generate import DOCS
 
 PATH = DOCS / "table.md"
@@ -106,7 +106,7 @@ def page() -> str:
     lines = [["op (`aten.`)", "kind", "line", "fill", "columns", "cases"], ["---"] * 6]
     lines += [cells for _, cells in rows]
     body = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    others = ", ".join(f"`{name.removeprefix('aten.')}`" for name in sorted(CANONICALIZED))
-    module = "demask.graph.normalize.canonical_calls"
+    others = ", ".join(f"`{name.removeprefix('aten.')}`" for name in sorted(REWRITTEN))
+    module = "demask.rewrites.normalize"
     tail = f"Rewritten as other ops before the table is queried (`{module}`): {others}."
     return f"{HEAD}{len(TABLE)} entries: {said}.\n\n{body}\n\n{tail}\n"

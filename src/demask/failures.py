@@ -92,12 +92,14 @@ class Log:
 
     gave_up: whether an essential step failed, without which little or nothing can be removed.
     has_side_network: whether the side network (values that no input determines) was separated, to
-    be computed once per call.
+    be computed once per call. changes: what rewrites changed (`demask.rewrites.driver.Change`), for
+    callers that set it to a list.
     """
 
     failures: dict[str, str] = field(default_factory=dict)
     gave_up: bool = False
     has_side_network: bool = False
+    changes: list[Any] | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:

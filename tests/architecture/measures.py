@@ -26,6 +26,7 @@ LAYERS = (
     ("kernels",),
     ("graph",),
     ("facts",),
+    ("rewrites",),
     ("shrink", "tune", "files"),
     ("pages",),
     ("report",),
@@ -56,8 +57,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # is a function for, so they stand with the functions and are stated nowhere else.
 RULE_TABLES = {
     "files.onnx.write.functions",
-    "graph.normalize.canonical_calls",
-    "graph.normalize.separate_heads",
+    "rewrites.separate_heads",
     "sparse.segment.match_calls",
     "stride.accelerator.emit_compute",
     "stride.accelerator.emit_layout",

@@ -154,11 +154,11 @@ def test_objects_that_hold_state_are_module_state(body: str, line: str, count: i
 @pytest.mark.parametrize(
     ("file", "value", "count"),
     [
-        ("graph/normalize/canonical_calls.py", "rule", 0),
-        ("graph/normalize/canonical_calls.py", "lambda x: x", 0),
-        ("graph/normalize/canonical_calls.py", "rule(2)", 0),
-        ("graph/normalize/canonical_calls.py", "1", 1),
-        ("graph/normalize/canonical_calls.py", "aten.add.Tensor", 1),
+        ("rewrites/separate_heads.py", "rule", 0),
+        ("rewrites/separate_heads.py", "lambda x: x", 0),
+        ("rewrites/separate_heads.py", "rule(2)", 0),
+        ("rewrites/separate_heads.py", "1", 1),
+        ("rewrites/separate_heads.py", "aten.add.Tensor", 1),
         ("graph/other.py", "rule", 1),
     ],
 )

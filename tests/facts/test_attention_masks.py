@@ -14,8 +14,9 @@ from demask.facts.attention_masks import shows_each_query
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
-from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.ops import TABLE
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 
 LENGTHS = (7, 1, 12)  # of the sequences; the first is that of the example
 
@@ -143,7 +144,7 @@ def is_proved(net: Attention) -> bool:
     args = example(net, LENGTHS[0])
     length = torch.export.Dim("length", max=15)
     shapes = None if net.keys else ({2: length}, {1: length})
-    program = canonicalize_calls(fold_constants(functionalize(capture(net, args, dynamic_shapes=shapes))))
+    program = rewrite(fold_constants(functionalize(capture(net, args, dynamic_shapes=shapes))), CANONICAL)
     analysis = Analysis(program, TABLE)
     (call,) = (r for n, r in analysis.relations.items() if "attention" in n.name)
     return shows_each_query(call, analysis.relations, analysis.known)

@@ -7,8 +7,9 @@ from torch import nn
 import demask
 from demask.graph.capture.capture import capture
 from demask.graph.capture.functionalize import functionalize
-from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.ops import TABLE, Relation, bind
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 from test_micro import difference
 
 EQUATIONS = {
@@ -40,7 +41,7 @@ class Product(nn.Module):
 def test_every_call_has_a_rule(equation):
     shapes = EQUATIONS[equation]
     net, x = Product(equation, shapes), torch.randn(shapes[0]).double()
-    program = canonicalize_calls(functionalize(capture(net, (x,))))
+    program = rewrite(functionalize(capture(net, (x,))), CANONICAL)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     assert all(isinstance(bind(node, TABLE), Relation) for node in calls)
     slim = demask.demask(net, (x,), result="graph")
@@ -49,7 +50,7 @@ def test_every_call_has_a_rule(equation):
 
 def test_repeated_letters_stay():
     net, x = Product("bii->b", ((2, 3, 3),)), torch.randn(2, 3, 3).double()
-    program = canonicalize_calls(functionalize(capture(net, (x,))))
+    program = rewrite(functionalize(capture(net, (x,))), CANONICAL)
     assert any(node.target is torch.ops.aten.einsum.default for node in program.graph.nodes)
     assert difference(net(x), demask.demask(net, (x,), result="graph")(x)) == 0
 

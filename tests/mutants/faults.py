@@ -110,7 +110,7 @@ WRITTEN = (
           "return value if isinstance(value, bool) else _is_number(value)", "attention_masks"),
     fault("one-branch-hides-no-key", "facts/attention_masks.py",
           "all(map(_is_shown, value[1:]))", "any(map(_is_shown, value[1:]))", "attention_masks"),
-    fault("einsum-keeps-shared-letters-alone", "graph/normalize/canonical_calls.py",
+    fault("einsum-keeps-shared-letters-alone", "rewrites/normalize.py",
           "needed | set(other))", "needed)", "einsum"),
     fault("combinations-that-round", "facts/carriers.py",
           "if float(growth.max()) <= GROWTH:", "if True:", "carriers"),

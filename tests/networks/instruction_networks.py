@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
-from demask.graph.normalize.canonical_calls import canonicalize_calls
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 from demask.stride.accelerator.instructions import Instructions, listed
 from demask.stride.accelerator.machine import Machine
 from demask.tune.passes.fold_affine import fold_affine
@@ -37,7 +38,7 @@ def images(*shape: int) -> torch.Tensor:
 
 def plain(model, args, machine=None, kwargs=None) -> Instructions:
     """The list of a network that has no strides."""
-    program = canonicalize_calls(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))))
+    program = rewrite(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))), CANONICAL)
     return listed(fold_affine(program), machine or Machine())
 
 

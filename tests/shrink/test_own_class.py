@@ -21,7 +21,7 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.errors import Mismatch
 from demask.failures import strict
-from demask.graph.normalize.program_equality import find_difference
+from demask.graph.program_equality import find_difference
 from demask.graph.result.resize import update_attributes
 from demask.numerics import compare
 from demask.shrink.pipeline import canonicalize, capture_program

@@ -14,9 +14,10 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.editor import GraphEditor
-from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.ops import TABLE
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 from demask.stride.dilation import spaced_axes as grid
 from demask.stride.dilation import spaced_calls as grid_rules
 from demask.stride.dilation import spaced_windows as grid_windows
@@ -178,7 +179,7 @@ def test_a_planted_fault_is_found(monkeypatch, name):
 
 
 def read(model: nn.Module, *args: Tensor, shapes: Any = None) -> Program:
-    return canonicalize_calls(fold_constants(functionalize(capture(model.eval(), args, None, shapes))))
+    return rewrite(fold_constants(functionalize(capture(model.eval(), args, None, shapes))), CANONICAL)
 
 
 def pushed(model: nn.Module, x: Tensor, name: str) -> Program | str:

@@ -219,10 +219,11 @@ def test_constants_are_shared_and_the_model_is_not_changed() -> None:
 
 
 def test_a_program_can_be_lowered() -> None:
-    from demask.graph.normalize.canonical_calls import canonicalize_calls
+    from demask.rewrites.driver import rewrite
+    from demask.rewrites.normalize import CANONICAL
     from demask.shrink.pipeline import capture_program
 
-    program = canonicalize_calls(capture_program(stem(nn.ReLU()), (torch.ones(2, 3, 8, 8),), None, None))
+    program = rewrite(capture_program(stem(nn.ReLU()), (torch.ones(2, 3, 8, 8),), None, None), CANONICAL)
     after, (choice,) = lowered(program, "slice")
     assert (choice.node, choice.module, choice.form) == ("conv2d", "0", "slice")
     assert choice.cost is not None and choice.cost.macs == 4 * 64 * 27  # of one image

@@ -18,10 +18,11 @@ from demask.facts.ranges import ANY, Range, compute_ranges, dtype_range, range_r
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
-from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.ops import TABLE, Entry, Table, schema
 from demask.ops.entry import Shape
 from demask.ops.laws import target_of
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 
 Function = Callable[..., Any]
 
@@ -40,7 +41,7 @@ class Net(nn.Module):
 def told(function: Function, *args: Tensor, table: Table = TABLE, **buffers: Tensor) -> Range:
     """The range of what a function of inputs makes."""
     net = Net(function, **buffers).eval()
-    program = canonicalize_calls(fold_constants(functionalize(capture(net, args))))
+    program = rewrite(fold_constants(functionalize(capture(net, args))), CANONICAL)
     found = compute_ranges(program.graph.nodes, {k: c.tensor for k, c in program.constants.items()}, table)
     (made,) = program.graph.output_node().args[0]  # type: ignore[misc,union-attr]
     return found[made]  # type: ignore[index]

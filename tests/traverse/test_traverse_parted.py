@@ -15,10 +15,11 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
-from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.ops import TABLE
 from demask.ops.laws import check_scatter_law, law_cases
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 from demask.traverse.analysis.split_global_ops import folded_scale, global_calls, split_global_calls
 from demask.traverse.axes import axes_of
 from night import at_night
@@ -37,7 +38,7 @@ class Excited(nn.Module):
 
 
 class Spelled(nn.Module):
-    """A norm and a context canonicalize_calls by the user."""
+    """A norm and a context written by the user."""
 
     def forward(self, x: Tensor) -> Tensor:
         variance, mean = torch.var_mean(x, (2, 3), keepdim=True)
@@ -96,7 +97,7 @@ def program_of(network: str, dtype: torch.dtype = torch.float64) -> tuple[Progra
     net, x = NETWORKS[network]().to(dtype).eval(), torch.randn(1, 3, 13, 10, dtype=dtype)
     for value in net.parameters():
         nn.init.normal_(value, 0.5)
-    return fold_constants(canonicalize_calls(capture(net, (x,), dynamic_shapes={}))), x
+    return fold_constants(rewrite(capture(net, (x,), dynamic_shapes={}), CANONICAL)), x
 
 
 def run(program: Program, x: Tensor, seed: int | None = None) -> tuple[Tensor, ...]:
@@ -209,7 +210,7 @@ def test_a_norm_goes_into_the_weights_before_it(bias):
     net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=bias), nn.GroupNorm(4, 8), nn.Conv2d(8, 2, 3))
     x = torch.randn(1, 3, 13, 10, dtype=torch.float64)
     program = split_global_calls(
-        fold_constants(canonicalize_calls(capture(net.double(), (x,), dynamic_shapes={}))), SPLIT
+        fold_constants(rewrite(capture(net.double(), (x,), dynamic_shapes={}), CANONICAL)), SPLIT
     )
     changed = folded_scale(program)
     counts = [sum(line.startswith("conv2d") for line in spelling(p)) for p in (program, changed)]

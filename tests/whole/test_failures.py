@@ -6,6 +6,7 @@ Every test plants an exception in one stage; `strict(False)` is the mode of user
 import importlib
 import threading
 import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from demask.compat.fake_shapes import shapes_only
 from demask.errors import BadInput, DemaskError, InternalError, Mismatch, NotExportable, TableError
 from demask.failures import Log, public, strict
 from demask.graph.capture.errors import part_of
+from demask.rewrites.normalize import NORMALIZE
+from demask.rewrites.rule import Pass, Phase
 from graphs import to_graph
 
 # Its passes are looked up there.
@@ -73,7 +76,7 @@ CALLS = [
     ("demask.facts.known", "forward"),
     ("demask.facts.needed", "_operand_need"),
     ("demask.shrink.layout.placement.Placer", "_tie_operand"),
-    ("demask.shrink.emit.rewrite", "emit_plain"),
+    ("demask.shrink.emit.emit_program", "emit_plain"),
 ]
 
 
@@ -99,9 +102,7 @@ def test_a_rule_that_fails_declines_its_call(monkeypatch, where, name, error):
     assert type(error).__name__ in note
 
 
-@pytest.mark.parametrize("name", ["canonicalize_calls", "separate_heads", "select_before_view",
-                                  "select_token_early", "fold_constants",
-                                  "stack_border_maps", "name_tied_tensors",
+@pytest.mark.parametrize("name", ["fold_constants", "stack_border_maps", "name_tied_tensors",
                                   "split_side_network", "unstack_border_maps"])  # fmt: skip
 def test_a_pass_that_fails_is_left_out(monkeypatch, name):
     monkeypatch.setattr(PIPELINE, name, raising(None, KeyError("planted")))
@@ -109,6 +110,19 @@ def test_a_pass_that_fails_is_left_out(monkeypatch, name):
         record = smaller()
     assert record.after.parameters < record.before.parameters
     assert any("left out" in note and "KeyError: 'planted'" in note for note in record.notes)
+
+
+@pytest.mark.parametrize("entry", NORMALIZE.entries, ids=lambda entry: entry.name)
+def test_an_entry_of_the_normal_form_that_fails_is_left_out(monkeypatch, entry):
+    """Calls of these networks that a rule is for, and every pass."""
+    planted = replace(entry, apply=raising(None, KeyError("planted")))
+    entries = tuple(planted if each is entry else each for each in NORMALIZE.entries)
+    monkeypatch.setattr(PIPELINE, "NORMALIZE", Phase("planted", entries))
+    with strict(False):
+        record = smaller()
+    assert record.after.parameters < record.before.parameters
+    failed = [note for note in record.notes if "left out" in note and "KeyError: 'planted'" in note]
+    assert len(failed) == 1 if isinstance(entry, Pass) else all(entry.name in note for note in failed)
 
 
 def test_a_form_that_fails_is_left_out(monkeypatch):
@@ -120,7 +134,7 @@ def test_a_form_that_fails_is_left_out(monkeypatch):
     assert sum("IndexError: planted" in note for note in record.notes) == len(forms)
 
 
-@pytest.mark.parametrize("name", ["rewrite", "_shrink_once", "_shrink_repeatedly"])
+@pytest.mark.parametrize("name", ["emit_program", "_shrink_once", "_shrink_repeatedly"])
 def test_where_all_fails_the_network_is_as_it_was(monkeypatch, name):
     monkeypatch.setattr(PIPELINE, name, raising(None, ValueError("planted")))
     with strict(False):
@@ -138,7 +152,7 @@ def test_macs_that_cannot_be_counted_are_none(monkeypatch):
 
 
 def test_memory_errors_are_raised(monkeypatch):
-    monkeypatch.setattr(PIPELINE, "select_before_view", raising(None, MemoryError()))
+    monkeypatch.setattr(PIPELINE, "emit_program", raising(None, MemoryError()))
     with strict(False), pytest.raises(MemoryError):
         smaller()
     with strict(False), pytest.raises(MemoryError):
@@ -374,7 +388,7 @@ def test_sizes_are_expressions_of_dynamic_sizes():
     ],
 )
 def test_fewer_sizes_are_dynamic_where_more_fail(monkeypatch, shapes, fails, left):
-    real = PIPELINE.rewrite
+    real = PIPELINE.emit_program
 
     def planted(program, *args):
         value = next(n for n in program.graph.nodes if n.op == "placeholder").meta["val"]
@@ -382,7 +396,7 @@ def test_fewer_sizes_are_dynamic_where_more_fail(monkeypatch, shapes, fails, lef
             raise RuntimeError("planted")
         return real(program, *args)
 
-    monkeypatch.setattr(PIPELINE, "rewrite", planted)
+    monkeypatch.setattr(PIPELINE, "emit_program", planted)
     net, x = Resized().eval(), torch.randn(2, 3, 24, 20)
     with strict(False):
         slim = to_graph(net, (x,), dynamic_shapes=shapes)

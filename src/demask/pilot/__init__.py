@@ -6,7 +6,8 @@ from demask.pilot.compare import Comparison, compare
 from demask.pilot.condition import condition
 from demask.pilot.conditions.base import Condition, Conditioned, Decision
 from demask.pilot.conditions.channel_conditions import ConstantChannels as Constant
-from demask.pilot.conditions.channel_conditions import Precision, Skip, Value
+from demask.pilot.conditions.channel_conditions import PilotValue as Value
+from demask.pilot.conditions.channel_conditions import Precision, Skip
 from demask.pilot.conditions.regions import Missed, Regions
 from demask.pilot.data.collect import collect
 from demask.pilot.data.execution_data import ExecutionData

@@ -25,7 +25,7 @@ from demask.ops import TABLE, Table
 from demask.pilot.chains.exact_conditions import Certified, Columns
 from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.conditions.base import Condition, Conditioned, Decision, parsed
-from demask.pilot.conditions.channel_conditions import ConstantChannels, Precision, Skip, Value
+from demask.pilot.conditions.channel_conditions import ConstantChannels, PilotValue, Precision, Skip
 from demask.pilot.conditions.regions import Regions
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.guarantee import LEVEL, LOSS, Guarantee, guarantee, observed
@@ -33,8 +33,8 @@ from demask.pilot.routing.route import Route
 from demask.pilot.simplifiers.simplify import Simplifier
 from demask.tune.race import speed_of
 
-KINDS = (Columns, Certified, Skip, ConstantChannels, Value, Precision, Order, Route, Regions)
-CHOSEN = (Skip, ConstantChannels, Value, Precision, Route)  # whose first parameter a guarantee chooses
+KINDS = (Columns, Certified, Skip, ConstantChannels, PilotValue, Precision, Order, Route, Regions)
+CHOSEN = (Skip, ConstantChannels, PilotValue, Precision, Route)  # whose first parameter a guarantee chooses
 KNOBS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # shares that are computed, the most careful first
 WHOLE = "the network, whole"
 WARMUP = 3

@@ -26,19 +26,17 @@ from demask.graph.capture.shared_captures import shared_captures
 from demask.graph.guards import literal_inputs
 from demask.graph.input_domains import NOTHING, Domain, Domains, domains_of
 from demask.graph.input_specs import example_batch, input_specs
-from demask.graph.normalize.canonical_calls import canonicalize_calls
-from demask.graph.normalize.select_before_view import select_before_view
-from demask.graph.normalize.select_token_early import select_token_early
-from demask.graph.normalize.separate_heads import separate_heads
-from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, ModuleSizes, Provenance, Reason, Sizes, removed_parameters
 from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import Demasked, build
+from demask.graph.split_recurrent import split_recurrent
 from demask.ops import Table
 from demask.ops.entries.padded import add_padded_entries
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import NORMALIZE, NORMALIZE_CLASS
 from demask.shrink.emit.class_calls import rewrite_for_class
-from demask.shrink.emit.rewrite import Rewritten, rewrite
+from demask.shrink.emit.emit_program import Rewritten, emit_program
 from demask.shrink.layout.class_layout import FixedSizes
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.placement import Placement, place
@@ -139,20 +137,9 @@ def canonicalize(
     that fails is omitted, and `log` says so. fold_parameters: as in `programs_of`. views: False:
     tokens are selected where the program selects them, not before views."""
     log = Log() if log is None else log
-    passes: tuple[tuple[str, Callable[[Program], Program]], ...] = (
-        ("the canonical notation of calls", lambda p: canonicalize_calls(p, log)),
-        ("the separation of heads from a dynamic batch", lambda p: separate_heads(p, table)),
-        ("selection before views", select_before_view if views else _unchanged),
-        ("the early selection of single tokens", (lambda p: select_token_early(p, table)) if views else _unchanged),
-        ("the folding of constants", partial(fold_constants, parameters=fold_parameters)),
-    )
-    for name, change in passes:
-        program = log.attempt(name, partial(change, program), program)
-    return program
-
-
-def _unchanged(program: Program) -> Program:
-    return program
+    program = rewrite(program, NORMALIZE if views else NORMALIZE_CLASS, table, log)
+    fold = partial(fold_constants, program, parameters=fold_parameters)
+    return log.attempt("the folding of constants", fold, program)
 
 
 def uniform(program: Program, table: Table) -> Program:
@@ -440,7 +427,7 @@ def _emit_smaller(analysis: LayoutAnalysis, log: Log, tied: bool) -> Rewritten:
         placement = _place_tied(analysis) if tied else analysis.placer.placement()
         program, relations = analysis.program, analysis.relations
         try:
-            return rewrite(program, relations, analysis.known, analysis.needs, placement, analysis.carried)
+            return emit_program(program, relations, analysis.known, analysis.needs, placement, analysis.carried)
         except CallFailed as failure:
             analysis = analysis.without(failure)
             log.add(analysis.failed)

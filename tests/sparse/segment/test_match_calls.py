@@ -13,8 +13,9 @@ from test_sparse_segments import made as plainly_made
 from torch import Tensor, nn
 
 from demask.graph.editor import GraphEditor
-from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 from demask.sparse.segment import match_calls
 from demask.sparse.segment.match_calls import MatchedCall, calls_of
 from demask.sparse.segment_steps import ConvStep, ScaleStep, SelectStep
@@ -44,7 +45,7 @@ def made(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> tuple[Pr
     """
     sizes = dict.fromkeys(dynamic, torch.export.Dim.AUTO)
     program, args = plainly_made(model, x, shapes=((sizes,),) if dynamic else None)
-    return canonicalize_calls(program), args
+    return rewrite(program, CANONICAL), args
 
 
 def net(body: Body, out: int, channels: int = 4, middle: nn.Module | None = None, groups: int = 2) -> nn.Module:

@@ -18,7 +18,6 @@ from demask.files.onnx.edit.changes import NodeChange, changes_of
 from demask.files.onnx.edit.edit_file import examine
 from demask.files.onnx.read.reader import installed
 from demask.files.onnx.write.writer import size_of
-from demask.graph.normalize.canonical_calls import CANONICALIZED
 from demask.graph.provenance import Provenance
 from demask.graph.result.module_calls import graph_of_calls
 from demask.ops import TABLE, Table
@@ -28,6 +27,7 @@ from demask.progress import ProgressStep
 from demask.report.report import Report
 from demask.report.sections import PLACES, ROWS, report_sections
 from demask.report.values import share
+from demask.rewrites.normalize import REWRITTEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TAB
     slim = demask.demask(network.model, network.args, table=table, result="graph")
     report = demask.report(slim)
     model = network.model
-    known = {*table, *CANONICALIZED}
+    known = {*table, *REWRITTEN}
     ops = _ops(graph_of_calls(model) if isinstance(model, fx.GraphModule) else model.graph)
     return Inspection(
         report,

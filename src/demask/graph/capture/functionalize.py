@@ -20,8 +20,8 @@ from torch.fx.node import map_arg
 from demask.compat.dispatch import OpOverload, base_name, is_mutable, overload_name, schema_of
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.errors import NotExportable
+from demask.graph.capture.squeeze_dynamic_axes import squeeze_static_axes
 from demask.graph.editor import GraphEditor
-from demask.graph.normalize.squeeze_dynamic_axes import squeeze_static_axes
 from demask.graph.program import Program
 from demask.ops.schema import arguments, draws_random_numbers, same_shape
 

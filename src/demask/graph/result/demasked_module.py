@@ -15,7 +15,6 @@ from demask.compat.fx_internals import PyTreeInfo, codegen_of, signature_of
 from demask.failures import warn_caller
 from demask.graph.editor import drop_unread
 from demask.graph.node_records import NodeRecord, TensorType, graph_of, records_of
-from demask.graph.normalize.split_recurrent import join_recurrent
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.codegen import Codegen
@@ -24,6 +23,7 @@ from demask.graph.result.origin import get_origin, set_origin
 from demask.graph.result.resize import tensors_of
 from demask.graph.result.restore_modules import Originals, restore_modules, set_module
 from demask.graph.result.uncalled_modules import is_holder, refuse_hooks
+from demask.graph.split_recurrent import join_recurrent
 from demask.ops.custom import custom_op_of
 
 # Attributes of a GraphModule that are generated from its graph.

@@ -4,7 +4,7 @@
 
 t: time, n: batch, i: input feature, h: hidden unit, k: gate. A projected LSTM computes p features
 from its cells c and reads these in the next step. Calls with several layers or directions are split
-before (`demask.graph.normalize.split_recurrent`). Gates in order: LSTM i, f, g, o; GRU r, z, n.
+before (`demask.graph.split_recurrent`). Gates in order: LSTM i, f, g, o; GRU r, z, n.
 Source: torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN.
 """
 

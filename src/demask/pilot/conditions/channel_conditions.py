@@ -3,7 +3,7 @@
 The pilot chooses positions per layer and call: a run-time index. `demask.shrink.runtime_index`
 rewrites the network to convolutions and products on gathered weights, through the table, so any
 network that the table covers can be conditioned. What is not computed is 0 (`Skip`), a constant
-(`ConstantChannels`), the pilot's own value (`Value`), or computed with fewer bits (`Precision`).
+(`ConstantChannels`), the pilot's own value (`PilotValue`), or computed with fewer bits (`Precision`).
 
 The pilot is a simplified network, which runs on the live input first; or execution data of an
 earlier frame or a calibration set, which `module.update(data)` replaces. All inputs of a batch
@@ -186,7 +186,7 @@ class ConstantChannels(_Selective):
 
 
 @dataclass(frozen=True, slots=True)
-class Value(_Selective):
+class PilotValue(_Selective):
     """A condition like `Skip` in which channels that are not computed have the pilot's own values.
 
     A condition selects the work that a network does. Pass `Value(0.5)`, or its text "value:0.5" or
@@ -296,7 +296,7 @@ class Precision(_Selective):
         return _Draft(self, model, args, kwargs, pilot, table).with_bits(self.bits)
 
 
-Kind = Skip | ConstantChannels | Value | Precision
+Kind = Skip | ConstantChannels | PilotValue | Precision
 
 
 class _Draft:

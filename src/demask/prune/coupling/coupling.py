@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.graph.capture.fold_constants import fold_constants, plain_name
-from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program, path_of
 from demask.graph.provenance import Sizes
+from demask.graph.split_recurrent import split_recurrent
 from demask.ops import TABLE, Table
 from demask.ops.entries.contraction import GROUPED
 from demask.ops.entry import op_name

@@ -22,9 +22,9 @@ from demask.failures import attributed
 from demask.graph.program import Program
 from demask.ops import Declined, Relation, schema
 from demask.shrink.emit.contraction import emit_one_contraction
+from demask.shrink.emit.emit_program import Rewriter, Rewritten, explain
 from demask.shrink.emit.plain import emit_move, is_untouched
 from demask.shrink.emit.recurrent import emit_recurrent
-from demask.shrink.emit.rewrite import Rewriter, Rewritten, explain
 from demask.shrink.layout.class_layout import FixedSizes
 from demask.shrink.layout.placement import Placement
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from demask.errors import DemaskError
 from demask.failures import described, is_strict
 from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
-from demask.graph.normalize.program_equality import find_difference
 from demask.graph.program import Program, path_of
+from demask.graph.program_equality import find_difference
 from demask.graph.provenance import Cut
 from demask.graph.result.uncalled_modules import is_holder
 

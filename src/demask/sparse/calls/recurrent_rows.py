@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from demask.graph.editor import GraphEditor, drop_unread
-from demask.graph.normalize.split_recurrent import split_calls
 from demask.graph.result.recurrent_modules import is_zeros
+from demask.graph.split_recurrent import split_calls
 from demask.ops import schema
 from demask.ops.entries.recurrent import GATES
 

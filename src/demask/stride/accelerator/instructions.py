@@ -21,11 +21,12 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.isolation import in_isolation
-from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.machine.byte_sizes import format_bytes
 from demask.ops import TABLE, Table
 from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Span, TextTable, Timeline
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 from demask.stride.accelerator import instruction_json as stored
 from demask.stride.accelerator.addresses import assign_addresses
 from demask.stride.accelerator.emit_compute import RULES
@@ -94,7 +95,7 @@ def instructions(
     """
     if not isinstance(machine, Machine | None):
         raise BadInput(f"expected demask.stride.Machine(...) as machine, got {type(machine).__name__}")
-    captured = canonicalize_calls(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))))
+    captured = rewrite(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))), CANONICAL)
     program, choices = lowered(fold_affine(captured), target, table)
     return listed(program, machine or Machine(), tuple(map(str, choices)))
 

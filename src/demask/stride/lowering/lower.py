@@ -22,11 +22,12 @@ from demask.facts.ranges import ANY, Ranges, compute_ranges
 from demask.failures import public
 from demask.graph.editor import GraphEditor, reshape_views
 from demask.graph.isolation import in_isolation
-from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Table, op_name
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.on_device import run_through_cpu
 from demask.shrink.pipeline import capture_program
@@ -145,7 +146,7 @@ def lower(
     rest = {"target": wanted, "dynamic_shapes": dynamic_shapes, "table": table}
     if (elsewhere := run_through_cpu(lower, model, args, kwargs, **rest)) is not None:
         return elsewhere
-    before = canonicalize_calls(capture_program(model, args, kwargs, dynamic_shapes))
+    before = rewrite(capture_program(model, args, kwargs, dynamic_shapes), CANONICAL)
     program, choices = lowered(before, wanted, table)
     return build_uncut(Analysis(before, table), program, map(str, choices))
 

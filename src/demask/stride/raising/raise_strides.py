@@ -18,12 +18,13 @@ from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.isolation import in_isolation
-from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Relation, Table, schema
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 from demask.shrink.build_uncut import build_uncut
-from demask.shrink.emit.rewrite import rewrite
+from demask.shrink.emit.emit_program import emit_program
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.ties import strided_axes
 from demask.shrink.on_device import run_through_cpu
@@ -91,10 +92,10 @@ def raise_strides(
 @public
 def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, ...]]:
     """The program with raised strides, and a description of each strided convolution."""
-    best = fold_constants(canonicalize_calls(program))
+    best = fold_constants(rewrite(program, CANONICAL))
     start, weight = rewrite_as_slices(best, table), _weight(best, table)
     for _ in range(PASSES):
-        pulled = _absorbed(fold_constants(canonicalize_calls(start)), table)
+        pulled = _absorbed(fold_constants(rewrite(start, CANONICAL)), table)
         start = rewrite_as_slices(pulled, table)  # may compute more until its slices are pulled back in turn
         lightest = min(((_weight(one, table), k, one) for k, one in enumerate((pulled, start))))
         if lightest[0] >= weight:
@@ -109,7 +110,7 @@ def _absorbed(program: Program, table: Table) -> Program:
     hidden = program.with_graph(program.graph, {})
     analysis = LayoutAnalysis.of(hidden, table)
     placement = analysis.placer.placement()
-    rewritten = rewrite(program, analysis.relations, analysis.known, analysis.needs, placement)
+    rewritten = emit_program(program, analysis.relations, analysis.known, analysis.needs, placement)
     return fold_constants(rewritten.program)
 
 

@@ -19,12 +19,13 @@ from demask.facts.analysis import Analysis
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
-from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.ops import Table
 from demask.ops.entry import Declined
 from demask.ops.regions import Interval
 from demask.ops.relation import Relation
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 from demask.shrink.program_size import count_macs
 from demask.traverse.analysis.partial_reductions import Reduction, reduction
 from demask.traverse.analysis.split_global_ops import split_global_calls, with_moments
@@ -126,7 +127,7 @@ def _same(start: int, end: int) -> Interval:
 
 def read(model: nn.Module | Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Program:
     """A model captured at the sizes of the example: functional, constants folded, canonical."""
-    return canonicalize_calls(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))))
+    return rewrite(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))), CANONICAL)
 
 
 def flow_of(program: Program, table: Table) -> Flow:

@@ -95,7 +95,7 @@ class Rules:
             return _step_carried(relation, operand, (before, carried_part, after), out)
         key = (_key(relation), operand, parts, out)
         if key not in self._cache:
-            step = _fit(_Rule(relation, operand, before, after, out), last)
+            step = _fit(_AxisRule(relation, operand, before, after, out), last)
             self._cache[key] = step
         return self._cache[key]
 
@@ -130,7 +130,7 @@ def _step_carried(relation: Relation, operand: int, parts: tuple[Part, Part, Par
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class _AxisRule:
     """The region rule of a call between a part of an operand's axis and one of an output's."""
 
     relation: Relation
@@ -165,7 +165,7 @@ class _Rule:
         return needed_interval(self.relation, self.operand, self.after.axis, start * inner, end * inner, out=self.out)
 
 
-def _fit(rule: _Rule, last: bool) -> AxisStep | str | None:
+def _fit(rule: _AxisRule, last: bool) -> AxisStep | str | None:
     operand_size, output_size = rule.before.size, rule.after.size
     low, high = rule.one()
     if rule.moves and low == high:
@@ -189,7 +189,7 @@ def _fit(rule: _Rule, last: bool) -> AxisStep | str | None:
     return AxisStep(scale.denominator, scale.numerator, *bound, exact=False)
 
 
-def _periodic(rule: _Rule) -> AxisStep | None:
+def _periodic(rule: _AxisRule) -> AxisStep | None:
     """The step of the shortest period with which the rule repeats inside the borders."""
     lows, highs = _inside(rule)
     longest = min(PERIODS, *((last - first + 1) // 2 for first, last in (lows, highs)))
@@ -201,7 +201,7 @@ def _periodic(rule: _Rule) -> AxisStep | None:
     return None
 
 
-def _inside(rule: _Rule) -> tuple[tuple[int, int], tuple[int, int]]:
+def _inside(rule: _AxisRule) -> tuple[tuple[int, int], tuple[int, int]]:
     """The first and last output position whose `low`, and whose `high`, no border clips."""
     operand_size, output_size = rule.before.size, rule.after.size
     if rule.moves:  # pads, crops and rolled positions are at the ends

@@ -24,10 +24,11 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.module_copy import structural_copy
-from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.result.demasked_module import to_exportable
 from demask.ops import Table
 from demask.ops.entry import op_name
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def _is_known(node: fx.Node, table: Table) -> bool:
 
 def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> HaloRecording:
     """The recording by torch.export, functional and canonical."""
-    program = canonicalize_calls(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))))
+    program = rewrite(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))), CANONICAL)
     inputs = [n if isinstance(n.meta.get("val"), Tensor) else None for n in program.graph.find_nodes(op="placeholder")]
     for node in program.graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}

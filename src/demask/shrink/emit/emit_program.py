@@ -45,7 +45,7 @@ class Rewritten:
     has_side_network: bool = False  # whether a side network was split off before
 
 
-def rewrite(
+def emit_program(
     program: Program,
     relations: Relations,
     facts: Facts,
