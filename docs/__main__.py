@@ -14,6 +14,7 @@ from docs.generate import ROOT, blocks, texts
 # By name: what is written, and by which modules of docs/generate.
 NAMES = {
     "table": ("table.md, the ops", ["table"]),
+    "rewrites": ("rewrites.md, the rewrites of programs", ["rewrites"]),
     "onnx": ("onnx-ops.md, the ops of ONNX", ["onnx"]),
     "commands": ("commands.md, what --help prints", ["commands"]),
     "networks": ("networks.md, from benchmarks/results/networks.json", ["networks"]),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from demask.optimize import optimize
     from demask.optimize_onnx import optimize_onnx
     from demask.report import Report, report
-    from demask.shrink import demask
+    from demask.shrink import Trace, demask, explain
     from demask.shrink.training import carry, expand
     from demask.verify import Verification, verify
 
@@ -45,11 +45,13 @@ __all__ = [
     "NotExportable",
     "RefusedFile",
     "Report",
+    "Trace",
     "Verification",
     "carry",
     "checkpoint",
     "demask",
     "expand",
+    "explain",
     "from_onnx",
     "load",
     "ops",

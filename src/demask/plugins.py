@@ -6,10 +6,12 @@ from demask.registry import CUSTOM_OPS, RESULT_KINDS, RUNNERS
 # Public names of `demask` and their modules; and names that are modules themselves.
 PUBLIC_NAMES = {
     "Report": "demask.report",
+    "Trace": "demask.shrink",
     "Verification": "demask.verify",
     "carry": "demask.shrink.training",
     "demask": "demask.shrink",
     "expand": "demask.shrink.training",
+    "explain": "demask.shrink",
     "from_onnx": "demask.files.onnx",
     "load": "demask.files.archive.archive",
     "optimize": "demask.optimize",

@@ -607,7 +607,21 @@ def _view_sizes(view: Value) -> list[Any]:
 
 # ---------------------------------------------------------------------------------------- phases
 
-_RECURRENT = Pass("the split of recurrent calls", lambda program, table: split_recurrent(program))
+
+class _First(nn.Module):
+    """The first token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 0]
+
+
+_RECURRENT = Pass(
+    "the split of recurrent calls",
+    lambda program, table: split_recurrent(program),
+    "layers(x) == layer_2(layer_1(x)); backward(x) == flip(forward(flip(x)))",
+    cases=(case(nn.GRU(6, 4, 2), (5, 2, 6)), case(nn.LSTM(6, 4, bidirectional=True), (5, 2, 6), dynamic={0: (1,)})),
+    exact=False,
+)
 _NOTATIONS = (
     full_slice,
     broadcast_to,
@@ -630,8 +644,25 @@ _NOTATIONS = (
     complex_product,
     einsum,
 )
-_HEADS = Pass("the separation of heads from a dynamic batch", separate_heads)
-_TOKENS = Pass("the early selection of single tokens", select_token_early)
+_HEADS = Pass(
+    "the separation of heads from a dynamic batch",
+    separate_heads,
+    "An axis of batch and heads that is split again later stays two axes in between",
+    cases=(
+        case(
+            lambda x: x.view(-1, 4, 2, 3).transpose(1, 2).reshape(-1, 4, 3).exp().view(-1, 2, 4, 3),
+            X,
+            dynamic={0: (0,)},
+        ),
+    ),
+)
+_TOKENS = Pass(
+    "the early selection of single tokens",
+    select_token_early,
+    "layer(x)[:, 0] == layer(x[:, :1])[:, 0], if the layer computes each token of a dynamic length for itself",
+    cases=(case(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), _First()), X, dynamic={0: (1,)}),),
+    exact=False,
+)
 
 CANONICAL = Phase("canonical calls", (_RECURRENT, *_NOTATIONS))
 NORMALIZE = Phase("normal form", (*CANONICAL.entries, _HEADS, selection_before_view, _TOKENS))

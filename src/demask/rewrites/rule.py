@@ -76,8 +76,9 @@ class Rule:
 
     @property
     def reason(self) -> str:
-        """The first line of the function's docstring."""
-        return first_line(self.apply)
+        """The first sentence of the function's docstring."""
+        text = " ".join((inspect.getdoc(self.apply) or "").split("\n\n")[0].split())
+        return text.partition(". ")[0].rstrip(".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +86,14 @@ class Pass:
     """A rewrite of a program: one that a rule for single calls cannot state.
 
     name: what a note says is left out, if it fails. apply: a program and a table -> a program that
-    computes the same. cases, exact: as of a rule.
+    computes the same. reason: what a trace says. cases, exact: as of a rule.
     """
 
     name: str
     apply: Callable[[Program, Table], Program]
+    reason: str
     cases: tuple[NetworkCase, ...] = ()
     exact: bool = True
-
-    @property
-    def reason(self) -> str:
-        """The first line of the function's docstring."""
-        return first_line(self.apply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +115,3 @@ def rule(
 ) -> Callable[[Callable[..., Replacement]], Rule]:
     """A decorator that makes a function the rule for calls of these ops; see `Rule`."""
     return lambda function: Rule(frozenset(ops), function, cases, refused, exact)
-
-
-def first_line(function: Any) -> str:
-    """The first sentence of a function's docstring."""
-    text = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
-    return text.partition(". ")[0].rstrip(".")

@@ -98,8 +98,9 @@ def _again(
         with editor.graph.inserting_before(user):
             drops_axis = user.target is aten.select.int
             final = editor.call(aten.squeeze.dim, call, dim) if drops_axis else call
-        final.meta = {**user.meta, **final.meta}
-        user.replace_all_uses_with(final)
+        editor.replace(user, final, inherit=True)
+    if not source.users:  # or it would be another reader of its operands
+        editor.graph.erase_node(source)
     return selections
 
 

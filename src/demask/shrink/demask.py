@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput, DemaskError, NotExportable
-from demask.failures import public
+from demask.failures import Log, public
 from demask.graph.capture.declared_masks import Masks, apply_masks, masks_of_submodule
 from demask.graph.capture.module_state import KeepsState, keeps_equal_state, modules_without_state
 from demask.graph.capture.weight_hooks import apply_weight_hooks
@@ -20,15 +20,46 @@ from demask.graph.isolation import in_isolation
 from demask.graph.provenance import provenance_of
 from demask.graph.result.computed_tensors import describe_plain
 from demask.ops import TABLE, Table
+from demask.rewrites.driver import Change
 from demask.shrink.check import describe_difference
 from demask.shrink.on_device import CPU, move_tensors, run_through_cpu
 from demask.shrink.own_class.depth import without_dead_layers
 from demask.shrink.own_class.pretrained import fit_config
+from demask.shrink.pipeline import programs_of, shrink_program
 from demask.shrink.program_size import measure_module
 from demask.shrink.saving import check_saves
 from demask.shrink.strategies import DemaskCall, first_result
 from demask.shrink.submodules import part_dynamic_shapes, replace_submodules
 from demask.shrink.training.pieces import remember_original
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What demask() changes in a network, as `demask.explain` returns it; prints a paragraph per change.
+
+    Attributes:
+        changes: the changes in order: rewrites of calls into the normal form, with the calls before
+            and after, and cuts of tensors, with their shapes before and after.
+        notes: what failed and was left out.
+
+    Example:
+        >>> import torch, demask
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> net[0].weight.data[:5], net[0].bias.data[:5] = 0, 0
+        >>> trace = demask.explain(net, (torch.ones(1, 4),))
+        >>> [change.module for change in trace.changes]
+        ['0', '2']
+    """
+
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The changes as plain dictionaries, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.changes), *self.notes]) or "nothing changes"
 
 
 @in_isolation
@@ -164,6 +195,49 @@ def demask(
         record = provenance_of(slim)
         vars(slim)["demasked"] = replace(record, notes=(note, *record.notes))
     return _with_origin(slim, unmasked, model, masks)
+
+
+@in_isolation
+@public
+def explain(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    table: Table = TABLE,
+    masks: Masks = "zeros",
+) -> Trace:
+    """Every change on the way from a network to the smallest graph that computes the same.
+
+    It is what `demask.demask(model, args, result="graph")` does, without building the result.
+
+    Args:
+        model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
+        args: example inputs by position, a tuple such as (x,). Default: ().
+        kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
+        dynamic_shapes: as of `demask.demask`. Default: None.
+        table: the table of ops. Default: `demask.ops.TABLE`.
+        masks: the zeros that count as removed weights, as of `demask.demask`. Default: "zeros".
+
+    Raises:
+        BadInput: an argument has a wrong type or value, or the model does not run on the example.
+        NotExportable: torch.export cannot capture the model.
+
+    Example:
+        >>> import torch, demask
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.GLU(), nn.Linear(4, 2))
+        >>> net[0].weight.data[:3], net[0].bias.data[:3] = 0, 0  # the values of three units
+        >>> for change in demask.explain(net, (torch.ones(1, 4),)).changes[1:]:
+        ...     print(*change.before, "->", *change.after)
+        0.weight: 8x4 0.bias: 8 -> 0.weight: 2x4 0.bias: 2
+        2.weight: 2x4 -> 2.weight: 2x1
+    """
+    log = Log(changes=[])
+    program = next(programs_of(apply_masks(model, masks), args, kwargs, dynamic_shapes, masks))
+    shrink_program(program, table, log=log)
+    return Trace(tuple(log.changes or ()), log.notes)
 
 
 def check_loaded_saves(network: nn.Module) -> None:

@@ -33,7 +33,7 @@ from demask.graph.result.demasked_module import Demasked, build
 from demask.graph.split_recurrent import split_recurrent
 from demask.ops import Table
 from demask.ops.entries.padded import add_padded_entries
-from demask.rewrites.driver import rewrite
+from demask.rewrites.driver import Change, rewrite
 from demask.rewrites.normalize import NORMALIZE, NORMALIZE_CLASS
 from demask.shrink.emit.class_calls import rewrite_for_class
 from demask.shrink.emit.emit_program import Rewritten, emit_program
@@ -265,6 +265,7 @@ def _shrink_once(step: _MeasuredProgram, table: Table, options: _Options, log: L
     None, and the reasons of the first attempt."""
     refused: list[tuple[Reason, ...]] = []
     borders, sides, fixed = options
+    known = len(log.changes or ())
     program = canonicalize(step.program, table, log, views=fixed is None)
     analysis = LayoutAnalysis.of(program, table, borders=borders, fixed=fixed)
     attempts = _attempts(analysis, log, sides=sides) if fixed is None else _one_call_each(analysis, log)
@@ -278,6 +279,8 @@ def _shrink_once(step: _MeasuredProgram, table: Table, options: _Options, log: L
         )
         if measured.weight[0] <= step.weight[0] and less:
             log.has_side_network |= attempt.has_side_network
+            if log.changes is not None:
+                log.changes += _changes(attempt)
             cuts = {
                 name: composed
                 for name, cut in attempt.cuts.items()
@@ -286,7 +289,23 @@ def _shrink_once(step: _MeasuredProgram, table: Table, options: _Options, log: L
             }
             return replace(measured, cuts=cuts, reasons=(*step.reasons, *attempt.reasons)), ()
         refused.append(attempt.reasons)
+    if log.changes is not None:
+        del log.changes[known:]
     return None, refused[0] if refused else ()
+
+
+def _changes(attempt: Rewritten) -> Iterator[Change]:
+    """What an attempt cut, by module."""
+    reason = ", ".join(("positions that are constant or never read", *attempt.forms))
+    cuts: dict[str, list[tuple[str, str]]] = {}
+    for name, cut in attempt.cuts.items():
+        before, after = cut.shape, sliced_shape(cut)
+        if before != after:
+            rows = cuts.setdefault(name.rpartition(".")[0], [])
+            rows.append((f"{cut.source}: {'x'.join(map(str, before))}", f"{name}: {'x'.join(map(str, after))}"))
+    for module, rows in cuts.items():
+        before, after = zip(*rows, strict=True)
+        yield Change("cut", "smaller tensors", reason, module, before, after)
 
 
 def _attempts(
@@ -305,19 +324,20 @@ def _attempts(
     for attempt in _attempts(absorbed, log, tried | {_PADS}, sides=sides) if absorbed else ():
         restored = log.attempt(_PADS, partial(restore_pads, attempt.program), None)
         if restored is not None:
-            yield replace(attempt, program=restored)
+            yield replace(attempt, program=restored, forms=(_PADS, *attempt.forms))
     points = None if _POINTS in tried else log.attempt(_POINTS, partial(carry_positions, analysis), None)
-    if points:
-        yield from _attempts(points, log, tried | {_POINTS}, sides=sides)
+    for attempt in _attempts(points, log, tried | {_POINTS}, sides=sides) if points else ():
+        yield replace(attempt, forms=(_POINTS, *attempt.forms))
     for form, name in _REWRITES:
         other = None if name in tried else log.attempt(name, partial(_apply_rewrite, form, analysis), None)
-        if other:
-            yield from _attempts(other, log, tried | {name}, sides=sides)
+        for attempt in _attempts(other, log, tried | {name}, sides=sides) if other else ():
+            yield replace(attempt, forms=(name, *attempt.forms))
     plain = list(_try_layouts(analysis, log, essential=True)) if analysis.carried else []
     yield from plain  # a side network would compute what others carry
     side = sides and analysis.borders and log.attempt("a side network", partial(split_side_network, analysis), None)
     if side and (split := log.attempt("a side network", partial(analysis.again, side), None)):
-        yield from (replace(smaller, has_side_network=True) for smaller in _try_layouts(split, log))
+        for smaller in _try_layouts(split, log):
+            yield replace(smaller, has_side_network=True, forms=(*smaller.forms, "a side network"))
     if not analysis.carried:
         plain = list(_try_layouts(analysis, log, essential=True))
         yield from plain

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+import demask
 from demask.cli.failures import CHECK_FAILED
 from demask.cli.options import Fix, Imports, Inputs, Json, Model, Report, Sizes, Static, import_modules, plain, show
 from demask.pages import Page
@@ -22,6 +23,9 @@ def inspect(
     inputs: Inputs = None,
     static: Static = False,
     fix: Fix = None,
+    rewrites: Annotated[
+        bool, typer.Option("--rewrites", help="Also print every change on the way to the smallest graph, and why.")
+    ] = False,
 ) -> None:
     """Print what could be removed from MODEL: sizes, masked share per module, ops without a rule.
 
@@ -33,9 +37,10 @@ def inspect(
     Example:
       demask inspect model.pt2
       demask inspect model.onnx
+      demask inspect model.pt2 --rewrites
     """
     with progress("loading") as step:
-        from demask.cli.commands.inspection import inspect_edit, inspect_network
+        from demask.cli.commands.inspection import RewriteInspection, inspect_edit, inspect_network
         from demask.cli.read_network import ExampleOptions, read_to_edit
 
         import_modules(imports)
@@ -46,6 +51,10 @@ def inspect(
             step("looking for masked work")
             inspection = inspect_network(network, step)
             parts, data = [inspection], inspection.to_dict()
+            if rewrites:
+                step("listing what changes")
+                changes = RewriteInspection(demask.explain(network.model, network.args))
+                parts, data = [*parts, changes], data | {"rewrites": changes.to_dict()}
         if network.file is not None:
             step("editing the file, to see what changes")
             edit = inspect_edit(network.file, network.args)

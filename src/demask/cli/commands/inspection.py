@@ -114,6 +114,25 @@ class EditInspection(PageSource):
         return Page("demask inspect", tuple(_edit_sections(self)))
 
 
+@dataclass(frozen=True, slots=True)
+class RewriteInspection(PageSource):
+    """Every change on the way from a network to the smallest graph."""
+
+    trace: demask.Trace
+
+    def to_dict(self) -> dict[str, Any]:
+        """The changes as plain dictionaries, ready for JSON."""
+        return self.trace.to_dict()
+
+    def page(self) -> Page:
+        """What the command prints and writes: a section per change."""
+        sections: list[Section] = [Lines([f"{len(self.trace.changes)} changes"], "What is rewritten")]
+        for change in self.trace.changes:
+            head, *lines = str(change).splitlines()
+            sections += [Lines([head]), Lines(lines, is_close=True)]
+        return Page("demask inspect", tuple(sections))
+
+
 def inspect_edit(path: Path, args: Sequence[Tensor], table: Table = TABLE) -> EditInspection:
     """What editing an ONNX file would change; nothing is written. args: example inputs."""
     size = size_of(str(path))

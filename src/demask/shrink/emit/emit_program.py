@@ -37,12 +37,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A smaller program, the cuts of its tensors, and the reasons for known slices in it."""
+    """A smaller program, the cuts of its tensors, and the reasons for known slices in it.
+
+    has_side_network: whether a side network was split off before. forms: what else was rewritten
+    before, in this order.
+    """
 
     program: Program
     cuts: Mapping[str, Cut]
     reasons: tuple[Reason, ...]
-    has_side_network: bool = False  # whether a side network was split off before
+    has_side_network: bool = False
+    forms: tuple[str, ...] = ()
 
 
 def emit_program(

@@ -1,0 +1,44 @@
+"""docs/rewrites.md, from the table of rewrites."""
+
+from __future__ import annotations
+
+from demask.ops.entry import op_name
+from demask.rewrites.normalize import NORMALIZE
+from demask.rewrites.rule import Pass, Phase, Rule
+from docs.generate import DOCS
+
+PATH = DOCS / "rewrites.md"
+PHASES = (NORMALIZE,)
+HEAD = """# Rewrites
+
+One entry per rewrite: a program changed into one that computes the same. Made from the phases in
+`demask.rewrites` by `python -m docs rewrites`; a test keeps it so. `demask inspect MODEL --rewrites`
+and `demask.explain(model, args)` print what each of them changes in a network.
+
+- *ops*: those whose calls a rule is for; a pass looks at the program.
+- *cases*: networks on which the laws are tested: a rule changes its cases and not what it refuses,
+  outputs are equal (*exact*: bit for bit), its own result is not changed again, and without any one
+  of its guards a law is broken (`demask.rewrites.laws`).
+
+"""
+
+
+def row(entry: Rule | Pass) -> str:
+    """One entry as cells of a table."""
+    ops, cases = "(program)", f"{len(entry.cases)}"
+    if isinstance(entry, Rule):
+        ops = ", ".join(f"`{name}`" for name in sorted(op_name(op).removeprefix("aten.") for op in entry.ops))
+        cases += f" / {len(entry.refused)}"
+    cells = (entry.name, ops, entry.reason.replace("|", "\\|"), "yes" if entry.exact else "", cases)
+    return "| " + " | ".join(cells) + " |"
+
+
+def section(phase: Phase) -> str:
+    """The table of a phase."""
+    head = "| rewrite | ops (`aten.`) | what it does | exact | cases / refused |\n| --- | --- | --- | --- | --- |"
+    return f"## {phase.name.capitalize()}\n\n" + "\n".join([head, *map(row, phase.entries)])
+
+
+def page() -> str:
+    """The page."""
+    return HEAD + "\n\n".join(map(section, PHASES)) + "\n"
