@@ -21,7 +21,7 @@ from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.sparse.plan.segment_plan import Batch
 from demask.sparse.segment.build_segments import segmented
-from demask.sparse.segment.segment_call import bound
+from demask.sparse.segment.inline import bound
 from demask.sparse.segment.segment_op import SegmentPlans, segment
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ActivationStep

@@ -61,7 +61,6 @@ RULE_TABLES = {
     "sparse.segment.match_calls",
     "stride.accelerator.emit_compute",
     "stride.accelerator.emit_layout",
-    "stride.accelerator.emit_windows",
     "traverse.local.carried",
     "traverse.analysis.split_global_ops",
 }

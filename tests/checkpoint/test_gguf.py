@@ -270,7 +270,7 @@ def tokenizers():
     """Tokenizers of 400 tokens at most, by what llama.cpp calls their splits."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-    from demask.checkpoint.gguf_vocabulary import _SPLITS
+    from demask.checkpoint.gguf_file import _SPLITS
 
     text = [
         "The quick brown fox jumps over the lazy dog's back in 1999, and it's 12345 times\n\n"

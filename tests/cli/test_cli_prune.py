@@ -14,7 +14,7 @@ from demask.cli.pruning import command, images, networks, training
 from demask.cli.pruning.curves import Curves
 from demask.cli.pruning.images import read_images
 from demask.errors import BadInput
-from demask.pages.charts import draw_curves
+from demask.pages.html import draw_curves
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")

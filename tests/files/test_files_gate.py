@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from demask.errors import BadInput, DemaskError, RefusedFile
-from demask.files.pt2.expressions import check_expression
 from demask.files.pt2.gate import check, open_pt2
+from demask.files.pt2.schema import check_expression
 from demask.files.pytree_specs import check_spec
 from pt2_files import AUTO, CALL, CONSTANTS, MODEL, WEIGHTS, Small, edited, export, pack, quietly
 

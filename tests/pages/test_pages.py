@@ -12,8 +12,7 @@ import demask
 from demask.checkpoint.proof import CheckpointProof
 from demask.checkpoint.report import CheckpointReport, SliceCount
 from demask.cli.bench.bench import Bench, BenchRow
-from demask.cli.commands.coverage import Gap
-from demask.cli.commands.inspection import EditInspection, Inspection, ModuleShare
+from demask.cli.commands.inspection import EditInspection, Gap, Inspection, ModuleShare, RewriteInspection
 from demask.cli.demo.demo import Demo, DemoNetwork
 from demask.cli.pruning.curves import Curves
 from demask.cli.pruning.prune import PruneResult
@@ -201,6 +200,7 @@ RESULTS = {
     "Bench": [bench],
     "Inspection": [inspection],
     "EditInspection": [edit, lambda: EditInspection((9, 9), note="an edit removes 0 bytes")],
+    "RewriteInspection": [lambda: RewriteInspection(demask.explain(nn.GLU(), (torch.ones(2, 4),)))],
     "Demo": [demo],
     "PruneResult": [pruned],
     "Sensitivity": [sensitivity],

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from demask import BadInput
 from demask.ops import TABLE
 from demask.pilot.conditions.base import parsed, text
-from demask.pilot.conditions.regions import InRegions, Regions
-from demask.pilot.data.tile_contrast import contrast, per_tile
+from demask.pilot.conditions.regions import InRegions, Regions, contrast, per_tile
 from demask.traverse.analysis.flow import flow_of, read
 from demask.traverse.execution import region_runner as windows
 from demask.traverse.execution.rectangles import MANY, Rectangle, rectangles, runs

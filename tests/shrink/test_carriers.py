@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import demask
-from demask.facts.border_responses import _read_taps
-from demask.facts.carriers import CarriedChannels
+from demask.facts.carriers import CarriedChannels, _read_taps
 from test_class_layout import check_class
 from test_micro import difference
 

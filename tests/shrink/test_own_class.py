@@ -21,9 +21,9 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.errors import Mismatch
 from demask.failures import strict
-from demask.graph.program_equality import find_difference
 from demask.graph.result.resize import update_attributes
 from demask.numerics import compare
+from demask.shrink.own_class.proof import find_difference
 from demask.shrink.pipeline import canonicalize, capture_program
 from micro import MICROS, Micro
 from rounds import rounds

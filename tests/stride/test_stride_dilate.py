@@ -18,8 +18,8 @@ from demask.graph.program import Program
 from demask.ops import TABLE
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
+from demask.stride.dilation import dilate as grid_rules
 from demask.stride.dilation import spaced_axes as grid
-from demask.stride.dilation import spaced_calls as grid_rules
 from demask.stride.dilation import spaced_windows as grid_windows
 from demask.stride.dilation.dilate import dilate
 from demask.stride.dilation.spaced_axes import SpacedAxis

@@ -12,8 +12,7 @@ import torch
 
 from demask.facts.ranges import Range
 from demask.stride.lowering import forms as module
-from demask.stride.lowering.block_forms import zero_taps
-from demask.stride.lowering.forms import FORMS, StrideForm, selected
+from demask.stride.lowering.forms import FORMS, StrideForm, selected, zero_taps
 from demask.stride.lowering.strided_conv import ConvAxis, StridedConv
 from demask.stride.targets import Target
 from stride_oracle import FLOAT, KERNELS, SIZES, STRIDES, WHOLE, Cell, grid, misses, sample

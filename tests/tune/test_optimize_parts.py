@@ -20,8 +20,8 @@ import demask
 from demask.errors import Mismatch
 from demask.failures import strict
 from demask.machine.cost import Costs
-from demask.tune.module.fast_forward import AGAIN, FastForward
 from demask.tune.module.shape_cache import ENTRIES
+from demask.tune.parts import AGAIN, FastForward
 from night import at_night
 from test_language_models import llama
 

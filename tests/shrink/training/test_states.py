@@ -8,7 +8,7 @@ from torch import Tensor
 
 from demask import BadInput
 from demask.graph.result.origin import Piece
-from demask.shrink.training.states import cut_states
+from demask.shrink.training.carry import cut_states
 
 ROWS, COLUMNS = (4, 0, 3), (1, 2)
 PIECE = Piece("fc.weight", (5, 3), (ROWS, COLUMNS), ("fc.weight_orig",), True, True)

@@ -11,8 +11,7 @@ from random_segments import sees, widths
 
 from demask.kernels.llvm.isa import host
 from demask.sparse.plan import tape_builder
-from demask.sparse.plan.shared_memory import find_parts, owner_of
-from demask.sparse.plan.tape_builder import TapeBuilder
+from demask.sparse.plan.tape_builder import TapeBuilder, find_parts, owner_of
 from demask.sparse.segment_steps import ConcatStep, FlattenStep
 from segment_drafts import RELU, Draft, all_at_once
 

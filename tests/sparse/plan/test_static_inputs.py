@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.sparse.plan import static_inputs
-from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
-from demask.sparse.plan.static_inputs import ConvertedInput, StaticInputs
+from demask.sparse.plan import segment_plan as static_inputs
+from demask.sparse.plan.segment_plan import ConvertedInput, NoPlan, SegmentPlan, StaticInputs
 from demask.sparse.segment.segment_op import segment
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import AddStep

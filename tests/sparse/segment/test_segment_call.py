@@ -11,7 +11,7 @@ import torch
 from demask.machine.threads import set_threads
 from demask.sparse import reference as dense
 from demask.sparse.segment import inline
-from demask.sparse.segment.segment_call import bound
+from demask.sparse.segment.inline import bound
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
     NAMES,

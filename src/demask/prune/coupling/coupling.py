@@ -2,6 +2,10 @@
 
 `Coupling.of(model, inputs)` captures a network and ties its axes (`AxisTies`). Positions of cells
 that are tied form a slice; slices with positions in the same axes form a group.
+
+Kinds of groups: channels, units of linear layers, heads of attention.
+
+Copies of models whose masked and parametrized weights are plain parameters.
 """
 
 from __future__ import annotations
@@ -15,24 +19,115 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 from demask.errors import BadInput
 from demask.graph.capture.fold_constants import fold_constants, plain_name
+from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program, path_of
 from demask.graph.provenance import Sizes
 from demask.graph.split_recurrent import split_recurrent
-from demask.ops import TABLE, Table
+from demask.ops import TABLE, Relation, Table, schema
 from demask.ops.entries.contraction import GROUPED
 from demask.ops.entry import op_name
 from demask.ops.traits import RESHAPES
 from demask.prune.coupling.axis_ties import AxisTies
 from demask.prune.coupling.groups import Group, Member
-from demask.prune.coupling.kinds import Kinds
-from demask.prune.coupling.plain_weights import with_plain_weights
 from demask.prune.coupling.roles import READS, ROWS, SHIFTS, find_roles
 from demask.shrink.on_device import CPU, copy_to_cpu, device_of
 from demask.shrink.pipeline import canonicalize, programs_of
 from demask.shrink.program_size import measure_program
+
+
+def with_plain_weights(model: nn.Module) -> nn.Module:
+    """The model, or a copy of it in which every tensor with a parametrization or a hook of
+    torch.nn.utils.prune is a parameter of its plain name."""
+    if not any(map(_has_computed_weights, model.modules())):
+        return model
+    copy = structural_copy(model, share=False)
+    for module in copy.modules():
+        for hook in [*module._forward_pre_hooks.values()]:
+            if isinstance(hook, prune.BasePruningMethod):
+                _make_plain(module, hook._tensor_name)
+        if parametrize.is_parametrized(module):
+            _without_parametrizations(module)
+    return copy
+
+
+def _without_parametrizations(module: nn.Module) -> None:
+    """Replace the parametrized tensors of a copied module by plain parameters of their values, in
+    place. Its class, which the original has too, stays as it is."""
+    parametrizations: Any = module.parametrizations
+    values = {name: getattr(module, name).detach().clone() for name in parametrizations}
+    module.__class__ = parametrize.type_before_parametrizations(module)
+    del module._modules["parametrizations"]
+    for name, value in values.items():
+        module.register_parameter(name, nn.Parameter(value))
+
+
+def _has_computed_weights(module: nn.Module) -> bool:
+    hooks = module._forward_pre_hooks.values()
+    return parametrize.is_parametrized(module) or any(isinstance(hook, prune.BasePruningMethod) for hook in hooks)
+
+
+def _make_plain(module: nn.Module, name: str) -> None:
+    """Replace a pruned tensor of a module by a plain parameter of its value, in place."""
+    value = getattr(module, f"{name}_orig").detach() * getattr(module, f"{name}_mask")
+    for key, hook in [*module._forward_pre_hooks.items()]:
+        if isinstance(hook, prune.BasePruningMethod) and hook._tensor_name == name:
+            del module._forward_pre_hooks[key]
+    delattr(module, name)
+    del module._parameters[f"{name}_orig"], module._buffers[f"{name}_mask"]
+    module.register_parameter(name, nn.Parameter(value))
+
+
+class Kinds:
+    """The kinds of the cells of a network.
+
+    heads: cells along which attention is computed one by one. features: its other cells.
+    convolved: those of convolutions.
+    """
+
+    def __init__(self, ties: AxisTies):
+        self.ties = ties
+        self.heads: set[int] = set()
+        self.features: set[int] = set()
+        self.convolved: set[int] = set()
+        for node, relation in ties.relations.items():
+            if relation.entry.fill == "mix":
+                self._add_attention(relation, ties.letters[node])
+            elif relation.entry.fill == "sum" and relation.window:
+                self.convolved |= self._leaves(relation.size, ties.letters[node])
+            elif relation.entry.fill == "sum" and not self._reads_weight(relation):
+                self.features |= self._leaves(relation.contracted, ties.letters[node])
+
+    def of(self, cells: set[int]) -> str:
+        """The kind of a group with these cells."""
+        if cells & self.heads:
+            return "head"
+        return "channel" if cells & (self.features | self.convolved) else "unit"
+
+    def are_features(self, cells: Iterable[int]) -> bool:
+        """Whether cells are features of attention, which no weight need read."""
+        return not self.features.isdisjoint(cells)
+
+    def _add_attention(self, relation: Relation, letters: Mapping[str, int]) -> None:
+        values = relation.letters(relation.ins[relation.entry.main])
+        outputs = relation.letters(relation.outs[0])
+        heads = self._leaves(values & outputs & relation.letters(relation.ins[0]), letters)
+        every = {a for axes in (*relation.ins, *relation.outs) for a in relation.letters(axes)}
+        self.heads |= heads
+        self.features |= self._leaves(every, letters) - heads
+
+    def _leaves(self, names: Iterable[str], letters: Mapping[str, int]) -> set[int]:
+        """The cells of letters that can be cut."""
+        cells = self.ties.cells
+        leaves = self.ties.leaves(letters[a] for a in names)
+        return {c for c in leaves if not cells.forced(c) and cells.size(c) != 1}
+
+    def _reads_weight(self, relation: Relation) -> bool:
+        values = [relation.operands[k].value for k in relation.factors]
+        return any(schema.is_constant(v) or v in self.ties.weights for v in values)
 
 
 class _ParameterCell(NamedTuple):

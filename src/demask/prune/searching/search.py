@@ -1,19 +1,24 @@
-"""search(): amounts for every group, by accuracy and cost."""
+"""search(): amounts for every group, by accuracy and cost.
+
+Trials on the workers of a `dask.distributed` client; those of a worker that dies run again.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
 
-from demask.errors import BadInput
+from demask.errors import BadInput, DemaskError
 from demask.failures import public
 from demask.graph.capture.shared_captures import share_captures
 from demask.installation import install_command
@@ -25,8 +30,78 @@ from demask.prune.pruner import Pruner
 from demask.prune.scores import L1
 from demask.prune.searching.proposals import mix, propose
 from demask.prune.searching.store import TrialStore
-from demask.prune.searching.trial import Proposal, SearchTrial, TrialTask, cost_of, run_trial
-from demask.prune.searching.workers import run_on_client
+from demask.prune.searching.trial import Proposal, SearchTrial, TrialTask, cost_of, run_pickled_trial, run_trial
+
+TRIES = 3  # of a trial that the scheduler lost; dask itself tries those of workers that die
+
+
+def run_on_client(
+    client: Any, task: TrialTask, proposals: Iterable[Proposal], finished: Callable[[SearchTrial], None]
+) -> None:
+    """Run `run_trial(task, proposal)` for each of the proposals; `finished` is called with every
+    result as it comes.
+
+    The scheduler has the task with every trial, so nothing is lost with a worker. Raises BadInput
+    if the task cannot be pickled, and what a trial raises.
+    """
+    from distributed import as_completed
+    from distributed.comm.core import CommClosedError
+    from distributed.scheduler import KilledWorker
+
+    lost = (CommClosedError, *_cancelled_errors())
+    data, run = _pickled(task), uuid4().hex[:8]
+    futures: dict[Any, Proposal] = {}
+    tries: Counter[int] = Counter()
+
+    def submit(proposal: Proposal) -> Any:
+        number = proposal.number
+        tries[number] += 1
+        key = f"demask-trial-{run}-{number}-{tries[number]}"
+        future = client.submit(run_pickled_trial, data, proposal, key=key, pure=False)
+        futures[future] = proposal
+        return future
+
+    try:
+        pool = as_completed([submit(proposal) for proposal in proposals])
+        for future in pool:
+            proposal = futures.pop(future)
+            try:
+                finished(future.result())
+            except KilledWorker as error:  # dask has tried it on several
+                raise DemaskError(
+                    f"trial {proposal.number} killed its workers ({error}): do they have too "
+                    "little memory? Finished trials are in the storage"
+                ) from error
+            except lost:
+                if tries[proposal.number] == TRIES:
+                    raise
+                pool.add(submit(proposal))
+    finally:
+        client.cancel(list(futures))
+
+
+def _cancelled_errors() -> tuple[type[BaseException], ...]:
+    """What a future raises whose task the scheduler lost, by the versions of distributed."""
+    from asyncio import CancelledError
+
+    import distributed
+    from distributed import client
+
+    named = (distributed.CancelledError, getattr(client, "FutureCancelledError", CancelledError))
+    return (CancelledError, *named)
+
+
+def _pickled(task: TrialTask) -> bytes:
+    import cloudpickle  # which distributed brings: functions of notebooks, too
+
+    try:
+        return cloudpickle.dumps(task)
+    except Exception as error:
+        raise BadInput(
+            f"the model, evaluate or recover cannot be sent to workers ({error}): leave open "
+            "files, locks and generators out of them"
+        ) from error
+
 
 DENSE = "demask dense"  # what the storage calls the network as it is
 SHOWN = 12  # trials in the table

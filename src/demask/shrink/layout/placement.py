@@ -4,12 +4,17 @@ Ties are rigid (an axis that a unary op, a norm, a move or a product carries) or
 with a constant weight, joins of several values, windows, complete axes, inputs and outputs, ops
 without an entry). A rigid tie whose reader needs less than the value has is cut: a gather is
 emitted there. A soft tie forces nothing, and `adapt` converts between the layouts.
+
+The order of positions inside cells. It is free; a suitable one turns scatters into slices.
+
+In a residual stream every tensor's support grows: x1 = x0 + f1, x2 = x1 + f2. Ranked by first
+appearance, every stream tensor is a prefix of every later sum: a join pads and never scatters.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +30,47 @@ from demask.numerics import any_along, has_any
 from demask.ops import Relation, schema
 from demask.ops.notation import Axis
 from demask.shrink.layout.cells import Cells, Layout, Positions, whole
-from demask.shrink.layout.order import connect_cells, rank_positions
 from demask.shrink.layout.ties import is_join, needed_products, strided_axes, whole_letters
+
+
+def rank_positions(component: Iterable[int], supports: Mapping[int, Tensor], fixed: bool) -> list[int] | None:
+    """One order for all cells of a component (cells joined by adds): every position, by first
+    appearance; None for the natural order.
+
+    component: cells in the order of their tensors. supports: bool [size] of each. fixed: whether
+    some cell must stay in natural order.
+    """
+    masks: list[Tensor] = []
+    for cell in component:
+        mask = supports[cell]
+        if bool(mask.any()) and not any(torch.equal(mask, seen) for seen in masks):
+            masks.append(mask)
+    if fixed or len(masks) < 2:
+        return None
+    # Lexicographic in membership: those in the first support, among them those in the second, ...
+    keys = torch.stack(masks).to(torch.int8).T.tolist()
+    return sorted(range(len(keys)), key=lambda p: ([-k for k in keys[p]], p))
+
+
+def connect_cells(links: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Connected components of cells, each sorted: cells are numbered in tensor order."""
+    parents: dict[int, int] = {}
+
+    def root(cell: int) -> int:
+        parents.setdefault(cell, cell)
+        while parents[cell] != cell:
+            parents[cell] = parents[parents[cell]]
+            cell = parents[cell]
+        return cell
+
+    for a, b in links:
+        low, high = sorted((root(a), root(b)))
+        parents[high] = low
+    components: dict[int, list[int]] = {}
+    for cell in sorted(parents):
+        components.setdefault(root(cell), []).append(cell)
+    return list(components.values())
+
 
 CellAxes = tuple[tuple[int, ...], ...]  # the cells of each axis
 

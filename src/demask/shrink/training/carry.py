@@ -1,21 +1,191 @@
-"""carry(): an optimizer of the original network becomes one of the demasked network."""
+"""carry(): an optimizer of the original network becomes one of the demasked network.
+
+Averaged weights (EMA, SWA) of a network, cut for the smaller network.
+
+Optimizer states of a parameter, cut as the parameter was.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.failures import public, warn_caller
 from demask.graph.capture.fold_constants import plain_name
+from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import provenance_of
 from demask.graph.result.origin import Origin, Piece, get_origin
-from demask.shrink.training.averages import carry_average
+from demask.graph.result.resize import tensors_of
+from demask.shrink.emit.constant_store import cut
 from demask.shrink.training.pieces import NetworkTensors, find_origin, find_trained, sliced_shape
-from demask.shrink.training.states import cut_states
+
+# Factored second moments (Adafactor), and the axis of the parameter over which each is averaged:
+# in torch it has size one, in transformers it is gone.
+AVERAGED = {"row_var": -1, "col_var": -2, "exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
+
+
+def cut_states(name: str, states: Mapping[str, Any], piece: Piece, own: Tensor) -> dict[str, Any]:
+    """The states of a parameter for the piece of it that a demasked network has.
+
+    name: the parameter's, for messages. own: the network's parameter. Tensors have their dtypes and
+    devices and are new, in the memory format of `own` if they have its shape. Raises BadInput for
+    states whose axes are unknown.
+    """
+    return {key: _cut_state(f"{key!r} of {name}", key, value, piece, own) for key, value in states.items()}
+
+
+def _cut_state(where: str, key: str, value: Any, piece: Piece, own: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        if _has_tensors(value):
+            raise BadInput(
+                f"the optimizer's state {where} is a {type(value).__name__} of tensors, whose axes "
+                "are not known: carry optimizers with one state per parameter (SGD, Adam, ...)"
+            )
+        return value
+    if tuple(value.shape) == piece.shape:
+        part = cut(value, piece.positions).reshape(own.shape)
+        return torch.empty_like(own, dtype=part.dtype, device=part.device).detach().copy_(part)
+    if value.numel() == 1:
+        return value.clone()
+    axes = _axes_of(key, value, piece)
+    if axes is None:
+        raise BadInput(
+            f"the optimizer's state {where} has the shape {tuple(value.shape)}, which is neither "
+            f"the parameter's, {piece.shape}, nor a number, so it cannot be cut: carry only "
+            "optimizers with states of the parameters' shapes, or start a new one"
+        )
+    positions = tuple(None if axis is None else piece.positions[axis] for axis in axes)
+    part = cut(value, positions)
+    return part * _fewer(AVERAGED[key], piece) if key in AVERAGED else part
+
+
+def _axes_of(key: str, value: Tensor, piece: Piece) -> list[int | None] | None:
+    """For each axis of a state, the axis of the parameter that it is; None where it has size one.
+    None if the state has other axes."""
+    count = len(piece.shape)
+    axes: list[int | None] = list(range(count))
+    if key in AVERAGED and value.ndim == count - 1:
+        del axes[AVERAGED[key]]
+    if len(axes) != value.ndim:
+        return None
+    sizes = [piece.shape[axis] for axis in axes if axis is not None]
+    if any(a not in (1, b) for a, b in zip(value.shape, sizes, strict=True)):
+        return None
+    return [axis if n > 1 else None for axis, n in zip(axes, value.shape, strict=True)]
+
+
+def _fewer(axis: int, piece: Piece) -> float:
+    """The factor of an average over an axis that has fewer positions now: those that were removed
+    added nothing to the sum."""
+    return piece.shape[axis] / max(sliced_shape(piece.shape, piece.positions)[axis], 1)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensors, value))
+    return isinstance(value, Tensor)
+
+
+# Of torch.optim.swa_utils.AveragedModel and DistributedDataParallel.
+_PREFIX, _COUNTER = "module.", "n_averaged"
+
+
+def carry_average(slim: nn.Module, ema: Any, origin: Origin) -> Callable[[], None]:
+    """What replaces averaged weights by those of the small network, in place, when it is called.
+    Raises BadInput, before that, for averages of another network."""
+    if isinstance(ema, MutableMapping):
+        return _carry_dict(slim, ema, origin)
+    if not isinstance(ema, nn.Module):
+        raise BadInput(f"ema: expected an AveragedModel, a module or a state dict, got {type(ema).__name__}")
+    inner = getattr(ema, "module", None)
+    average = inner if isinstance(inner, nn.Module) else ema
+    small = _average(slim, _without_prefix(NetworkTensors.of(average).values), origin)
+    for module in small.modules():
+        module.training = average.training
+
+    def replace_module() -> None:
+        if average is not ema:
+            ema.module = small
+            return
+        # The averaged network itself: others refer to this object.
+        vars(ema).clear()
+        ema.__class__ = small.__class__
+        vars(ema).update(vars(small))
+
+    return replace_module
+
+
+def _carry_dict(slim: nn.Module, ema: MutableMapping[str, Any], origin: Origin) -> Callable[[], None]:
+    tensors = {name: value for name, value in ema.items() if isinstance(value, Tensor)}
+    plain = _without_prefix(tensors)
+    prefix = _PREFIX if plain.keys() != tensors.keys() else ""
+    values: dict[str, Tensor] = {}
+    for name, value in plain.items():
+        mask = plain.get(f"{name.removesuffix('_orig')}_mask") if name.endswith("_orig") else None
+        values[plain_name(name)] = value if mask is None else value * mask
+    # Of what parametrizations compute, no entry is the average.
+    computed = {
+        piece.source
+        for piece in origin.pieces.values()
+        if len(piece.parameters) > 0 and not piece.has_state and piece.source not in piece.parameters
+    }
+    values = {name: value for name, value in values.items() if name not in computed} | plain
+    new = {prefix + name: t for name, t in _average(slim, values, origin).state_dict().items()}
+    own = {prefix + name for name in plain}
+
+    def replace_entries() -> None:
+        for name in own & set(ema):
+            del ema[name]
+        ema.update(new)
+
+    return replace_entries
+
+
+def _without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by their names in the network, without the prefix of a wrapper, if all but the
+    wrapper's counter have it."""
+    if all(name.startswith(_PREFIX) or name == _COUNTER for name in tensors):
+        tensors = {name: value for name, value in tensors.items() if name != _COUNTER}
+    else:
+        return dict(tensors)
+    return {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
+
+
+def _average(slim: nn.Module, values: Mapping[str, Tensor], origin: Origin) -> nn.Module:
+    """A copy of the small network with averaged weights. values: of the original, averaged."""
+    parts = {name: _part(piece, values) for name, piece in origin.pieces.items() if piece.is_slice}
+    small = structural_copy(slim, share=False)
+    own = NetworkTensors.of(small)
+    stored = dict(tensors_of(small))
+    with torch.no_grad():
+        for name, part in parts.items():
+            raw = own.raw.get(name, (name,))
+            if len(raw) == 1 and (tensor := stored.get(raw[0])) is not None:
+                tensor.data = part.reshape(tensor.shape)
+    return small
+
+
+def _part(piece: Piece, values: Mapping[str, Tensor]) -> Tensor:
+    """The averaged piece of the original."""
+    whole = values.get(piece.source)
+    if whole is None or tuple(whole.shape) != piece.shape:
+        got = "none" if whole is None else str(tuple(whole.shape))
+        raise BadInput(
+            f"ema: expected averages of the network that was demasked, with {piece.source} of "
+            f"shape {piece.shape}, got {got}"
+        )
+    part = cut(whole.detach(), piece.positions)
+    if piece.offset is None:
+        return part
+    return part + piece.offset.reshape(part.shape).to(part)
+
 
 Names = list[list[str | None]]  # per group, the original's parameters; None: of another network
 

@@ -8,6 +8,17 @@ So a single layer that needs gradients runs as
 
 on the CPU, also under torch.compile; float16 and bfloat16 are computed in float32. Data that
 kernels need in addition to the indices is computed once per mask.
+
+The ops of convolutions with trained nonzeros: `demask::convolved` and its gradients.
+
+torch.ops.demask.convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? bias,
+                           str program) -> Tensor
+torch.ops.demask.conv_gradients(Tensor gradient, Tensor x, Tensor values, Tensor crow, Tensor col,
+                                  str program, bool of_x, bool of_values) -> (Tensor, Tensor)
+
+float32 on the CPU. A program is one convolution without activation, with the weights (values, row
+starts, columns, bias). Gradients have one number per nonzero, also under torch.compile; second
+derivatives are those of ATen ops.
 """
 
 from __future__ import annotations
@@ -15,18 +26,117 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
+from demask.errors import BadInput
 from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import Act, apply_activation
 from demask.sparse import reference as dense
+from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.spmm_op import product
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, LinearStep, Span, SparseWeight
 from demask.sparse.training.conv_offsets import ConvGeometry
-from demask.sparse.training.conv_op import convolved
+from demask.sparse.training.recompute import parsed, recomputed
+
+_LIBRARY = Library("demask", "FRAGMENT")
+for _line in (
+    "convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? bias, str program) -> Tensor",
+    "conv_gradients(Tensor gradient, Tensor x, Tensor values, Tensor crow, Tensor col, str program,"
+    " bool of_x, bool of_values) -> (Tensor, Tensor)",
+):
+    _LIBRARY.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def convolved(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    """The convolution of a program, differentiable.
+
+    Raises BadInput for shapes, dtypes and indices that do not match the program.
+    """
+    return torch.ops.demask.convolved.default(x, values, crow, col, bias, text)
+
+
+def _step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tuple[ConvStep, CsrMatrix]:
+    """The convolution and its matrix, checked except for indices."""
+    program = parsed(text)
+    step = program.steps[0]
+    if not isinstance(step, ConvStep) or len(program.steps) != 1 or step.act or step.add is not None:
+        raise BadInput("expected a program of one convolution without activation and sum")
+    dense.check(program, [x], [values, crow, col])
+    kinds = (x.dtype, values.dtype, crow.dtype, col.dtype)
+    if kinds != (torch.float32, torch.float32, torch.int32, torch.int32):
+        raise BadInput(f"expected float32 numbers and int32 indices, got {kinds}")
+    sizes = tuple(t.shape for t in (crow, values))
+    if sizes != ((step.out + 1,), tuple(col.shape)) or col.ndim != 1:
+        raise BadInput(f"expected {step.out + 1} row starts and n values and columns, got {sizes}")
+    return step, CsrMatrix(crow, col, values, None, (step.out, 0))
+
+
+def _convolved(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    from demask.sparse.training.conv_kernels import convolved  # needs llvmlite
+
+    step, m = _step(text, x, values, crow, col)
+    if bias is not None and (bias.shape != (step.out,) or bias.dtype != x.dtype):
+        raise BadInput(f"expected a bias of shape ({step.out},), got {tuple(bias.shape)}")
+    return convolved(step, m, x, bias)
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str, of_x: bool, of_values: bool
+) -> tuple[Tensor, Tensor]:
+    from demask.sparse.training.conv_kernels import gradient_of_values, gradient_of_x
+
+    step, m = _step(text, x, values, crow, col)
+    unused = x.new_empty(0), values.new_empty(0)
+    return (
+        gradient_of_x(step, m, x, grad) if of_x else unused[0],
+        gradient_of_values(step, m, x, grad) if of_values else unused[1],
+    )
+
+
+def _fake(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    _step(text, x, values, crow, col)
+    return x.new_empty(parsed(text).shapes([x.shape])[1])
+
+
+def _fake_gradients(
+    grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str, of_x: bool, of_values: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if of_x else (0,)), values.new_empty(col.shape if of_values else (0,))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.text = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, values, crow, col, bias = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    if torch.is_grad_enabled():
+        tensors = [x, values, crow, col, *([] if bias is None else [bias])]
+        gradients = recomputed(ctx.text, 1, tensors, needed[: len(tensors)], [grad])
+        return (*gradients, *[None] * (6 - len(tensors)))
+    of_x = of_values = of_bias = None
+    if needed[0] or needed[1]:
+        of_x, of_values = torch.ops.demask.conv_gradients.default(
+            grad, x, values, crow, col, ctx.text, needed[0], needed[1]
+        )
+    if bias is not None and needed[4]:
+        of_bias = grad.sum((0, *range(2, grad.ndim)))
+    return (of_x if needed[0] else None, of_values if needed[1] else None, None, None, of_bias, None)
+
+
+_LIBRARY.impl("convolved", _convolved, "CPU")
+_LIBRARY.impl("conv_gradients", _gradients, "CPU")
+torch.library.register_fake("demask::convolved", _fake, lib=_LIBRARY)
+torch.library.register_fake("demask::conv_gradients", _fake_gradients, lib=_LIBRARY)
+torch.library.register_autograd("demask::convolved", _backward, setup_context=_save, lib=_LIBRARY)
+
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -2,10 +2,18 @@
 
 Only weights, inputs and outputs cross between host and device: a network with an op that the device
 does not have is refused.
+
+Assignment of addresses: each value is stored where its lifetime allows.
+
+The reference interpreter: buffers of float32 words, each tagged with the value it belongs to.
+
+An instruction that reads a value checks the tag of every word. So an address assignment that
+overwrites a value before its last read is detected, whatever the numbers are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +30,22 @@ from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
+from demask.machine.arena import Block, align_size, plan_arena
 from demask.machine.byte_sizes import format_bytes
 from demask.ops import TABLE, Table
 from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Span, TextTable, Timeline
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
 from demask.stride.accelerator import instruction_json as stored
-from demask.stride.accelerator.addresses import assign_addresses
 from demask.stride.accelerator.emit_compute import RULES
-from demask.stride.accelerator.emitter import emit
+from demask.stride.accelerator.emitter import Listing, UnitStep, ValueRef, emit
 from demask.stride.accelerator.instruction_json import Ports
-from demask.stride.accelerator.interpreter import run_instructions
 from demask.stride.accelerator.machine import (
     ACTIVATIONS,
+    HOST,
+    WEIGHTS,
+    WORD,
+    BufferOperand,
     Counts,
     Instruction,
     InstructionWork,
@@ -43,10 +54,193 @@ from demask.stride.accelerator.machine import (
     count_work,
     crossing,
 )
-from demask.stride.accelerator.units import unit_of, work_of
+from demask.stride.accelerator.units import ABILITIES, check_instruction, unit_of, work_of
 from demask.stride.lowering.lower import lowered
 from demask.stride.targets import Target
 from demask.tune.passes.fold_affine import fold_affine
+
+NOTHING = 0  # tag of a word that was never written
+
+
+class MachineMemory:
+    """The memory of host and device. host: tensors by name. sizes: bytes of each device buffer."""
+
+    def __init__(self, host: Mapping[str, Tensor], sizes: Mapping[str, int]):
+        self.host = dict(host)
+        self.words = {name: torch.zeros(size // WORD, dtype=torch.float32) for name, size in sizes.items()}
+        self.tags = {name: torch.zeros(size // WORD, dtype=torch.int32) for name, size in sizes.items()}
+        self.numbers: dict[str, int] = {}
+        self.names = ["nothing"]
+
+    def execute(self, instruction: Instruction) -> None:
+        """Run an instruction. Raises BadInput if it violates the rules of its unit or reads a value
+        that is not in memory."""
+        ability = check_instruction(instruction)
+        _check_overlap(instruction, inplace=ability.inplace)
+        reads = [self.read(operand) for operand in instruction.reads]
+        result = ability.run(reads, instruction.settings, instruction.writes.shape)
+        self.write(instruction, result)
+
+    def read(self, operand: BufferOperand) -> Tensor:
+        """The value of an operand, with its shape."""
+        if operand.buffer == HOST:
+            if operand.value not in self.host:
+                raise BadInput(f"the host has no {operand.value!r:.60}")
+            tensor = self.host[operand.value]
+            if tuple(tensor.shape) != operand.shape:
+                raise BadInput(
+                    f"{operand.value!r:.60} on the host has the shape {tuple(tensor.shape)}, expected {operand.shape}"
+                )
+            return tensor
+        tags = self._region(self.tags, operand)
+        number = self.numbers.get(operand.value, NOTHING)
+        wrong = torch.nonzero(tags != number) if number else torch.zeros(1, 1, dtype=torch.int64)
+        if len(wrong):
+            first = int(wrong[0, 0])
+            raise BadInput(
+                f"expected {operand.value} at {operand.buffer}+{operand.address}, {operand.bytes} "
+                f"bytes; byte {first * WORD} of them holds {self.names[int(tags[first])]}"
+            )
+        return self._region(self.words, operand).view(operand.shape)
+
+    def write(self, instruction: Instruction, result: Tensor) -> None:
+        """Store the result of an instruction."""
+        operand = instruction.writes
+        if operand.buffer == HOST:
+            self.host[operand.value] = result.clone()
+            return
+        if operand.value not in self.numbers:
+            self.numbers[operand.value] = len(self.names)
+            self.names.append(operand.value)
+        for regions, value in ((self.words, result), (self.tags, self.numbers[operand.value])):
+            region = self._region(regions, operand).view(operand.shape)
+            if instruction.op == "move":
+                region = _block(region, instruction)
+            region[...] = value
+
+    def _region(self, regions: Mapping[str, Tensor], operand: BufferOperand) -> Tensor:
+        """The words, or their tags, of an operand's buffer region."""
+        buffer = regions.get(operand.buffer)
+        start, count = operand.address // WORD, math.prod(operand.shape)
+        if buffer is None or operand.address % WORD or not 0 <= start <= len(buffer) - count:
+            size = "no buffer" if buffer is None else f"{len(buffer) * WORD} bytes"
+            raise BadInput(f"expected {operand.value} in a buffer, in words of {WORD} bytes, got {operand} of {size}")
+        return buffer[start : start + count]
+
+
+def run_instructions(
+    instructions: Sequence[Instruction], host: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """The host's values, by name, after all instructions have run in order."""
+    memory = MachineMemory(host, sizes)
+    with torch.no_grad():
+        for number, instruction in enumerate(instructions):
+            try:
+                memory.execute(instruction)
+            except BadInput as error:
+                raise BadInput(f"instruction {number} ({instruction.op}): {error}") from error
+    return memory.host
+
+
+def _check_overlap(instruction: Instruction, *, inplace: bool) -> None:
+    """Raise BadInput if a result overlaps an operand. Units write while they read: only elementwise
+    results may be written over an operand."""
+    y = instruction.writes
+    for x in instruction.reads:
+        disjoint = x.address + x.bytes <= y.address or y.address + y.bytes <= x.address
+        same = inplace and x.address == y.address and x.bytes == y.bytes
+        if x.buffer == y.buffer != HOST and not (disjoint or same):
+            raise BadInput(f"expected disjoint result and operands, got {y} over {x}")
+
+
+def _block(region: Tensor, instruction: Instruction) -> Tensor:
+    """The part of a region that a move writes."""
+    settings = {name: value for name, value in instruction.settings.items() if isinstance(value, tuple)}
+    for axis, (start, source) in enumerate(zip(settings["at"], settings["order"], strict=True)):
+        region = region.narrow(axis, start, settings["size"][source])
+    return region
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedInstructions:
+    """Instructions with addresses. sizes: used bytes of each buffer."""
+
+    instructions: tuple[Instruction, ...]
+    sizes: Mapping[str, int]
+
+
+def assign_addresses(listing: Listing, machine: Machine) -> PlacedInstructions:
+    """The steps of a network with addresses. Raises BadInput if a buffer is too small.
+
+    Weights are stored one after another, since every run needs all of them. Activations share
+    memory: a value is alive from the first step that writes it to the last that reads it. The
+    vector unit may write its result over an operand that no later step reads.
+    """
+    weights, end = dict[str, int](), 0
+    for name, tensor in listing.weights.items():
+        weights[name] = end
+        end += align_size(tensor.numel() * 4)
+    owners = _shared(listing.steps)
+    blocks = _blocks(listing.steps, owners)
+    plan = plan_arena([*blocks.values()])
+    offsets = dict(zip(blocks, plan.offsets, strict=True))
+    sizes = {WEIGHTS: end, ACTIVATIONS: plan.size}
+    _check_room(sizes, machine)
+
+    def operand(ref: ValueRef) -> BufferOperand:
+        address = 0
+        if ref.buffer == WEIGHTS:
+            address = weights[ref.value]
+        elif ref.buffer == ACTIVATIONS:
+            address = offsets[owners[ref.value]]
+        return BufferOperand(ref.value, ref.buffer, address, ref.shape)
+
+    instructions = (
+        Instruction(step.op, tuple(map(operand, step.reads)), operand(step.writes), step.settings)
+        for step in listing.steps
+    )
+    return PlacedInstructions(tuple(instructions), sizes)
+
+
+def _shared(steps: tuple[UnitStep, ...]) -> dict[str, str]:
+    """By value in the activations buffer, the value whose memory it uses: itself, or an operand."""
+    last = {ref.value: k for k, step in enumerate(steps) for ref in step.reads}
+    owners: dict[str, str] = {}
+    for k, step in enumerate(steps):
+        result = step.writes
+        if result.buffer != ACTIVATIONS or result.value in owners:
+            continue
+        over = [
+            ref
+            for ref in step.reads
+            if ref.buffer == ACTIVATIONS and last[ref.value] == k and ref.bytes == result.bytes
+        ]
+        inplace = over and ABILITIES[step.op].inplace
+        owners[result.value] = owners[over[0].value] if inplace else result.value
+    return owners
+
+
+def _blocks(steps: tuple[UnitStep, ...], owners: Mapping[str, str]) -> dict[str, Block]:
+    """Bytes and lifetime of the memory of each owner. owners: by value (`_shared`)."""
+    blocks: dict[str, Block] = {}
+    for k, step in enumerate(steps):
+        for ref in (*step.reads, step.writes):
+            if ref.buffer == ACTIVATIONS:
+                owner = owners[ref.value]
+                before = blocks.get(owner, Block(ref.bytes, k, k))
+                blocks[owner] = Block(before.size, before.start, k)
+    return blocks
+
+
+def _check_room(sizes: Mapping[str, int], machine: Machine) -> None:
+    for buffer, name in ((WEIGHTS, "weight_bytes"), (ACTIVATIONS, "activation_bytes")):
+        room = getattr(machine, name)
+        if sizes[buffer] > room:
+            raise BadInput(
+                f"the {buffer} buffer has {format_bytes(room)}, the network needs "
+                f"{format_bytes(sizes[buffer])} of it at once: pass "
+                f"machine=Machine({name}={sizes[buffer]}), or use a smaller batch or smaller images"
+            )
 
 
 @in_isolation

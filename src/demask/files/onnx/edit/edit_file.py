@@ -1,29 +1,46 @@
-"""An ONNX file with less in it: edited until nothing more is removed."""
+"""An ONNX file with less in it: edited until nothing more is removed.
+
+Branches of `If` and bodies of loops, each edited as a file of its own.
+
+What a body reads from the graph around it, and what it returns, is not cut.
+
+Calls of functions that the file defines: written out to be edited, and put back unchanged.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from demask.errors import BadInput, NotExportable
+from demask.errors import BadInput, DemaskError, NotExportable
 from demask.files.atomic_write import write
-from demask.files.onnx.check import inputs_of, open_sizes, resized
-from demask.files.onnx.edit.bodies import edit_bodies
+from demask.files.onnx.check import Judge, inputs_of, open_sizes, resized
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.convert import with_opset
 from demask.files.onnx.edit.editor import Editor, union
-from demask.files.onnx.edit.foreign import opaque_outputs
-from demask.files.onnx.edit.functions import put_back_calls, write_out_calls
+from demask.files.onnx.edit.foreign import declared_types, opaque_outputs
 from demask.files.onnx.edit.names import NamedValues, name_values, with_sizes
 from demask.files.onnx.edit.ops import handle
-from demask.files.onnx.edit.protos import copy_of, graph_reads, shell_of
+from demask.files.onnx.edit.protos import (
+    attributes_of,
+    copy_of,
+    graph_names,
+    graph_reads,
+    is_standard,
+    outer_reads,
+    rename,
+    shell_of,
+    subgraphs,
+    tensors_of,
+)
 from demask.files.onnx.edit.refusals import Unsupported
 from demask.files.onnx.model import OnnxFile
 from demask.files.onnx.read.reader import parse_model, read_with_proto
@@ -32,6 +49,256 @@ from demask.files.onnx.write.writer import write_weights
 from demask.graph.capture.capture import check_tensors
 from demask.ops import Table
 from demask.shrink.layout.cells import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """A call, and the nodes that it was replaced with."""
+
+    call: Any
+    nodes: tuple[Any, ...]
+
+
+def write_out_calls(model: Any) -> tuple[Any, list[WrittenCall]]:
+    """The file with the bodies of functions in place of their calls. Calls stay of a body of
+    another op set."""
+    functions = {_key(function, function.name): function for function in model.functions}
+    if not functions:
+        return model, []
+    new, calls = copy_of(model), []
+    taken = graph_names(model.graph) | {node.name for node in model.graph.node}
+    del new.graph.node[:]
+    for node in model.graph.node:
+        nodes = list(_written_out(node, functions, new, taken))
+        if nodes != [node]:
+            calls.append(WrittenCall(node, tuple(nodes)))
+        new.graph.node.extend(nodes)
+    return new, calls
+
+
+def put_back_calls(model: Any, calls: Sequence[WrittenCall], original: Any) -> Any:
+    """The file with the calls whose nodes are unchanged, without functions that nothing calls."""
+    places = {node.SerializeToString(): k for k, node in enumerate(model.graph.node)}
+    nodes: dict[int, Any] = dict(enumerate(model.graph.node))
+    for call in calls:
+        at = [places.get(node.SerializeToString(), -1) for node in call.nodes]
+        if min(at) >= 0:
+            nodes = {k: node for k, node in nodes.items() if k not in at} | {max(at): call.call}
+    new = copy_of(model)
+    del new.graph.node[:], new.functions[:]
+    new.graph.node.extend(nodes[k] for k in sorted(nodes))
+    unused = _called(original.graph.node, original) - _called(new.graph.node, original)
+    new.functions.extend(f for f in original.functions if _key(f, f.name) not in unused)
+    return new
+
+
+def _key(proto: Any, name: str) -> tuple[str, str, str]:
+    return "" if is_standard(proto) else proto.domain, name, proto.overload
+
+
+def _called(nodes: Collection[Any], model: Any) -> set[tuple[str, str, str]]:
+    """The functions that nodes call, directly or not."""
+    functions = {_key(function, function.name): function for function in model.functions}
+    called, queue = set(), list(nodes)
+    while queue:
+        node = queue.pop()
+        key = _key(node, node.op_type)
+        if key in functions and key not in called:
+            called.add(key)
+            queue += functions[key].node
+        queue += [inner for graph in subgraphs(node) for inner in graph.node]
+    return called
+
+
+def _written_out(node: Any, functions: dict[Any, Any], model: Any, taken: set[str]) -> Iterator[Any]:
+    """A node, or the nodes of the function that it calls. taken: names of the file; it grows."""
+    function = functions.get(_key(node, node.op_type))
+    if function is None or not _fits(function, model):
+        yield node
+        return
+    names = dict(zip(function.output, node.output, strict=False))
+    names = {formal: actual for formal, actual in names.items() if actual}
+    names |= {name: node.input[k] if k < len(node.input) else "" for k, name in enumerate(function.input)}
+    values = {a.name: a for a in (*function.attribute_proto, *node.attribute)}
+    prefix = next(filter(None, node.output))  # which no other node has
+
+    def fresh(name: str) -> str:
+        name = f"{prefix}/{name}"
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        return name
+
+    for inner in function.node:
+        copy = copy_of(inner)
+        copy.name = fresh(inner.name) if inner.name else ""
+        for k, name in enumerate(inner.input):
+            copy.input[k] = names.get(name, name)
+        for k, name in enumerate(inner.output):
+            if name and name not in names:
+                names[name] = fresh(name)
+            copy.output[k] = names[name] if name else ""
+        _bind(copy, values)
+        for graph in subgraphs(copy):
+            inner_names = sorted(graph_names(graph) - {"", *names})
+            rename(graph, names | {name: fresh(name) for name in inner_names})
+        yield from _written_out(copy, functions, model, taken)
+
+
+def _bind(node: Any, values: Mapping[str, Any]) -> None:
+    """Give attributes that are those of the function the values of the call, in place."""
+    attributes = [copy_of(attribute) for attribute in node.attribute]
+    del node.attribute[:]
+    for attribute in attributes:
+        if not attribute.ref_attr_name:
+            node.attribute.append(attribute)
+        elif attribute.ref_attr_name in values:
+            node.attribute.append(values[attribute.ref_attr_name])
+            node.attribute[-1].name = attribute.name
+    for graph in subgraphs(node):
+        for inner in graph.node:
+            _bind(inner, values)
+
+
+def _fits(function: Any, model: Any) -> bool:
+    """Whether the body can stand in the main graph."""
+    versions = {e.domain: e.version for e in model.opset_import}
+    if any(versions.get(e.domain, e.version) != e.version for e in function.opset_import):
+        return False
+    computed = {name for node in function.node for name in node.output}
+    if not computed.issuperset(function.output):
+        return False
+    model.opset_import.extend(e for e in function.opset_import if e.domain not in versions)
+    return True
+
+
+LEAST_BYTES = 4096  # of tensors in a body that is worth an edit of its own
+Arrays = Mapping[str, np.ndarray]
+EditModel = Callable[[Any, Sequence[Tensor]], Any]
+
+
+def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
+    """The file with smaller bodies, or the file itself. edit: returns a smaller file, or the same
+    one, for example inputs."""
+    stored = {t.name: t for t in model.graph.initializer}
+    places = [
+        (k, j)
+        for k, node in enumerate(model.graph.node)
+        for j, body in enumerate(subgraphs(node))
+        if sum(t.ByteSize() for t in tensors_of(body))
+        + sum(stored[n].ByteSize() for n in set(outer_reads(body)) & set(stored))
+        > LEAST_BYTES
+    ]
+    if not places:
+        return model
+    new, taken = copy_of(model), graph_names(model.graph)
+    producers = {name for node in model.graph.node for name in node.output if name}
+    reads = {n for k, j in places for n in outer_reads(subgraphs(model.graph.node[k])[j])}
+    reads |= {name for k, _ in places for name in model.graph.node[k].input}
+    computed = evaluated(model, reads & producers, producers, feeds)
+    arrays, types = {**computed, **feeds}, declared_types(model, infer=bool(computed))
+    for k, j in places:
+        body = subgraphs(new.graph.node[k])[j]
+        part = _as_file(model, model.graph.node[k], body, arrays, types)
+        if part is None:
+            continue
+        file, inputs = part
+        try:
+            judge = Judge.of_file(file.SerializeToString(), inputs)
+            if judge.original.outputs(inputs, optimized=True) is None:
+                continue
+            smaller = edit(file, inputs)
+            if smaller is file:
+                continue
+            judge.compare(smaller.SerializeToString())
+        except DemaskError:  # it stays as it is
+            continue
+        _put_back(body, smaller.graph, stored, taken)
+    live = {n for node in new.graph.node for n in (*node.input, *graph_reads(node))}
+    live |= {value.name for value in new.graph.output}
+    for tensor in list(new.graph.initializer):
+        if tensor.name not in live:
+            new.graph.initializer.remove(tensor)
+    return new if new.ByteSize() < model.ByteSize() else model
+
+
+def _as_file(
+    model: Any, node: Any, body: Any, arrays: Arrays, types: Mapping[str, Any]
+) -> tuple[Any, tuple[Tensor, ...]] | None:
+    """A body as a file, and example inputs. None where these are not known."""
+    from onnx import ModelProto, helper
+
+    examples = _body_inputs(node, body, arrays)
+    stored = {t.name: t for t in model.graph.initializer}
+    file = ModelProto(ir_version=model.ir_version)
+    file.opset_import.extend(model.opset_import)
+    file.functions.extend(model.functions)
+    file.graph.CopyFrom(body)
+    del file.graph.input[:]
+    for name in dict.fromkeys(outer_reads(body)):
+        if name in stored:
+            file.graph.initializer.append(stored[name])
+        else:
+            examples.append((name, arrays.get(name), types.get(name, (0, None))[1]))
+    for name, array, dims in examples:
+        if array is None or array.dtype.kind not in "fiub":
+            return None
+        dims = dims if dims is not None and len(dims) == array.ndim else [None] * array.ndim
+        sizes = [n or f"{name}.{axis}" for axis, n in enumerate(dims)]
+        kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+        file.graph.input.append(helper.make_tensor_value_info(name, kind, sizes))
+    computed = {name for inner in file.graph.node for name in inner.output}
+    if not computed.issuperset(value.name for value in file.graph.output):
+        return None
+    return file, tuple(torch.from_numpy(np.array(array)) for _, array, _ in examples)
+
+
+def _body_inputs(node: Any, body: Any, arrays: Arrays) -> list[tuple[str, Any, Any]]:
+    """Names, examples and sizes of the inputs of a loop's body: those of its first step."""
+    values: list[Any] = [arrays.get(name) for name in node.input]
+    if not is_standard(node) or node.op_type not in ("Loop", "Scan"):
+        values = []
+    elif node.op_type == "Loop":
+        values = [np.array(0, np.int64), np.array(True), *values[2:]]
+    else:
+        attributes = attributes_of(node)
+        count = attributes["num_scan_inputs"]
+        axes = attributes.get("scan_input_axes") or [0] * count
+        slices = [
+            x if x is None else x.take(0, a) if x.shape[a] else None for x, a in zip(values[-count:], axes, strict=True)
+        ]
+        values = [*values[:-count], *slices]
+    inputs = []
+    for k, value in enumerate(body.input):
+        shape = value.type.tensor_type.shape
+        dims = [d.dim_value or d.dim_param or None for d in shape.dim]
+        array = values[k] if k < len(values) else None
+        inputs.append((value.name, array, dims if len(dims) else None))
+    return inputs
+
+
+def _put_back(body: Any, edited: Any, stored: Mapping[str, Any], taken: set[str]) -> None:
+    """Replace a body by an edited one, in place. Tensors of the graph around it that were not cut
+    are read from there; new names differ from all others in the file, and are added to `taken`."""
+    before, inputs = graph_names(body), list(body.input)
+    new = copy_of(edited)
+    del new.input[:], new.initializer[:]
+    new.input.extend(inputs)
+    names: dict[str, str] = {}
+    for tensor in edited.initializer:
+        if tensor != stored.get(tensor.name):
+            new.initializer.append(tensor)
+            if tensor.name in stored:
+                names[tensor.name] = tensor.name
+    names |= {name: name for name in graph_names(new) - before if name in taken}
+    for name in names:
+        while names[name] in taken:
+            names[name] += "_"
+        taken.add(names[name])
+    taken |= graph_names(new)
+    rename(new, names)
+    body.CopyFrom(new)
+
 
 PASSES = 4
 WORTH = 1.01  # inserted nodes take time: they are to save more than this

@@ -3,6 +3,11 @@
 The result is consistent: each name is defined once and before it is read, each tensor has the bytes
 that its sizes need, text is valid. Memory and time are bounded by the size of the file, by its
 external files, and by limits of `wire`, `external_data`, `tensors` and `topological_order`.
+
+Element types of less than 8 bits, which torch does not have, as attributes of nodes.
+
+A 4-bit zero point is stored as int8, which no longer determines the type of QuantizeLinear's
+result.
 """
 
 from __future__ import annotations
@@ -10,7 +15,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +24,43 @@ from demask.errors import BadInput
 from demask.files.onnx.model import AttributeReference, Function, Graph, OnnxFile, OnnxNode
 from demask.files.onnx.read import wire
 from demask.files.onnx.read.external_data import MAX_NAME, ExternalData, file_bytes, text
-from demask.files.onnx.read.sub_byte_types import narrow_types, with_types
 from demask.files.onnx.read.tensors import DTYPES, MAX_ELEMENTS, NARROW, STRING, decode_text, dense, tensor
 from demask.files.onnx.read.topological_order import sort_nodes
 from demask.graph.provenance import OnnxPort
 from demask.installation import install_command
+
+#: ops whose output has the element type of an input: its position, the equivalent attribute
+TYPED = {"QuantizeLinear": (2, "output_dtype"), "CastLike": (1, "to")}
+
+
+def narrow_types(proto: Any) -> Mapping[str, int]:
+    """Element types of less than 8 bits in a GraphProto or FunctionProto, by name of the value."""
+    ports = chain(getattr(proto, "input", ()), proto.value_info)  # a function's inputs are names
+    types = ((v.name, v.type.tensor_type.elem_type) for v in ports if not isinstance(v, str))
+    constants = ((t.name, t.data_type) for t in getattr(proto, "initializer", ()))
+    narrow: dict[str, int] = {n: k for n, k in chain(types, constants) if k in NARROW}
+    for node in proto.node:
+        declared = [a.t.data_type or a.i for a in node.attribute if a.name in ("value", "to", "output_dtype")]
+        narrow |= {n: k for n, k in zip(node.output, declared, strict=False) if k in NARROW}
+    return narrow
+
+
+def with_types(nodes: tuple[OnnxNode, ...], types: Mapping[str, int]) -> tuple[OnnxNode, ...]:
+    """The nodes, with attributes for element types that are lost in tensors of torch."""
+    if not types:
+        return nodes
+    typed_nodes = []
+    for node in nodes:
+        attributes = {
+            k: replace(v, nodes=with_types(v.nodes, types)) if isinstance(v, Graph) else v
+            for k, v in node.attributes.items()
+        }
+        position, name = TYPED.get(node.op, (0, ""))
+        if name and len(node.inputs) > position and node.inputs[position] in types:
+            attributes = {name: types[node.inputs[position]], **attributes}
+        typed_nodes.append(replace(node, attributes=attributes))
+    return tuple(typed_nodes)
+
 
 __all__ = ["DTYPES", "NARROW", "STRING", "installed", "parse_model", "read", "tensor"]
 
