@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -133,3 +134,18 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not
         file.write(b"whole")
         assert len(os.listdir(tmp_path)) == 2
     assert path.read_bytes() == b"whole" and sorted(os.listdir(tmp_path)) == ["other", "out"]
+
+
+def test_a_temporary_folder_that_another_process_removes_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process takes it for stale, since it is not locked yet."""
+    real, names = tempfile.mkdtemp, []
+
+    def removed_at_first(**options: str) -> str:
+        names.append(real(**options))
+        if len(names) == 1:
+            Path(names[0]).rmdir()
+        return names[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", removed_at_first)
+    with temporary_folder() as folder:
+        assert str(folder) == names[1] and folder.is_dir()

@@ -110,10 +110,11 @@ def temporary_folder() -> Iterator[Path]:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             if fcntl is None:
                 break
-            descriptor = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, descriptor)
-            if not _locked(descriptor, wait=True) or folder.exists():
-                break  # else another process removed it as stale, before the lock was taken
+            with suppress(FileNotFoundError):  # another process removed it as stale, before it was locked
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                if not _locked(descriptor, wait=True) or folder.exists():
+                    break
         yield folder
 
 
