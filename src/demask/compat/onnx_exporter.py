@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import fx
 
+from demask.ops.schema import fake
+
 _KNOWN = "demask: every node has its value"  # in `meta` of a graph module
 _EXPORTING = threading.RLock()
 _LISTED: dict[int, Any] = {}  # by opset: the exporter's list of ONNX functions
@@ -46,7 +48,7 @@ def use_known_values(module: fx.GraphModule) -> None:
         with self._set_current_node(n):
             if rule := rule_of(n, self.type_promotion_table):
                 self._maybe_promote_node(n, rule)
-        return n.meta["val"]
+        return fake(n)
 
     run_node.plain = run  # type: ignore[attr-defined]
     kind.run_node = run_node
@@ -75,4 +77,4 @@ def list_functions_once() -> Iterator[None]:
         try:
             yield
         finally:
-            ONNXRegistry.from_torchlib = before  # type: ignore[method-assign]
+            ONNXRegistry.from_torchlib = before

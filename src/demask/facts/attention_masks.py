@@ -24,6 +24,7 @@ from demask.facts.masks import Fact
 from demask.facts.ranges import compute_ranges
 from demask.numerics import is_all
 from demask.ops import Declined, Relation, op_name, schema
+from demask.ops.schema import fake
 
 Position = Any  # of an axis: a name for any position, a number, or ("+", name, number)
 Expression = Any  # a number, a position, or a tuple of a name and what it depends on
@@ -53,13 +54,13 @@ def shows_each_query(
         axes for operand, axes in zip(relation.operands, relation.ins, strict=True) if operand.name == "attn_mask"
     )
     at: list[Position] = [axis[0] if axis else 0 for axis in axes]
-    queries, keys = (call[name].meta["val"].shape[-2] for name in ("query", "key"))
+    queries, keys = (fake(call[name]).shape[-2] for name in ("query", "key"))
     if schema.same_size(queries, keys):
         at[-2:] = ["diagonal" if position else 0 for position in at[-2:]]
     mask = call["attn_mask"]
     if _is_shown(_Elements(relations, facts).of(mask, tuple(at))):
         return True
-    return mask.meta["val"].is_floating_point() and _is_finite(mask, relations, facts)
+    return fake(mask).is_floating_point() and _is_finite(mask, relations, facts)
 
 
 def _is_shown(value: Expression) -> bool:
@@ -113,7 +114,7 @@ class _Elements:
         """The element of an operand that broadcasts to axes with some positions."""
         if not (isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)):
             return node
-        shape = node.meta["val"].shape
+        shape = fake(node).shape
         own = at[len(at) - len(shape) :]
         return self.of(node, tuple(0 if n == 1 else k for n, k in zip(shape, own, strict=True)))
 
@@ -156,7 +157,7 @@ class _Elements:
             return _converted(operands[0], node)
         if name in ("add", "sub") and call["alpha"] == 1 and _is_number(operands[1]):
             return _plus(operands[0], operands[1] if name == "add" else -operands[1])
-        sources = (value.meta["val"] for value in node.all_input_nodes)
+        sources = (fake(value) for value in node.all_input_nodes)
         integers = not any(
             isinstance(value, Tensor) and value.is_floating_point() for value in sources
         )  # NaN differs from itself; sizes are integers
@@ -177,7 +178,7 @@ class _Elements:
 
     def _indexed(self, node: fx.Node, indices: Any, at: tuple[Position, ...]) -> Expression | None:
         """The element of a tensor at positions that tensors name."""
-        values = [index.meta["val"] if isinstance(index, fx.Node) else None for index in indices]
+        values = [fake(index) if isinstance(index, fx.Node) else None for index in indices]
         if any(value is None or value.dtype == torch.bool for value in values):
             return None
         rank = max(value.ndim for value in values if value is not None)
@@ -235,10 +236,10 @@ def _compared(name: str, one: Expression, other: Expression) -> Expression:
 
 def _converted(value: Expression, node: fx.Node) -> Expression:
     """An element in the dtype of a call."""
-    dtype = node.meta["val"].dtype
+    dtype = fake(node).dtype
     if isinstance(value, bool) and dtype == torch.bool:
         return value
     if _is_number(value):
         return torch.tensor(value).to(dtype).item()
-    (source,) = (operand.meta["val"] for operand in node.all_input_nodes[:1])
+    (source,) = (fake(operand) for operand in node.all_input_nodes[:1])
     return value if source.dtype == dtype else ("to", dtype, value)

@@ -35,6 +35,7 @@ from demask.facts.known import Facts, Key, Relations, key_of, operand_facts, uni
 from demask.facts.masks import Fact, all_over, project, spread, uniform_over
 from demask.failures import attributed
 from demask.ops import Relation, schema
+from demask.ops.schema import fake
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def _varies(responses: Responses) -> Tensor:
 def _respond(relation: Relation, facts: Facts, earlier: dict[Key, Responses]) -> Responses | None:
     """The responses of a call's output, or None."""
     entry, node = relation.entry, relation.node
-    value = node.meta["val"]
+    value = fake(node)
     if (
         not isinstance(value, Tensor)
         or value.ndim < 2
@@ -142,8 +143,8 @@ def _of_window(relation: Relation, facts: Facts) -> Responses | None:
     """The responses after a window over constants."""
     arguments, node = schema.arguments(relation.node), relation.node
     inputs = operand_facts(relation, facts)
-    x = relation.operands[0].value.meta["val"]
-    if x.ndim != node.meta["val"].ndim or arguments.get("ceil_mode"):
+    x = fake(relation.operands[0].value)
+    if x.ndim != fake(node).ndim or arguments.get("ceil_mode"):
         return None
     known, fill = inputs[0].known, inputs[0].fill
     if any(n != 1 for k, n in enumerate(fill.shape) if k != 1) or not bool((fill != 0).any()):
@@ -153,7 +154,7 @@ def _of_window(relation: Relation, facts: Facts) -> Responses | None:
     space = x.ndim - 2
     if "weight" in arguments:
         weight = inputs[relation.factors[1]]
-        sizes = relation.operands[1].value.meta["val"].shape
+        sizes = fake(relation.operands[1].value).shape
         if sizes[1] != 1 or not bool(weight.known.all()):
             return None
         kernel = weight.fill.double().expand(sizes)

@@ -21,6 +21,7 @@ from demask.facts.movement import moved_fact
 from demask.facts.trained import trained_nodes
 from demask.numerics import to_computable
 from demask.ops import Relation, schema
+from demask.ops.schema import fake
 
 IndependentMasks = dict[Key, Tensor]
 
@@ -52,7 +53,7 @@ def find_input_independent(
 def finite_argument(relation: Relation, facts: Facts) -> float | None:
     """A number at which a pointwise call is finite in all computed operands; None if there is
     none."""
-    dtypes = [o.value.meta["val"].dtype for o in relation.operands if isinstance(o.value, fx.Node)]
+    dtypes = [fake(o.value).dtype for o in relation.operands if isinstance(o.value, fx.Node)]
     signature = relation.entry.line, len(relation.outs)
     pointwise = signature in (("... -> ...", 1), ("..., ... -> ...", 1), ("..., ..., ... -> ...", 1))
     if not pointwise or torch.bool in dtypes:
@@ -79,11 +80,11 @@ def finite_argument(relation: Relation, facts: Facts) -> float | None:
 def batch_sizes(graph: fx.Graph) -> set[sympy.Symbol]:
     """The symbols of dimension 0 of the inputs."""
     shapes = [
-        node.meta["val"].shape
+        fake(node).shape
         for node in graph.nodes
         if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor)
     ]
-    dynamic = [shape[0] for shape in shapes if shape and not isinstance(shape[0], int)]
+    dynamic: list[Any] = [shape[0] for shape in shapes if shape and not isinstance(shape[0], int)]
     return {size.node.expr for size in dynamic if size.node.expr.is_Symbol}
 
 
@@ -98,7 +99,7 @@ def only_carries_batch(relation: Relation, batch: set[sympy.Symbol]) -> bool:
     node, gone = relation.node, relation.window | relation.complete | relation.moved
     output_letters = relation.letters(relation.outs[0])
     values = [
-        (o.value.meta["val"], axes)
+        (fake(o.value), axes)
         for o, axes in zip(relation.operands, relation.ins, strict=True)
         if isinstance(o.value, fx.Node)
     ]

@@ -28,6 +28,7 @@ from demask.failures import attributed
 from demask.numerics import has_any, is_all, to_computable
 from demask.ops import Declined, Relation, schema
 from demask.ops.notation import Axes
+from demask.ops.schema import fake
 
 Key = tuple[fx.Node, int]  # a node and which of its outputs
 Facts = dict[Key, Fact]
@@ -231,7 +232,7 @@ def created_fact(relation: Relation) -> Fact | None:
         arguments["size"] = [1] * rank
     if any(schema.is_dynamic(v) for name, v in arguments.items() if name not in ("self", "input")):
         return None
-    values = [torch.zeros([1] * rank, dtype=o.value.meta["val"].dtype) for o in relation.operands]
+    values = [torch.zeros([1] * rank, dtype=fake(o.value).dtype) for o in relation.operands]
     arguments = schema.replace_operands(arguments, relation.operands, values)
     if "device" in arguments:
         arguments["device"] = None

@@ -7,6 +7,7 @@ import torch
 from demask.facts.masks import Fact, uniform_over
 from demask.numerics import is_all
 from demask.ops import Relation, schema
+from demask.ops.schema import fake
 
 
 def moved_fact(relation: Relation, out: int, inputs: list[Fact]) -> Fact | None:
@@ -45,7 +46,7 @@ def _widen(relation: Relation, inputs: list[Fact], axis: int) -> list[Fact]:
     shape = list(torch.broadcast_shapes(*shapes))
     result = []
     for k, fact in enumerate(inputs):
-        real = relation.operands[min(k, len(relation.operands) - 1)].value.meta["val"].shape[axis]
+        real = fake(relation.operands[min(k, len(relation.operands) - 1)].value).shape[axis]
         full = [real if d == axis else n for d, n in enumerate(shape)]
         result.append(Fact(fact.known.expand(full), fact.fill.expand(full)))
     return result

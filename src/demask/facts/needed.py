@@ -22,6 +22,7 @@ from demask.facts.recurrent import add_recurrent_needs, deciding_output
 from demask.failures import attributed
 from demask.numerics import has_any, without_repeats
 from demask.ops import Relation, schema
+from demask.ops.schema import fake
 
 Edge = tuple[fx.Node, int]  # a call and which of its operands
 
@@ -179,7 +180,7 @@ def _need_by_index_map(relation: Relation, out: int, operand: int, live: Tensor)
         if move is None:
             live = live.any(axis, keepdim=True)
             continue
-        real = relation.operands[operand].value.meta["val"].shape[axis]
+        real = fake(relation.operands[operand].value).shape[axis]
         full = live.expand([len(move.source) if k == axis else n for k, n in enumerate(live.shape)])
         ours = (move.source == operand).nonzero().squeeze(1)
         shape = [real if k == axis else n for k, n in enumerate(live.shape)]

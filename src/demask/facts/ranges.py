@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.dispatch import OpOverload
 from demask.ops import Declined, Entry, op_name, schema
-from demask.ops.schema import Operand
+from demask.ops.schema import Operand, fake
 
 _LARGEST_INTEGER = 2.0**53  # float64 represents all integers up to here
 _ULPS = 16  # largest difference between vectorized functions of one op and those run here
@@ -64,7 +64,7 @@ def compute_ranges(nodes: Iterable[fx.Node], constants: Mapping[str, Tensor], ta
         if node.op == "call_function" and _dtype(node) is not None:
             bounds[node] = _call_range(node, bounds, constants, table)
         elif isinstance(node.meta.get("val"), Tensor):
-            bounds[node] = dtype_range(node.meta["val"].dtype)
+            bounds[node] = dtype_range(fake(node).dtype)
     return bounds
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from demask.facts.masks import Fact, along
 from demask.ops import Relation
+from demask.ops.schema import fake
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def _split_gates(relation: Relation, mask: Tensor, operand: int) -> Tensor:
     """A mask over a parameter with its first axis split into gates and units: [k, c, ...]."""
     axes = relation.ins[operand]
     shape = [relation.size[letter] or 0 for axis in axes for letter in axis]
-    full = mask.expand(relation.operands[operand].value.meta["val"].shape).reshape(shape)
+    full = mask.expand(fake(relation.operands[operand].value).shape).reshape(shape)
     return full if len(axes[0]) > 1 else full[None]
 
 

@@ -20,6 +20,7 @@ from torch import fx
 
 from demask.errors import BadInput
 from demask.graph.provenance import InputSpec
+from demask.ops.schema import fake
 
 REFUSE, REFUSE_VALUE = "_refuse_sizes", "_refuse_value"  # called by generated code
 _SCALARS = (bool, int, float, str)
@@ -140,7 +141,7 @@ def refuse_value(name: str, expected: str, value: object) -> NoReturn:
 
 def literal_inputs(graph: fx.Graph) -> dict[str, str]:
     """The inputs of a captured graph that are no tensors, as Python literals by name."""
-    inputs = {n.name: n.meta["val"] for n in graph.nodes if n.op == "placeholder" and "val" in n.meta}
+    inputs = {n.name: fake(n) for n in graph.nodes if n.op == "placeholder" and "val" in n.meta}
     return {name: repr(value) for name, value in inputs.items() if value is None or type(value) in _SCALARS}
 
 

@@ -86,7 +86,7 @@ def graph_of(rows: Sequence[NodeRecord]) -> fx.Graph:
     for row in rows:
         target = _op(row.target) if isinstance(row.target, Overload) else row.target
         args, kwargs = (map_aggregate(value, resolved) for value in (row.args, row.kwargs))
-        node = graph.create_node(row.op, target, args, kwargs, name=row.name)  # type: ignore[arg-type]
+        node = graph.create_node(row.op, target, args, kwargs, name=row.name)
         node.name = row.name  # torch.fx adds numbers to names of builtins
         nodes[row.name] = node
         if row.value is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from demask.compat.fake_tensors import FakeTensor
 from demask.ops import Table, op_name, schema
-from demask.ops.schema import same_size
+from demask.ops.schema import fake, same_size
 
 aten = torch.ops.aten
 POINTWISE = ("... -> ...", "..., ... -> ...", "..., ..., ... -> ...")
@@ -98,7 +98,7 @@ class ExampleSizes:
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """The shape of a node's value for the example inputs."""
-        return tuple(map(self.size, node.meta["val"].shape))
+        return tuple(map(self.size, fake(node).shape))
 
     def size(self, size: Any) -> int:
         """A size as a number; dynamic sizes have their values in the example inputs."""

@@ -21,6 +21,7 @@ from demask.graph.program import Program
 from demask.graph.result.recurrent_modules import is_zeros, tensor_suffixes
 from demask.ops import schema
 from demask.ops.entries.recurrent import GATES, LSTM, count_parameters
+from demask.ops.schema import fake
 from demask.ops.traits import SIZED_ZEROS
 
 aten = torch.ops.aten
@@ -156,7 +157,7 @@ class _Stack:
             {name: value for name, value in self.arguments(k).items() if name not in operands}
             for k in range(len(self.calls))
         )
-        widths = {tuple(self.arguments(k)["params"][1].meta["val"].shape) for k in range(len(self.calls))}
+        widths = {tuple(fake(self.arguments(k)["params"][1]).shape) for k in range(len(self.calls))}
         counts = {len(self.arguments(k)["params"]) for k in range(len(self.calls))}
         is_equal = all(other == first for other in others) and len(widths) == len(counts) == 1
         return is_equal and self._is_chain() and self.states() is not None and self._is_read_after()

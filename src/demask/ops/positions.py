@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from demask.numerics import any_along
 from demask.ops import schema
 from demask.ops.notation import Axes, Line
-from demask.ops.schema import Operand
+from demask.ops.schema import Operand, fake
 
 _STEP = 2.0**32  # float64 counts exactly to 2**53: the operand above this, the position below
 MAX_POSITIONS = 2**27  # in one map: 1 GiB; a few maps are in memory at a time
@@ -67,7 +67,7 @@ def compute_index_maps(
 
 def _moved_size(value: Any, axes: Axes, line: Line) -> int:
     """The number of positions of an operand or output, its other axes reduced to one."""
-    tensor = value.meta["val"] if isinstance(value, fx.Node) else value
+    tensor = fake(value) if isinstance(value, fx.Node) else value
     sizes = zip(tensor.shape, axes, strict=True)
     return math.prod(schema.example_size(n) for n, letters in sizes if letters and letters[0] in line.moved)
 
@@ -84,7 +84,7 @@ def _run(
     values = []
     for k, operand in enumerate(which):
         shape = [1] * len(line.ins[k])
-        full_shape = operand.value.meta["val"].shape
+        full_shape = fake(operand.value).shape
         for axis, letters in enumerate(line.ins[k]):
             if letters and letters[0] in line.moved:
                 shape[axis] = schema.example_size(full_shape[axis])

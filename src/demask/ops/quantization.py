@@ -16,6 +16,7 @@ from demask.ops import schema
 from demask.ops.custom import CustomOp
 from demask.ops.entry import Case, Entry
 from demask.ops.entry import Shape as S
+from demask.ops.schema import fake
 from demask.registry import CUSTOM_OPS
 
 #: The dtypes of quantized values, by name. Ops take the name: for a number that a file has in the
@@ -121,7 +122,7 @@ CUSTOM_OPS.register("dequantize", CustomOp(dequantize_values))
 def _line(node: fx.Node) -> str:
     """Elementwise; a scale with one element per position of an axis has that axis."""
     call_arguments = schema.arguments(node)
-    x, *other_sizes = (schema.sizes(o.value.meta["val"]) for o in schema.operands(node))
+    x, *other_sizes = (schema.sizes(fake(o.value)) for o in schema.operands(node))
     rank, axis = len(x), call_arguments["axis"]
     axes = [f"a{k}" for k in range(rank)]
     others = [axes[axis] if len(sizes) == 1 and sizes != (1,) else "1" * len(sizes) for sizes in other_sizes]

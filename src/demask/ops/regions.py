@@ -27,6 +27,7 @@ from demask.ops import schema
 from demask.ops.flow import axis_of, base
 from demask.ops.positions import IndexMap
 from demask.ops.relation import Relation
+from demask.ops.schema import fake
 
 Interval = tuple[int, int]
 Rule = Callable[[int, int], Interval]  # start, end of an output -> interval of an operand
@@ -68,7 +69,7 @@ def region_rule(relation: Relation, operand: int, axis: int, *, out: int = 0) ->
         name = relation.operands[operand].name
         raise ValueError(f"{relation.node}: operand {name!r} has no axis along axis {axis} of the output")
     axis %= len(relation.outs[out])
-    length = schema.example_size(relation.operands[operand].value.meta["val"].shape[operand_axis])
+    length = schema.example_size(fake(relation.operands[operand].value).shape[operand_axis])
     output_length = _length(relation, axis, out)
     unclamped = _unclamped(relation, (operand, operand_axis), (out, axis))
 
@@ -186,13 +187,13 @@ class Geometry:
         windowed = [k for k, a in enumerate(relation.outs[out]) if set(a) & relation.window]
         self.rank, self.index = len(windowed), windowed.index(axis)
         operands = relation.operands
-        self.input = schema.example_size(operands[operand].value.meta["val"].shape[operand_axis])
+        self.input = schema.example_size(fake(operands[operand].value).shape[operand_axis])
         self.output = _length(relation, axis, out)
         weight = self.arguments.get("weight")
         self.kernel = (
             self.number("kernel_size", None)
             if weight is None
-            else schema.example_size(weight.meta["val"].shape[self.index - self.rank])
+            else schema.example_size(fake(weight).shape[self.index - self.rank])
         )
         self.step = self.number("stride", None) or self.kernel
         # The distance from the first input position of a window to the last.

@@ -14,7 +14,7 @@ from demask.ops import schema
 from demask.ops.entry import Declined, Entry, SizedLine, Table, op_name
 from demask.ops.notation import ELLIPSIS, Axes, Line, parse
 from demask.ops.positions import IndexMap, compute_index_maps
-from demask.ops.schema import Operand
+from demask.ops.schema import Operand, fake
 
 MAX_AXIS = 2**28  # positions of an axis: facts and layouts use memory per position
 _BOUNDED = ("sum", "mean", "max", "min", "softmax")
@@ -123,7 +123,7 @@ class Relation:
             }
             return allowed[entry.total]
         linear = entry.fill in ("sum", "mix", "same", "recur") or entry.rest in _BOUNDED
-        dtypes = [n.meta["val"].dtype for n in nodes if n is not None and n.op != "get_attr"]
+        dtypes = [fake(n).dtype for n in nodes if n is not None and n.op != "get_attr"]
         index_dtypes = [dtype for dtype in dtypes if not dtype.is_floating_point and dtype != torch.bool]
         is_lookup = bool(index_dtypes) and len(self.operands) > 1  # an index, or the ends of parts
         return not computed or bool(self.moved) or entry.free or (linear and not is_lookup)
@@ -226,7 +226,7 @@ def _index(value) -> Tensor | None:
 
 def _value(operand: Operand):
     """The fake tensor of an operand, or its number."""
-    return operand.value.meta["val"] if isinstance(operand.value, fx.Node) else operand.value
+    return fake(operand.value) if isinstance(operand.value, fx.Node) else operand.value
 
 
 def _expanded(line: Line, node: fx.Node, tensors: tuple[Operand, ...]) -> Line:

@@ -128,6 +128,11 @@ def sizes(value: Any) -> tuple[Size, ...]:
     return tuple(size if isinstance(size, int) else None for size in value.shape)
 
 
+def fake(node: Any) -> Tensor:
+    """The fake tensor of a node: its shape, dtype, strides and device, without data."""
+    return node.meta["val"]
+
+
 def outputs(node: fx.Node) -> tuple[Any, ...]:
     """The fake values of a node's outputs."""
     value = node.meta.get("val")

@@ -17,6 +17,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.program import Constant
 from demask.ops import Relation, schema
+from demask.ops.schema import fake
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def _weights(relation: Relation) -> Iterator[int]:
     for k in which:
         value = relation.operands[k].value
         read = isinstance(value, fx.Node) and schema.is_constant(value)
-        if read and value.meta["val"].ndim >= 2 and value.meta["val"].is_floating_point():
+        if read and fake(value).ndim >= 2 and fake(value).is_floating_point():
             yield k
 
 

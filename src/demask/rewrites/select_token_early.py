@@ -18,6 +18,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.flow import carry_back, is_split
+from demask.ops.schema import fake
 
 aten = torch.ops.aten
 _END = 2**63 - 1
@@ -44,7 +45,7 @@ def _taken(node: fx.Node) -> _Take | None:
     if not (is_select or node.target is aten.slice.Tensor) or not node.users:
         return None
     call_arguments = schema.arguments(node)
-    shape = call_arguments["self"].meta["val"].shape
+    shape = fake(call_arguments["self"]).shape
     dim = call_arguments["dim"] % len(shape)
     if isinstance(shape[dim], int):
         return None

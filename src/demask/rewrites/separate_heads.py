@@ -18,7 +18,7 @@ from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.program import Program
 from demask.ops import Declined, Relation, Table, bind, schema
 from demask.ops.entries.movement import common_refinement
-from demask.ops.schema import same_shape
+from demask.ops.schema import fake, same_shape
 from demask.ops.traits import RESHAPES, SQUEEZES
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ def separate_heads(program: Program, table: Table) -> Program:
 def _merges(node: fx.Node) -> bool:
     """Whether a view merges a dynamic and a static axis."""
     source: Any = node.args[0]
-    refinement = common_refinement(list(source.meta["val"].shape), list(node.meta["val"].shape))
+    refinement = common_refinement(list(fake(source).shape), list(fake(node).shape))
     return not isinstance(refinement, Declined) and any(_mixed(axis, refinement[2]) for axis in refinement[1])
 
 
@@ -97,7 +97,7 @@ class _Unmerger:
     def _merged(self, separated: _Separated, old: fx.Node) -> list[Any]:
         """The sizes of the merged value."""
         sizes, k, merged_sizes = self.editor.sizes(separated.node), 0, []
-        for count, size in zip(separated.counts, old.meta["val"].shape, strict=True):
+        for count, size in zip(separated.counts, fake(old).shape, strict=True):
             merged_sizes.append(sizes[k] if count == 1 else size if isinstance(size, int) else -1)
             k += count
         return merged_sizes
@@ -106,8 +106,8 @@ class _Unmerger:
         """Add a view to separate axes, if the view merges axes; replace it if it splits them."""
         source: Any = node.args[0]
         base = self.separated[source].node if source in self.separated else source
-        shape = list(node.meta["val"].shape)
-        refinement = common_refinement(list(base.meta["val"].shape), shape)
+        shape = list(fake(node).shape)
+        refinement = common_refinement(list(fake(base).shape), shape)
         if isinstance(refinement, Declined):
             return
         before, after, letters = refinement
@@ -148,8 +148,8 @@ class _Unmerger:
     def _replace_split(self, node: fx.Node, base: fx.Node) -> fx.Node:
         """Replace a view that splits merged axes by a view of the separated value."""
         view = base
-        if not same_shape(base.meta["val"], node.meta["val"]):
-            sizes = [_size(self.editor, node, k) for k in range(node.meta["val"].ndim)]
+        if not same_shape(fake(base), fake(node)):
+            sizes = [_size(self.editor, node, k) for k in range(fake(node).ndim)]
             view = self.editor.call_for(node, aten.reshape.default, base, sizes)
         node.replace_all_uses_with(view)
         self.split += 1
@@ -194,7 +194,7 @@ class _Unmerger:
         left, right = self.separated.get(a), self.separated.get(b)  # type: ignore[arg-type]
         if left is None or right is None or left.counts != right.counts or left.counts[1:] != (1, 1):
             return None
-        lead = zip(left.node.meta["val"].shape[:-2], right.node.meta["val"].shape[:-2], strict=True)
+        lead = zip(fake(left.node).shape[:-2], fake(right.node).shape[:-2], strict=True)
         if not all(schema.same_size(m, n) for m, n in lead):
             return None
         if any(node.kwargs.get(name, 1) != 1 for name in ("beta", "alpha")):
@@ -232,7 +232,7 @@ class _Unmerger:
             return value
         if value in self.separated:
             return self.separated[value].node if self.separated[value].counts == counts else None
-        shape = value.meta["val"].shape
+        shape = fake(value).shape
         unsqueezed = value
         for k, count in reversed(list(enumerate(counts[len(counts) - len(shape) :]))):
             if count == 1:
@@ -248,9 +248,9 @@ def _size(editor: GraphEditor, node: fx.Node, axis: int) -> Any:
     """A size of a view, from its arguments if possible, so that no node reads the view itself."""
     call_arguments = schema.arguments(node)
     requested = call_arguments.get("size", call_arguments.get("shape"))
-    size = node.meta["val"].shape[axis]
+    size = fake(node).shape[axis]
     if isinstance(size, int):
         return size
-    if requested is not None and len(requested) == node.meta["val"].ndim and requested[axis] != -1:
+    if requested is not None and len(requested) == fake(node).ndim and requested[axis] != -1:
         return requested[axis]
     return editor.call(aten.sym_size.int, node, axis)

@@ -13,6 +13,7 @@ from demask.graph.program import Constant, Program, path_of
 from demask.graph.provenance import Sizes
 from demask.graph.queries import ExampleSizes
 from demask.ops import Declined, Relation, schema
+from demask.ops.schema import fake
 
 
 def measure_program(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
@@ -92,7 +93,7 @@ def _recurrent_products(relation: Relation) -> list[list[str]]:
 def letter_sizes(relation: Relation, example: ExampleSizes) -> dict[str, int]:
     """The size of every letter on the example inputs."""
     sizes = {letter: size for letter, size in relation.size.items() if size is not None}
-    shapes = [o.value.meta["val"].shape if isinstance(o.value, fx.Node) else () for o in relation.operands]
+    shapes = [fake(o.value).shape if isinstance(o.value, fx.Node) else () for o in relation.operands]
     shapes += [value.shape for value in schema.outputs(relation.node)]
     for axes, shape in zip([*relation.ins, *relation.outs], shapes, strict=True):
         for axis, size in zip(axes, shape, strict=True):

@@ -18,6 +18,7 @@ from torch import fx
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import schema
+from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 
 aten = torch.ops.aten
@@ -80,14 +81,14 @@ def _geometry(node: fx.Node) -> Any:
     arguments = schema.arguments(node)
     ones, pads = _ones(arguments["input"])
     rest = {k: v for k, v in arguments.items() if k not in ("input", "weight")}
-    kernel = arguments["weight"].meta["val"].shape[2:]
+    kernel = fake(arguments["weight"]).shape[2:]
     shape = repr((ones.args[1:], ones.kwargs, pads))
     return (node.target, ones.target, shape, repr(rest), kernel)
 
 
 def _elements(node: fx.Node) -> int:
     total = 1
-    for size in node.meta["val"].shape:
+    for size in fake(node).shape:
         total *= schema.example_size(size)
     return total
 
@@ -111,7 +112,7 @@ def _stack(editor: GraphEditor, nodes: list[fx.Node]) -> None:
     with editor.graph.inserting_before(first):
         kernel = editor.call(aten.cat.default, weights, axis)
         whole = editor.call_named(first.target, schema.arguments(first) | {"weight": kernel})
-        sizes = [weight.meta["val"].shape[axis] for weight in weights]
+        sizes = [fake(weight).shape[axis] for weight in weights]
         parts = editor.call(aten.split_with_sizes.default, whole, sizes, 1)
         for k, node in enumerate(nodes):
             part = editor.call_for(node, operator.getitem, parts, k)
@@ -131,5 +132,5 @@ def _stacked_weights(node: fx.Node) -> list[fx.Node] | None:
     if users[0].target is not aten.split_with_sizes.default:
         return None
     sizes = schema.arguments(users[0])
-    alike = sizes["split_sizes"] == [w.meta["val"].shape[axis] for w in weights]
+    alike = sizes["split_sizes"] == [fake(w).shape[axis] for w in weights]
     return list(weights) if alike and sizes["dim"] == 1 else None

@@ -16,7 +16,7 @@ from torch import fx
 
 from demask.errors import BadInput
 from demask.graph.queries import has_shape
-from demask.ops.schema import same_size
+from demask.ops.schema import fake, same_size
 from demask.ops.traits import PADS, RESHAPES, TRANSPOSES
 from demask.sparse.calls.called_op import (
     POINTWISE,
@@ -44,7 +44,7 @@ def _ints(values: Sequence[Any]) -> Numbers | None:
 
 
 def _permuted(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
-    rank = node.meta["val"].ndim
+    rank = fake(node).ndim
     order = list(range(rank))
     if "dims" in arguments:
         order = [n % rank for n in arguments["dims"]]
@@ -57,7 +57,7 @@ def _permuted(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
 def _reshaped(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     """A reshape with at most one size that is known only at run time; for any number of images, if
     it keeps that."""
-    sizes = sizes_of_reshape(arguments["self"].meta["val"].shape, node.meta["val"].shape)
+    sizes = sizes_of_reshape(fake(arguments["self"]).shape, fake(node).shape)
     return None if sizes is None else ((arguments["self"],), sizes, ())
 
 
@@ -72,7 +72,7 @@ def sizes_of_reshape(before: Shape, after: Shape) -> Numbers | None:
 def _sliced(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     start, end, step = (arguments[key] for key in ("start", "end", "step"))
     numbers = arguments["dim"], 0 if start is None else start, LAST if end is None else end, step
-    size = arguments["self"].meta["val"].shape[arguments["dim"]]
+    size = fake(arguments["self"]).shape[arguments["dim"]]
     is_known = _ints(numbers) is not None and type(size) is int
     return ((arguments["self"],), numbers, ()) if is_known else None
 
@@ -84,13 +84,13 @@ def _taken(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
 def _picked(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     """One position along an axis."""
     axis, index = arguments["dim"], arguments["index"]
-    size = arguments["self"].meta["val"].shape[axis]
+    size = fake(arguments["self"]).shape[axis]
     return ((arguments["self"],), (axis, index), ()) if _ints((index, size)) else None
 
 
 def _expanded(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     """A value repeated along axes of known sizes; for any number of images, if it keeps that."""
-    before, after = arguments["self"].meta["val"].shape, node.meta["val"].shape
+    before, after = fake(arguments["self"]).shape, fake(node).shape
     first = len(after) - len(before)
     sizes = [-1 if k >= first and same_size(n, before[k - first]) else n for k, n in enumerate(after)]
     return ((arguments["self"],), tuple(sizes), ()) if _ints(sizes) else None
@@ -121,7 +121,7 @@ def _bordered(mode: str) -> CalledOp:
 
 def _joined(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     parts = tuple(arguments["tensors"])
-    has_rank = all(part.meta["val"].ndim == node.meta["val"].ndim for part in parts)
+    has_rank = all(fake(part).ndim == fake(node).ndim for part in parts)
     return (parts, (arguments["dim"],), ()) if has_rank else None
 
 
@@ -138,7 +138,7 @@ def _of_two(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     sides = arguments["self"], arguments["other"]
     if arguments.get("alpha", 1) != 1 or not all(isinstance(side, fx.Node) for side in sides):
         return None
-    shape = node.meta["val"].shape
+    shape = fake(node).shape
     return (sides, (), ()) if all(has_shape(side, shape) for side in sides) else None
 
 

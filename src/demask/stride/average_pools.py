@@ -26,6 +26,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import only_reader
 from demask.ops import schema, traits
+from demask.ops.schema import fake
 
 aten = torch.ops.aten
 PAD = aten.constant_pad_nd.default
@@ -164,13 +165,13 @@ def pools_to_convs(program: Program, *, whole: bool = True) -> Program:
 def _is_mean(node: fx.Node) -> bool:
     """Whether a call is an adaptive pool over the whole image."""
     rank = traits.ADAPTIVE_AVERAGE_POOLS.get(node.target)
-    return rank is not None and set(node.meta["val"].shape[-rank:]) == {1}
+    return rank is not None and set(fake(node).shape[-rank:]) == {1}
 
 
 def _as_conv(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """The depthwise convolution of a pool, inserted before it, and scaled if divisors differ."""
     pool, x = AveragePool.of(node), schema.arguments(node)["self"]
-    value = x.meta["val"]
+    value = fake(x)
     if pool is None or not value.is_floating_point():
         return None
     rank = len(pool.kernel)
@@ -191,7 +192,7 @@ def _as_conv(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
 
 def static_sizes(x: fx.Node, rank: int) -> tuple[int, ...] | None:
     """The sizes of the last `rank` axes; None if one is known only at run time."""
-    sizes = tuple(x.meta["val"].shape[-rank:])
+    sizes = tuple(fake(x).shape[-rank:])
     return sizes if all(isinstance(n, int) for n in sizes) else None
 
 
@@ -208,7 +209,7 @@ def sum_windows(
 ) -> fx.Node:
     """`weight` times the sum of each window of `x`, padded by zeros: a depthwise convolution,
     inserted before `node`."""
-    value, rank = x.meta["val"], len(kernel)
+    value, rank = fake(x), len(kernel)
     channels = value.shape[-rank - 1]
     x, inner = pad_input(editor, node, x, pads, 0)
     taps = torch.full((channels, 1, *kernel), weight, dtype=value.dtype)
@@ -232,7 +233,7 @@ def pad_input(
 
 def multiply(editor: GraphEditor, node: fx.Node, x: fx.Node, factor: Tensor) -> fx.Node:
     """`x` times a constant, inserted before `node`."""
-    dtype = x.meta["val"].dtype
+    dtype = fake(x).dtype
     read = editor.add_constant(f"{node.name}_scale", factor.to(dtype), node)
     return copy_metadata(editor.insert(node, None, aten.mul.Tensor, x, read), node)
 
@@ -292,7 +293,7 @@ def _sums(editor: GraphEditor, node: fx.Node) -> _Sums | None:
     if weight is None or stride is None or inner is None or arguments["bias"] is not None:
         return None
     weights = _channel_weights(weight)
-    if weights is None or dilation != (1,) * rank or x.meta["val"].shape[-rank - 1] != len(weights):
+    if weights is None or dilation != (1,) * rank or fake(x).shape[-rank - 1] != len(weights):
         return None
     pads: Pads = tuple((p, p) for p in inner)
     outer_pads = _zeros_around(x, rank) if not any(inner) else None
@@ -337,8 +338,8 @@ def _scale_after(editor: GraphEditor, node: fx.Node, rank: int) -> tuple[fx.Node
         return node, None
     other = reader.args[1] if reader.args[0] is node else reader.args[0]
     scale = editor.tensor(other)
-    shape = tuple(node.meta["val"].shape[-rank:])
-    if scale is None or tuple(scale.shape) != shape or scale.dtype != node.meta["val"].dtype:
+    shape = tuple(fake(node).shape[-rank:])
+    if scale is None or tuple(scale.shape) != shape or scale.dtype != fake(node).dtype:
         return node, None
     return reader, scale
 
@@ -389,7 +390,7 @@ def _has_windows(sums: _Sums, pool: AveragePool, sizes: tuple[int, ...] | None) 
     """Whether the pool has as many windows as the convolution (for all sizes, if unknown)."""
     if sizes is None:
         return pool.is_even and not pool.ceil
-    return pool.lengths(sizes) == tuple(sums.last.meta["val"].shape[-len(sums.kernel) :])
+    return pool.lengths(sizes) == tuple(fake(sums.last).shape[-len(sums.kernel) :])
 
 
 def _divides(sums: _Sums, pool: AveragePool, sizes: tuple[int, ...] | None) -> bool:

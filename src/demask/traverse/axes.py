@@ -18,6 +18,7 @@ from demask.ops.entry import Declined
 from demask.ops.flow import Part, follow
 from demask.ops.regions import Interval
 from demask.ops.relation import Relation
+from demask.ops.schema import fake
 
 ROWS, COLUMNS = 0, 1
 Axes = tuple[int | None, int | None]  # of a value: its axis of rows, its axis of columns
@@ -48,12 +49,12 @@ def axes_of(
 
 def _axis(relation: Relation, axes: Mapping[fx.Node, Axes], dim: int) -> int | None:
     """The output's axis whose major part is the operands' rows or columns."""
-    value = relation.node.meta["val"]
+    value = fake(relation.node)
     candidates = []
     for k, operand in enumerate(relation.operands):
         if (axis := axes.get(operand.value, NONE)[dim]) is None:
             continue
-        size = schema.example_size(operand.value.meta["val"].shape[axis])
+        size = schema.example_size(fake(operand.value).shape[axis])
         part = follow(relation, k, Part(axis, 1, size), single=True)
         if part is not None and part.covers(schema.example_size(value.shape[part.axis])):
             candidates.append(part.axis)
@@ -63,7 +64,7 @@ def _axis(relation: Relation, axes: Mapping[fx.Node, Axes], dim: int) -> int | N
 def length(node: fx.Node, axes: Axes, dim: int) -> int:
     """The number of rows or columns of a value; 1 where it has none."""
     axis = axes[dim]
-    return 1 if axis is None else schema.example_size(node.meta["val"].shape[axis])
+    return 1 if axis is None else schema.example_size(fake(node).shape[axis])
 
 
 def whole(node: fx.Node, axes: Axes) -> Window:

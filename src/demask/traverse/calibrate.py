@@ -15,6 +15,7 @@ from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
+from demask.ops.schema import fake
 from demask.traverse.analysis.captured_size import captured, network_of
 from demask.traverse.normalization.inputs import with_normalized_input
 from demask.traverse.normalization.statistics import FrozenStatistics, measure
@@ -77,6 +78,6 @@ def _calls(model: Model, tiles: Any, normalize: Any) -> Iterator[tuple[Program, 
             programs[key] = with_normalized_input(program, normalize)
         inputs = list(programs[key].graph.find_nodes(op="placeholder"))
         for tile in values.split(1):
-            into = torch.empty(tile.shape, dtype=inputs[0].meta["val"].dtype)
+            into = torch.empty(tile.shape, dtype=fake(inputs[0]).dtype)
             assign(into, tile)
             yield programs[key], into

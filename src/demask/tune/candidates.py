@@ -19,6 +19,7 @@ from demask.graph.program import Program
 from demask.graph.provenance import TuneDecision
 from demask.graph.queries import input_dependent
 from demask.ops import Table, schema
+from demask.ops.schema import fake
 from demask.ops.traits import CONV_OF_AXES
 from demask.tune.epilogue import Epilogue
 from demask.tune.layer_costs import PLAIN, Layer, LayerCosts
@@ -153,7 +154,7 @@ class CandidateBuilder:
             after += self.asker.layer(wider, last, fusible.after, other=other)[1]
         name = "the width of"
         if pad is not None:
-            name, dtype = "the pad after", pad.meta["val"].dtype
+            name, dtype = "the pad after", fake(pad).dtype
             source: fx.Node = schema.arguments(pad)["self"]
             pads = schema.arguments(pad)["pad"]
             target, shapes = aten.constant_pad_nd.default, [self.asker.shape(source)]

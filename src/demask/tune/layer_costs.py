@@ -19,6 +19,7 @@ from demask.compat.onednn import available, ops
 from demask.graph.queries import ExampleSizes
 from demask.machine.cost import Costs, Question
 from demask.ops import schema
+from demask.ops.schema import fake
 from demask.tune.epilogue import Epilogue, apply_activation, convolution
 from demask.tune.passes.channels_last import FORMATS
 
@@ -47,7 +48,7 @@ class Layer:
         arguments = schema.arguments(node)
         keys = [key for key in ("stride", "padding", "dilation", "groups") if key in arguments]
         geometry = tuple(_per_axis(arguments[key], node) for key in keys)
-        value = node.meta["val"]
+        value = fake(node)
         shapes = example.shape(arguments["input"]), example.shape(arguments["weight"])
         bias = arguments["bias"] is not None
         return cls(str(node.target), *shapes, geometry, bias, value.dtype, value.device)
@@ -167,7 +168,7 @@ def _per_axis(value: Any, node: fx.Node) -> Any:
     """A stride, padding or dilation as one number per axis."""
     if not isinstance(value, (list, tuple)):
         return value
-    count = node.meta["val"].ndim - 2
+    count = fake(node).ndim - 2
     return tuple(value) * count if len(value) == 1 else tuple(value)
 
 

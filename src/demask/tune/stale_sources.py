@@ -30,7 +30,7 @@ class CountedParameter(nn.Parameter):
     """
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The detached tensor, which shares memory and `_version` with the parameter."""
         return self.detach()
 

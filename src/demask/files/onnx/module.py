@@ -270,7 +270,7 @@ class OnnxModule(nn.Module):
             values.pop(name, None)
 
     def _tensor_named(self, name: str) -> Tensor:
-        return reduce(getattr, name.split("."), self)  # type: ignore[arg-type]
+        return reduce(getattr, name.split("."), self)
 
     def _device(self, inputs: Sequence[Value]) -> torch.device:
         tensors = [v for v in inputs if isinstance(v, Tensor)]

@@ -38,6 +38,7 @@ from demask.graph.module_copy import buffers_as_numbers, structural_copy, withou
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface
 from demask.graph.result.demasked_module import to_exportable
+from demask.ops.schema import fake
 from demask.pytree_paths import complete_keys
 
 _Export = tuple[ExportedProgram, tuple[str, ...]]  # and notes
@@ -410,7 +411,7 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
     _tidy(graph)
     for node in graph.nodes:
         if "val" in node.meta:
-            node.meta["val"] = pytree.tree_map(_settled, node.meta["val"])
+            node.meta["val"] = pytree.tree_map(_settled, fake(node))
     spec = exported.call_spec
     names = _names(exported)
     return Program(

@@ -19,6 +19,7 @@ from demask.compat.symbolic_shapes import SYM_SQRT
 from demask.errors import RefusedFile
 from demask.graph.guards import NODES, are_true, collect_guards, to_python
 from demask.graph.program import Program
+from demask.ops.schema import fake
 from demask.pytree_paths import leaves_with_paths
 
 MAX_LENGTH = 20_000
@@ -74,7 +75,7 @@ def read_conditions(exported: ExportedProgram) -> Iterator[str]:
     sources = dict(_sources(exported)) if texts else {}
 
     def size(source: str, axis: int) -> str:
-        value = sources[source].meta["val"] if source in sources else None
+        value = fake(sources[source]) if source in sources else None
         if not isinstance(value, Tensor) or axis >= value.ndim:
             raise _Unknown(source)
         length: Any = value.shape[axis]
@@ -95,7 +96,7 @@ def find_violated_guard(program: Program, args: Any, kwargs: Any) -> str | None:
     """The first guard that the example inputs violate, or None: an example of one image is captured
     as two, and the graph may not be valid for one."""
     nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
-    values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
+    values = [fake(n) for n in nodes if isinstance(n.meta.get("val"), Tensor)]
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if len(values) != len(tensors):
         return None
@@ -121,7 +122,7 @@ def describe_ranges(exported: ExportedProgram) -> tuple[str, ...]:
 def _as_in_example(text: str, sources: dict[str, fx.Node]) -> Iterator[str]:
     """Conditions that fix the symbols of a condition to their values in the example."""
     for source, node in sources.items():
-        for size in node.meta["val"].shape if source in text else ():
+        for size in fake(node).shape if source in text else ():
             if not isinstance(size, int) and size.node.hint is not None:
                 symbol = to_python(size.node.expr)
                 yield f"{symbol} == {size.node.hint}"

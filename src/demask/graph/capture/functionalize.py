@@ -30,7 +30,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.guards import to_python
 from demask.graph.program import Program
 from demask.ops import schema
-from demask.ops.schema import arguments, draws_random_numbers, same_shape
+from demask.ops.schema import arguments, draws_random_numbers, fake, same_shape
 from demask.ops.traits import SQUEEZES
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def squeeze_static_axes(program: Program) -> Program:
     editor, guards = GraphEditor(program), dict.fromkeys(program.guards)
     for node in filter(_is_dynamic, editor.calls()):
         x: Any = node.args[0]
-        shape = x.meta["val"].shape
+        shape = fake(x).shape
         with editor.graph.inserting_before(node):
             value = x
             for dim in sorted(_dims(node), reverse=True):
@@ -65,7 +65,7 @@ def squeeze_static_axes(program: Program) -> Program:
 
 def _dims(node: fx.Node) -> list[int]:
     """The axes that a squeeze drops if their size is one."""
-    rank = node.args[0].meta["val"].ndim  # type: ignore[union-attr]
+    rank = fake(node.args[0]).ndim
     dims: Any = schema.arguments(node).get("dim", range(rank))
     return [d % rank for d in ([dims] if isinstance(dims, int) else dims)] if rank else []
 
@@ -74,7 +74,7 @@ def _is_dynamic(node: fx.Node) -> bool:
     """Whether a call squeezes a dynamic axis."""
     if node.target not in SQUEEZES:
         return False
-    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    shape = fake(node.args[0]).shape
     return any(not isinstance(shape[dim], int) for dim in _dims(node))
 
 
@@ -124,8 +124,8 @@ def _laid_out(program: Program) -> Program:
     editor = GraphEditor(program)
     for node in editor.calls(aten.as_strided.default):
         x: Any = node.args[0]
-        straight = _sized(x.meta["val"], _symbols(node)).is_contiguous()
-        if not straight or x.meta["val"].storage_offset() != 0:
+        straight = _sized(fake(x), _symbols(node)).is_contiguous()
+        if not straight or fake(x).storage_offset() != 0:
             raise NotExportable(
                 "as_strided of a tensor that is not contiguous",
                 _where(node),
@@ -151,7 +151,7 @@ def _pieces(program: Program) -> fx.Graph:
                 part = editor.call(aten.select.int, x, dim, index)
             else:
                 start, length = 0, 0
-                for k, output in enumerate(source.meta["val"][: index + 1]):
+                for k, output in enumerate(fake(source)[: index + 1]):
                     start, length = _plus(editor, start, length), output.shape[dim]
                     if not isinstance(length, int):
                         piece = editor.call(operator.getitem, source, k)
@@ -206,7 +206,7 @@ def _shares_memory(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = Non
     at = _symbols(node) | dict(sizes or {})
     with FakeTensorMode():
         try:
-            values = {n: _sized(n.meta["val"], at) for n in node.all_input_nodes}
+            values = {n: _sized(fake(n), at) for n in node.all_input_nodes}
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             output = node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, ZeroDivisionError):
@@ -232,7 +232,7 @@ def _symbols(node: fx.Node) -> dict[sympy.Symbol, int]:
     """The symbols in the sizes of a call's operands, with their values in the example."""
     values: dict[sympy.Symbol, int] = {}
     for source in node.all_input_nodes:
-        value = source.meta["val"]
+        value = fake(source)
         sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
         for size in sizes:
             if isinstance(size, torch.SymInt):
@@ -360,13 +360,13 @@ class _Functionalizer:
                     f"in-place op {node.target}", _where(node), "use the form that returns a new tensor"
                 )
             args, kwargs = map_arg((node.args, node.kwargs), self.read)
-            if node.all_input_nodes == [target] and old.meta["val"].is_floating_point():
+            if node.all_input_nodes == [target] and fake(old).is_floating_point():
                 # An op of one float tensor, such as an activation: the value has its metadata.
-                value = editor.call_shaped(old.meta["val"].shape, old, overload, args, kwargs)
+                value = editor.call_shaped(fake(old).shape, old, overload, args, kwargs)
             else:
                 value = editor.call(overload, *args, **kwargs)
-        if value.meta["val"].dtype != old.meta["val"].dtype:
-            value = editor.call(aten.to.dtype, value, old.meta["val"].dtype)
+        if fake(value).dtype != fake(old).dtype:
+            value = editor.call(aten.to.dtype, value, fake(old).dtype)
         return value
 
     def _filled(self, node: fx.Node, old: fx.Node, name: str) -> fx.Node:
@@ -377,16 +377,16 @@ class _Functionalizer:
         if not isinstance(source, fx.Node):
             return editor.call(aten.full_like.default, old, source)
         value = self.read(source)
-        if value.meta["val"].dtype != old.meta["val"].dtype:
-            value = editor.call(aten.to.dtype, value, old.meta["val"].dtype)
-        if same_shape(value.meta["val"], old.meta["val"]):
+        if fake(value).dtype != fake(old).dtype:
+            value = editor.call(aten.to.dtype, value, fake(old).dtype)
+        if same_shape(fake(value), fake(old)):
             return value
         return editor.call(aten.expand.default, value, editor.sizes(old))
 
     def _write_back(self, view: fx.Node, parent: fx.Node, value: fx.Node) -> fx.Node:
         """The parent with `value` in the place of the elements of a view."""
         name, whole = _base_name(view), self.read(parent)
-        whole_slice = name == "slice" and same_shape(value.meta["val"], whole.meta["val"])
+        whole_slice = name == "slice" and same_shape(fake(value), fake(whole))
         if name in _SAME or name.endswith("_") or whole_slice:
             return value
         if name in _RESHAPED:

@@ -29,6 +29,7 @@ from demask.graph.result.resize import module_at, update_attributes
 from demask.graph.result.returned_values import is_returned, read_from_module
 from demask.graph.result.uncalled_modules import is_holder
 from demask.ops import schema
+from demask.ops.schema import fake
 from demask.ops.traits import DROPOUTS
 
 aten = torch.ops.aten
@@ -144,7 +145,7 @@ def _place_of(node: fx.Node, root: nn.Module, originals: Mapping[str, nn.Module]
     if kind is None:
         return "", None
     if node.target is aten.batch_norm.default:
-        kind = _BATCH_NORMS.get(node.args[0].meta["val"].ndim, nn.BatchNorm1d)  # type: ignore[union-attr]
+        kind = _BATCH_NORMS.get(fake(node.args[0]).ndim, nn.BatchNorm1d)
     path = _above(node, kind)
     return (path, kind) if path else ("", None)
 
@@ -349,7 +350,7 @@ def _describe_tensors(module: Any, call: fx.Node, tensors: Mapping[str, Any]) ->
         module.out_features, module.in1_features, module.in2_features = module.weight.shape
     for name in ("num_features", "num_channels"):
         if name in attributes and tensors.get("weight") is None:
-            setattr(module, name, int(call.args[0].meta["val"].shape[1]))  # type: ignore[union-attr]
+            setattr(module, name, int(fake(call.args[0]).shape[1]))
     if "kernel_size" in attributes and "weight" in tensors:
         module.kernel_size = tuple(module.weight.shape[2:])
         padding = module.padding if isinstance(module.padding, tuple) else ()

@@ -12,6 +12,8 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from demask.ops.schema import fake
+
 Path = tuple[int, ...]
 
 
@@ -39,7 +41,7 @@ def read_from_module(node: fx.Node, pattern: Any) -> None:
         return
     path_of_output = paths(pattern)
     if "val" in node.meta:
-        node.meta["val"] = _ordered(pattern, node.meta["val"])
+        node.meta["val"] = _ordered(pattern, fake(node))
     inner: dict[Path, fx.Node] = {(): node}
     for user in list(node.users):
         *parents, last = path_of_output[user.args[1]] or (None,)  # type: ignore[index]
@@ -49,7 +51,7 @@ def read_from_module(node: fx.Node, pattern: Any) -> None:
                     read = (inner[path[:-1]], path[-1])
                     inner[path] = node.graph.call_function(operator.getitem, read)
                 if "val" in read[0].meta:
-                    inner[path].meta["val"] = read[0].meta["val"][read[1]]
+                    inner[path].meta["val"] = fake(read[0])[read[1]]
         if last is None:
             user.replace_all_uses_with(node)
             node.graph.erase_node(user)
@@ -88,13 +90,13 @@ def read_from_call(node: fx.Node, pattern: Any) -> None:
     elif pattern is not None:
         _flatten(node, node, pattern)
         if "val" in node.meta:
-            node.meta["val"] = tuple(pytree.tree_leaves(node.meta["val"]))
+            node.meta["val"] = tuple(pytree.tree_leaves(fake(node)))
 
 
 def _flatten(call: fx.Node, node: fx.Node, pattern: Any) -> None:
     """Let readers of a part of a module's output read outputs of the call."""
     for user in list(node.users):
-        part = pattern[user.args[1]]  # type: ignore[index]
+        part = pattern[user.args[1]]
         if isinstance(part, int):
             user.args = (call, part)
         else:

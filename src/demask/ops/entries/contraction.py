@@ -10,6 +10,7 @@ from torch import fx
 from demask.ops import schema
 from demask.ops.entry import Case, Declined, Entry, SizedLine
 from demask.ops.entry import Shape as S
+from demask.ops.schema import fake
 
 # Products with a matrix, [out, in] or [in, out].
 PRODUCTS = {f"aten.{name}.default" for name in ("linear", "addmm", "mm", "matmul")}
@@ -33,14 +34,14 @@ _PRESERVES_SUMS = {
 
 
 def _rank(node: fx.Node, name: str) -> int:
-    return len(schema.sizes(schema.arguments(node)[name].meta["val"]))
+    return len(schema.sizes(fake(schema.arguments(node)[name])))
 
 
 def _parts(node: fx.Node) -> tuple[int, Any, str, str, str]:
     """Of a convolution: groups, the weight's value, and the batch, space and kernel axes of its
     line."""
     call_arguments = schema.arguments(node)
-    x, weight = call_arguments["input"].meta["val"], call_arguments["weight"].meta["val"]
+    x, weight = fake(call_arguments["input"]), fake(call_arguments["weight"])
     space, kernel = (" ".join(f"~{a}{d}" for d in range(weight.ndim - 2)) for a in "sk")
     return call_arguments["groups"], weight, "n " if x.ndim == weight.ndim else "", space, kernel
 
@@ -74,14 +75,14 @@ def _padded(node: fx.Node) -> bool:
     call_arguments = schema.arguments(node)
     padding = call_arguments["padding"]
     if isinstance(padding, str):
-        kernel = call_arguments["weight"].meta["val"].shape[2:]
+        kernel = fake(call_arguments["weight"]).shape[2:]
         return padding == "same" and any(size != 1 for size in kernel)
     return any(pad != 0 for pad in padding)
 
 
 def _groups(node: fx.Node, sizes: Any) -> dict[str, Any]:
     """The groups of a depthwise convolution: as many as channels remain."""
-    weight = schema.arguments(node)["weight"].meta["val"]
+    weight = fake(schema.arguments(node)["weight"])
     is_depthwise = schema.arguments(node)["groups"] > 1 and weight.shape[1] == 1
     is_depthwise = is_depthwise and weight.shape[0] == schema.arguments(node)["groups"]
     return {"groups": sizes[0][1 - (len(sizes[0]) < weight.ndim)]} if is_depthwise else {}
@@ -105,15 +106,15 @@ def _bmm(node: fx.Node) -> str | SizedLine:
 def _is_softmax(value: Any) -> bool:
     """Whether the entries of a value sum to one along its last axis (attention in single ops)."""
     while isinstance(value, fx.Node) and str(value.target) in _PRESERVES_SUMS:
-        before = value.args[0].meta["val"]  # type: ignore[union-attr]
+        before = fake(value.args[0])
         if schema.draws_random_numbers(value):
             return False
-        if not before.ndim or not schema.same_size(before.shape[-1], value.meta["val"].shape[-1]):
+        if not before.ndim or not schema.same_size(before.shape[-1], fake(value).shape[-1]):
             return False
         value = value.args[0]
     if not isinstance(value, fx.Node) or value.target is not torch.ops.aten.softmax.int:
         return False
-    return schema.arguments(value)["dim"] in (-1, value.meta["val"].ndim - 1)
+    return schema.arguments(value)["dim"] in (-1, fake(value).ndim - 1)
 
 
 def _einsum(node: fx.Node) -> str | Declined:
@@ -135,7 +136,7 @@ def _addmm(node: fx.Node) -> str | Declined:
     call_arguments = schema.arguments(node)
     if call_arguments["beta"] != 1 or call_arguments["alpha"] != 1:
         return Declined("addmm with beta or alpha other than 1")
-    bias = call_arguments["self"].meta["val"]
+    bias = fake(call_arguments["self"])
     first = {0: "", 1: "o", 2: "n o"}[bias.ndim]
     return f"{first}, n i, i o -> n o"
 
@@ -177,9 +178,9 @@ def _attention(node: fx.Node) -> str | SizedLine | Declined:
     t = "!t" if call_arguments["is_causal"] else "t"
     if not call_arguments["enable_gqa"]:
         return f"... {t} d, ... !s d, ... !s e, ... {t} !s -> ... {t} e"
-    heads, shared = (call_arguments[name].meta["val"].shape[-3] for name in ("query", "key"))
+    heads, shared = (fake(call_arguments[name]).shape[-3] for name in ("query", "key"))
     mask = call_arguments["attn_mask"]
-    shape = () if mask is None else mask.meta["val"].shape
+    shape = () if mask is None else fake(mask).shape
     axis = "" if len(shape) == 2 else "... 1 " if len(shape) > 2 and shape[-3] == 1 else "... (h r) "
     line = f"... (h r) {t} d, ... h !s d, ... h !s e, {axis}{t} !s -> ... (h r) {t} e"
     return SizedLine(line, {"h": shared, "r": heads // shared})
@@ -189,7 +190,7 @@ def _scale(node: fx.Node, sizes: Any) -> dict[str, Any]:
     """The scale of the original head size, for a call on fewer features."""
     call_arguments = schema.arguments(node)
     scale = call_arguments["scale"]
-    return {"scale": call_arguments["query"].meta["val"].shape[-1] ** -0.5 if scale is None else scale}
+    return {"scale": fake(call_arguments["query"]).shape[-1] ** -0.5 if scale is None else scale}
 
 
 def _grouped(node: fx.Node) -> str | Declined:
@@ -197,7 +198,7 @@ def _grouped(node: fx.Node) -> str | Declined:
     entry that is zero in the matrices of all experts is zero for all rows."""
     call_arguments = schema.arguments(node)
     x, weight = list(call_arguments.values())[:2]
-    if (x.meta["val"].ndim, weight.meta["val"].ndim) != (2, 3) or call_arguments["offs"] is None:
+    if (fake(x).ndim, fake(weight).ndim) != (2, 3) or call_arguments["offs"] is None:
         return Declined("a grouped product of operands other than rows and a matrix per expert")
     if call_arguments.get("bias") is not None:
         return Declined("a grouped product with a bias")

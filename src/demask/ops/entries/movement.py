@@ -12,11 +12,12 @@ from torch import fx
 from demask.ops import schema
 from demask.ops.entry import Case, Declined, Entry, SizedLine
 from demask.ops.entry import Shape as S
+from demask.ops.schema import fake
 
 
 def _shape(node: fx.Node) -> list[Any]:
     """The sizes of the first operand; dynamic ones as SymInt."""
-    return list(schema.operands(node)[0].value.meta["val"].shape)
+    return list(fake(schema.operands(node)[0].value).shape)
 
 
 def _letters(rank: int) -> list[str]:
@@ -219,7 +220,7 @@ def _chosen(node: fx.Node) -> str | Declined:
     """x[i, :, j]: indexed axes must be complete; the others are carried."""
     call_arguments, rank = schema.arguments(node), len(_shape(node))
     indexed = [k for k, index in enumerate(call_arguments["indices"]) if index is not None]
-    dtypes = {call_arguments["indices"][k].meta["val"].dtype for k in indexed}
+    dtypes = {fake(call_arguments["indices"][k]).dtype for k in indexed}
     if not dtypes <= {torch.int64, torch.int32}:
         return Declined("positions selected by a mask")
     if not indexed:

@@ -9,10 +9,11 @@ from torch import fx
 from demask.ops import schema
 from demask.ops.entry import Case, Entry, SizedLine
 from demask.ops.entry import Shape as S
+from demask.ops.schema import fake
 
 
 def _rank(node: fx.Node) -> int:
-    return len(schema.sizes(schema.operands(node)[0].value.meta["val"]))
+    return len(schema.sizes(fake(schema.operands(node)[0].value)))
 
 
 def _layer_norm(node: fx.Node) -> str:
@@ -29,7 +30,7 @@ def _group_norm(node: fx.Node) -> SizedLine:
 
 def _groups(node: fx.Node, sizes: Any) -> dict[str, Any]:
     """The number of groups for fewer channels: whole groups are removed."""
-    channels = node.args[0].meta["val"].shape[1]  # type: ignore[union-attr]
+    channels = fake(node.args[0]).shape[1]
     return {"num_groups": sizes[0][1] // (channels // schema.arguments(node)["num_groups"])}
 
 

@@ -10,6 +10,7 @@ from torch import fx
 from demask.ops import schema
 from demask.ops.entry import Case, Declined, Entry
 from demask.ops.entry import Shape as S
+from demask.ops.schema import fake
 
 _UNARY = """relu relu6 sigmoid silu tanh hardswish hardsigmoid hardtanh leaky_relu elu selu
     celu softplus mish exp expm1 abs neg sin cos atan sinh erf erfc floor ceil
@@ -199,7 +200,7 @@ def _full(node: fx.Node) -> str:
 
 
 def _full_from(node: fx.Node) -> str:
-    rank = len(schema.sizes(schema.operands(node)[0].value.meta["val"]))
+    rank = len(schema.sizes(fake(schema.operands(node)[0].value)))
     return " ".join(f"!b{k}" for k in range(rank)) + " " + _full(node)
 
 
@@ -228,7 +229,7 @@ def _batch_norm(node: fx.Node) -> str | Declined:
 
 
 def _prelu(node: fx.Node) -> str:
-    rank = len(schema.sizes(schema.operands(node)[0].value.meta["val"]))
+    rank = len(schema.sizes(fake(schema.operands(node)[0].value)))
     return "n c ..., c -> n c ..." if rank > 1 else "..., ... -> ..."
 
 

@@ -17,6 +17,7 @@ from torch import fx
 from demask.ops import schema
 from demask.ops.entry import Case, Declined, Entry, SizedLine
 from demask.ops.entry import Shape as S
+from demask.ops.schema import fake
 
 LSTM = "aten.lstm.input"
 GATES = {LSTM: 4, "aten.gru.input": 3, "aten.rnn_tanh.input": 1, "aten.rnn_relu.input": 1}
@@ -39,7 +40,7 @@ def _line(gates: int) -> Callable[[fx.Node], SizedLine | Declined]:
             return Declined("several recurrent layers in one call, with dropout between them")
         biases = 2 if call_arguments["has_biases"] else 0
         projected = count_parameters(node) - biases == 3
-        if projected and call_arguments["hx"][0].meta["val"].shape[2] >= call_arguments["hx"][1].meta["val"].shape[2]:
+        if projected and fake(call_arguments["hx"][0]).shape[2] >= fake(call_arguments["hx"][1]).shape[2]:
             return Declined("an LSTM projected to as many outputs as it has cells")
         c, p = ("c", "p") if projected else ("h", "h")
         t = "n !t" if call_arguments["batch_first"] else "!t n"

@@ -16,6 +16,7 @@ from torch import fx
 from demask.ops import schema
 from demask.ops.entry import Case, Declined, Entry
 from demask.ops.entry import Shape as S
+from demask.ops.schema import fake
 
 
 def _marked(rank: int, dim: int, letter: str) -> str:
@@ -26,8 +27,8 @@ def _marked(rank: int, dim: int, letter: str) -> str:
 def _along_index(node: fx.Node) -> str | Declined:
     """An index along one axis: self, index, source."""
     call_arguments = schema.arguments(node)
-    rank = call_arguments["self"].meta["val"].ndim
-    if not rank or call_arguments["index"].meta["val"].ndim != 1:
+    rank = fake(call_arguments["self"]).ndim
+    if not rank or fake(call_arguments["index"]).ndim != 1:
         return Declined("values combined at one position without an axis")
     nodes, edges = (_marked(rank, call_arguments["dim"] % rank, letter) for letter in "ne")
     return f"{nodes}, !e, {edges} -> {nodes}"
@@ -36,12 +37,12 @@ def _along_index(node: fx.Node) -> str | Declined:
 def _by_element(node: fx.Node) -> str | Declined:
     """An index per element of the source. Both have the sizes of self along all axes but `dim`."""
     call_arguments = schema.arguments(node)
-    x, index = (call_arguments[name].meta["val"] for name in ("self", "index"))
+    x, index = (fake(call_arguments[name]) for name in ("self", "index"))
     source = call_arguments.get("src")
     if not x.ndim or not index.ndim:
         return Declined("values combined at one position without an axis")
     dim = call_arguments["dim"] % x.ndim
-    values = [index] if source is None else [index, source.meta["val"]]
+    values = [index] if source is None else [index, fake(source)]
     sizes = [(k, x.shape[k], value.shape[k]) for value in values for k in range(x.ndim)]
     if any(k != dim and not schema.same_size(a, b) for k, a, b in sizes):
         return Declined("a scatter to a part of its other axes, or of a part of its source")
@@ -54,20 +55,20 @@ def _put(node: fx.Node) -> str | Declined:
     """x[i, :, j] = values, or += with `accumulate`: self, indices, values."""
     call_arguments = schema.arguments(node)
     indexed = [k for k, index in enumerate(call_arguments["indices"]) if index is not None]
-    indices = [call_arguments["indices"][k].meta["val"] for k in indexed]
+    indices = [fake(call_arguments["indices"][k]) for k in indexed]
     if any(index.dtype not in (torch.int64, torch.int32) for index in indices):
         return Declined("positions selected by a mask")
     ranks = [index.ndim for index in indices]
     if not ranks or not max(ranks):
         return Declined("values combined at one position without an axis")
     edges = [f"!e{k}" for k in range(max(ranks))]
-    rank = call_arguments["self"].meta["val"].ndim
+    rank = fake(call_arguments["self"]).ndim
     x = [f"!n{k}" if k in indexed else f"a{k}" for k in range(rank)]
     values = [axis for axis in x if not axis.startswith("!")]
     is_adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     first = indexed[0] if is_adjacent else 0
     values[first:first] = edges
-    values = values[len(values) - call_arguments["values"].meta["val"].ndim :]
+    values = values[len(values) - fake(call_arguments["values"]).ndim :]
     operands = [x, *(edges[len(edges) - n :] for n in ranks), values]
     return f"{', '.join(map(' '.join, operands))} -> {' '.join(x)}"
 
@@ -78,9 +79,9 @@ def _segments(node: fx.Node) -> str | Declined:
     others = (call_arguments[name] for name in ("indices", "offsets"))
     if call_arguments["lengths"] is None or any(value is not None for value in others):
         return Declined("segments by other than their lengths")
-    if call_arguments["axis"] or call_arguments["lengths"].meta["val"].ndim != 1:
+    if call_arguments["axis"] or fake(call_arguments["lengths"]).ndim != 1:
         return Declined("segments of an axis other than the first")
-    rest = " ".join(f"a{k}" for k in range(1, call_arguments["data"].meta["val"].ndim))
+    rest = " ".join(f"a{k}" for k in range(1, fake(call_arguments["data"]).ndim))
     return f"!e {rest}, !n -> !n {rest}"
 
 

@@ -28,6 +28,7 @@ from demask.ops.flow import axis_of
 from demask.ops.laws.draws import Axes, draw_fill, draw_mask, draw_scale, draw_tensor, draw_tied_masks
 from demask.ops.laws.minimality import missed
 from demask.ops.relation import Relation, bind
+from demask.ops.schema import fake
 
 Demask = Callable[..., fx.GraphModule]
 _TOLERANCE = 1e-10  # float64, relative: reordered sums of a few hundred terms
@@ -381,7 +382,7 @@ class _LawTile:
 
     @property
     def _value(self) -> Tensor:
-        return self.relation.operands[self.operand].value.meta["val"]
+        return fake(self.relation.operands[self.operand].value)
 
     def _holds(self, spoiled: list[int], generator: torch.Generator) -> bool:
         """Whether the tile is the same with garbage at some positions of the operand."""
@@ -419,7 +420,7 @@ def call_with(relation: Relation, operand: int, value: Tensor) -> list[Tensor]:
     """The outputs of the call with another value of one operand."""
     values = [value if k == operand else o.value for k, o in enumerate(relation.operands)]
     call_arguments = schema.replace_operands(schema.arguments(relation.node), relation.operands, values)
-    call_arguments = map_arg(call_arguments, lambda node: node.meta["val"])
+    call_arguments = map_arg(call_arguments, lambda node: fake(node))
     args, kwargs = schema.bind_arguments(relation.node.target, call_arguments)
     with torch.no_grad():
         output = relation.node.target(*args, **kwargs)  # type: ignore[operator]

@@ -19,6 +19,7 @@ from demask.ops.entry import Case, Declined, Table
 from demask.ops.flow import Part, carry, carry_back, follow, is_mixed
 from demask.ops.laws import call_with, draw_call, garbage
 from demask.ops.relation import Relation, bind
+from demask.ops.schema import fake
 
 
 def check_flow_law(name: str, case: Case, seed: int, table: Table) -> list[str] | Declined:
@@ -73,7 +74,7 @@ def _holds(relation: Relation, operand: int, part: Part, out: int, generator: to
     after = follow(relation, operand, part, out=out)
     if after is None or is_mixed(relation, operand, part.axis):
         return True
-    value = relation.operands[operand].value.meta["val"]
+    value = fake(relation.operands[operand].value)
     before = schema.outputs(relation.node)[out]
     if not value.numel() or not before.numel():
         return True
@@ -95,7 +96,7 @@ def _positions(part: Part, length: int) -> Tensor:
 
 def _tags_agree(relation: Relation, operand: int, axis: int, out: int, rank: int) -> bool:
     """Whether `carry` and `carry_back` propagate tags of whole axes as `follow` does."""
-    size = relation.operands[operand].value.meta["val"].shape[axis]
+    size = fake(relation.operands[operand].value).shape[axis]
     tags = [{axis: "tag"} if k == operand else None for k in range(len(relation.operands))]
     carried = carry(relation, tags, max)[out]
     after = follow(relation, operand, Part(axis, 1, size), out=out)

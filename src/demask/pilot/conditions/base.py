@@ -176,7 +176,7 @@ def parsed(text: str, kinds: Iterable[type]) -> Any:
     Raises BadInput where the name, a parameter or a value is unknown.
     """
     name, *values = text.split(":")
-    named = {kind.name: kind for kind in kinds}  # type: ignore[attr-defined]
+    named = {kind.name: kind for kind in kinds}
     if name not in named:
         raise BadInput(f"expected one of {', '.join(sorted(named))}, got {name!r} in {text!r}")
     kind = named[name]

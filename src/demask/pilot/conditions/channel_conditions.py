@@ -27,6 +27,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.numerics import is_integer, is_number
 from demask.ops import TABLE, Table
+from demask.ops.schema import fake
 from demask.pilot.conditions.base import Conditioned, Decision
 from demask.pilot.conditions.conditioned_values import ConditionedValue, means, observing, targets_of, targets_of_layers
 from demask.pilot.conditions.indexed_module import ChosenPositions, Supported
@@ -342,7 +343,7 @@ class _Draft:
         picks = {}
         for k, target in enumerate(self.targets):
             fill = fills[k] if len(fills) > 1 else fills[0]
-            value = target.node.meta["val"]
+            value = fake(target.node)
             fill_tensor = fill if isinstance(fill, Tensor) else torch.full([1] * value.ndim, float(fill))
             index = RunTimeIndex(indices[f"index_{k}"], target.size)
             picks[mapping[target.node], 0] = IndexedSupport(target.axis, index, fill_tensor.to(value.dtype))
@@ -359,7 +360,7 @@ class _Draft:
         theirs = targets_of_layers(targets, [t.layer for t in self.targets], "the pilot")
         for mine, other in zip(self.targets, theirs, strict=True):
             self._check_alike(mine, other)
-        like = {f"value_{k}": t.node.meta["val"] for k, t in enumerate(self.targets)}
+        like = {f"value_{k}": fake(t.node) for k, t in enumerate(self.targets)}
         program, inputs, mapping = add_inputs(self.program, {**self._indices(), **like})
         picks = {}
         for k, target in enumerate(self.targets):
@@ -368,7 +369,7 @@ class _Draft:
         return self._module(program, picks, observing(self.pilot.program, theirs, values=True), values=True)
 
     def _check_alike(self, mine: ConditionedValue, other: ConditionedValue) -> None:
-        a, b = mine.node.meta["val"].shape, other.node.meta["val"].shape
+        a, b = fake(mine.node).shape, fake(other.node).shape
         fixed = zip(a, b, strict=False)
         if len(a) != len(b) or any(m != n for m, n in fixed if isinstance(m, int)):
             raise BadInput(
@@ -385,7 +386,7 @@ class _Draft:
         picks = {}
         for k, (node, twin, axis) in enumerate(layers):
             size = self.targets[k].size
-            zero = torch.zeros([1] * node.meta["val"].ndim, dtype=node.meta["val"].dtype)
+            zero = torch.zeros([1] * fake(node).ndim, dtype=fake(node).dtype)
             for name, call in ((f"index_{k}", node), (f"rest_{k}", twin)):
                 picks[mapping[call], 0] = IndexedSupport(axis, RunTimeIndex(inputs[name], size), zero)
         return self._module(program, picks, self._observer(), rest=True)

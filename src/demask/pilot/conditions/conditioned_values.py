@@ -21,6 +21,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import only_reader
 from demask.ops import Declined, Relation
+from demask.ops.schema import fake
 from demask.pilot.conditions.base import Decision
 from demask.pilot.data.lazy_weights import LoadedConstants
 from demask.pilot.data.measured_values import batch_axis
@@ -55,7 +56,7 @@ def targets_of(analysis: Analysis) -> tuple[tuple[ConditionedValue, ...], tuple[
             declined.append(Decision(layer.name, "dense", why))
             continue
         assert layer.axis is not None
-        targets.append(ConditionedValue(layer.name, node, layer.axis, node.meta["val"].shape[layer.axis]))
+        targets.append(ConditionedValue(layer.name, node, layer.axis, fake(node).shape[layer.axis]))
     return tuple(targets), tuple(declined)
 
 
@@ -65,7 +66,7 @@ def _unfit(layer: WeightLayer) -> str:
         return "a recurrent call reads its whole output"
     if not layer.relation.contracted:
         return "it works on each channel alone, and follows what it reads"
-    size = layer.node.meta["val"].shape[layer.axis]
+    size = fake(layer.node).shape[layer.axis]
     if not isinstance(size, int) or size < 2:
         return "it has one position, or as many as the input says"
     return ""
@@ -88,7 +89,7 @@ def _follows(relation: Relation, node: fx.Node) -> bool:
     if marked or is_join(relation):
         return False
     mine = [relation.ins[k] for k, o in enumerate(relation.operands) if o.value is node]
-    same = relation.node.meta["val"].ndim == node.meta["val"].ndim
+    same = fake(relation.node).ndim == fake(node).ndim
     return same and all(axes == relation.outs[0] for axes in mine)
 
 
@@ -120,7 +121,7 @@ def observing(program: Program, targets: Sequence[ConditionedValue], *, values: 
 
 
 def _magnitude(editor: GraphEditor, node: fx.Node, axis: int) -> fx.Node:
-    batch, rank = batch_axis(node), node.meta["val"].ndim
+    batch, rank = batch_axis(node), fake(node).ndim
     rest = [k for k in range(rank) if k not in (axis, batch)]
     magnitude = editor.call(aten.abs.default, node)
     if rest:

@@ -27,6 +27,7 @@ from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.numerics import is_integer, is_number
 from demask.ops import TABLE, Table
+from demask.ops.schema import fake
 from demask.pilot.conditions.base import Conditioned, Decision
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
 from demask.traverse.analysis.flow import Flow
@@ -429,7 +430,7 @@ class InRegions(nn.Module):
         with torch.no_grad():
             fills = self._fills(flow, self._answers(args, kwargs), args, kwargs)
             count = next(x.shape[0] for x in _tensors((args, kwargs)))
-            shapes = [(count, *node.meta["val"].shape[1:]) for node in flow.outputs]
+            shapes = [(count, *fake(node).shape[1:]) for node in flow.outputs]
             expanded = [fill.expand(shape) for fill, shape in zip(fills, shapes, strict=True)]
         return pytree.tree_unflatten(expanded, signature_of(self.whole.graph).out_spec)
 

@@ -124,7 +124,7 @@ def _read(
         network_outline = outlined(model, weights)
         program = functionalize(capture(network_outline.slim, args))
         return program, stored_source(network_outline, program), _cuts(network_outline.slim)
-    network: Any = read_model(model) if is_file else model  # type: ignore[arg-type]
+    network: Any = read_model(model) if is_file else model
     program = capture_program(network, args, {}, None)
     return program, LoadedConstants(program), _cuts(network)
 

@@ -19,6 +19,7 @@ from demask.facts.analysis import Analysis
 from demask.graph.provenance import Cut
 from demask.graph.queries import only_reader
 from demask.ops import Declined, Relation, schema
+from demask.ops.schema import fake
 from demask.ops.traits import CLAMPS, RELUS
 from demask.pilot.weight_layers import WeightLayer, layers_of
 
@@ -101,7 +102,7 @@ def _site(
 ) -> MeasuredValue | None:
     if layer.axis is None:
         return None
-    rank = layer.node.meta["val"].ndim
+    rank = fake(layer.node).ndim
     windows = bool(layer.relation.window)
     node = epilogue_end(layer.node, relations)
     batch = batch_axis(node)
@@ -118,7 +119,7 @@ def _site(
 
 def _tokens(layer: WeightLayer, batch: int | None) -> int | None:
     """The one other axis of a sequence of vectors."""
-    rank = layer.node.meta["val"].ndim
+    rank = fake(layer.node).ndim
     rest = [k for k in range(rank) if k not in (layer.axis, batch)]
     return rest[0] if rank >= 2 and len(rest) == 1 and batch is not None else None
 
@@ -149,15 +150,15 @@ def _is_epilogue(relation: Relation, node: fx.Node) -> bool:
     if relation.window or relation.complete or relation.moved or relation.back:
         return False
     mine = [relation.ins[k] for k, o in enumerate(relation.operands) if o.value is node]
-    value, output = node.meta["val"], relation.node.meta["val"]
+    value, output = fake(node), fake(relation.node)
     return all(axes == relation.outs[0] for axes in mine) and value.ndim == output.ndim
 
 
 def batch_axis(node: fx.Node) -> int | None:
     """The axis of a value that has the size of the batch, which is dynamic."""
-    value = node.meta["val"]
-    dynamic = [k for k, size in enumerate(value.shape) if not isinstance(size, int)]
-    alone = [k for k in dynamic if value.shape[k].node.expr.is_Symbol]
+    shape: Any = fake(node).shape
+    dynamic = [k for k, size in enumerate(shape) if not isinstance(size, int)]
+    alone = [k for k in dynamic if shape[k].node.expr.is_Symbol]
     return alone[0] if len(dynamic) == len(alone) == 1 else None
 
 
@@ -167,8 +168,8 @@ def _heads(relations: Mapping[fx.Node, Relation | Declined]) -> list[MeasuredVal
     sites: list[MeasuredValue] = []
     for node, relation in relations.items():
         mixes = isinstance(relation, Relation) and relation.entry.fill == "mix"
-        if mixes and node.meta["val"].ndim >= 4:
-            sites.append(MeasuredValue(_module(node, sites), node, node.meta["val"].ndim - 3, batch_axis(node)))
+        if mixes and fake(node).ndim >= 4:
+            sites.append(MeasuredValue(_module(node, sites), node, fake(node).ndim - 3, batch_axis(node)))
     return sites
 
 

@@ -23,6 +23,7 @@ from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.numerics import is_number
 from demask.ops import Declined, Relation, schema
+from demask.ops.schema import fake
 from demask.pilot.weight_layers import layers_of
 from demask.shrink.layout.cells import Cells
 from demask.shrink.pipeline import build_shrunk
@@ -189,7 +190,7 @@ def _masked_by(relation: Relation | Declined | None, operand: int) -> str | None
     affine = relation.entry.affine
     if value.op != "get_attr" or (affine is not None and operand not in affine):
         return None
-    return str(value.target) if value.meta["val"].is_floating_point() else None
+    return str(value.target) if fake(value).is_floating_point() else None
 
 
 def _masked(program: Program, groups: ChannelGroups, fraction: float) -> Program:

@@ -27,6 +27,7 @@ from demask.graph.program import Constant, Program
 from demask.graph.result.demasked_module import Demasked
 from demask.numerics import is_number
 from demask.ops import Declined, Relation, op_name, schema
+from demask.ops.schema import fake
 from demask.pilot.simplifiers.resample import (
     Axis,
     axis_of,
@@ -194,7 +195,7 @@ class _Smaller:
 
     def _resized(self, x: fx.Node, sizes: list[int]) -> fx.Node:
         rank = len(sizes) + 2
-        if self.mode == "area" and x.meta["val"].shape[-1] >= sizes[-1]:
+        if self.mode == "area" and fake(x).shape[-1] >= sizes[-1]:
             return self.editor.call(_AREA[rank], x, sizes)
         mode = "nearest" if self.mode == "area" else self.mode
         if (rank, mode) not in _RESIZES:
@@ -215,7 +216,7 @@ class _Smaller:
         if plain and changed == list(range(2, len(axes))) and 3 <= len(axes) <= 5:
             return self._resized(output, [size(axes[k], full=True) or 0 for k in changed])
         for k in changed:
-            matrix = full_matrix(axes[k], self.mode).to(output.meta["val"].dtype)
+            matrix = full_matrix(axes[k], self.mode).to(fake(output).dtype)
             read = self._constant(f"resampling_{len(self.constants)}", matrix, parameter=False)
             last = len(axes) - 1
             transposed = self.editor.call(aten.transpose.int, output, k, last) if k < last else output
@@ -316,7 +317,7 @@ class _Smaller:
         arguments: Any = schema.arguments(relation.node)
         arguments = arguments.get("size", arguments.get("shape"))
         sizes: list[Any] = []
-        value = relation.node.meta["val"]
+        value = fake(relation.node)
         for k, axis in enumerate(relation.outs[0]):
             full = value.shape[k]
             new_axis = self._axis(relation, axis, letters, full if isinstance(full, int) else None)
@@ -355,7 +356,7 @@ class _Smaller:
             return self._mapped(value) if isinstance(value, fx.Node) else value
         axes = []
         for dim, axis in enumerate(relation.ins[k]):
-            full = value.meta["val"].shape[dim]
+            full = fake(value).shape[dim]
             axes.append(
                 axis_of(full, full) if set(axis) & relation.window else self._axis(relation, axis, letters, full)
             )
@@ -454,7 +455,7 @@ def _reads_sizes(node: fx.Node) -> bool:
 
 def _whole_end(arguments: Mapping[str, Any], source: fx.Node, dim: int) -> bool:
     """Whether a slice ends at the end of the axis."""
-    full = source.meta["val"].shape[dim]
+    full = fake(source).shape[dim]
     return arguments["end"] is None or (isinstance(arguments["end"], int) and arguments["end"] >= full)
 
 

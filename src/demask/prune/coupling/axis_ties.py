@@ -24,6 +24,7 @@ from demask.graph.program import Program
 from demask.graph.queries import input_dependent
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.notation import Axes
+from demask.ops.schema import fake
 from demask.ops.traits import EXPANSIONS
 from demask.shrink.layout.cells import Cells
 from demask.shrink.layout.placement import CellAxes
@@ -141,7 +142,7 @@ class AxisTies:
     def _add(self, node: fx.Node) -> None:
         if node.op == "get_attr":
             self.weights.add(node)
-            self.value[node, 0] = self._constants.setdefault(str(node.target), self._fresh(node.meta["val"]))
+            self.value[node, 0] = self._constants.setdefault(str(node.target), self._fresh(fake(node)))
         elif node.op == "output":
             self._force_operands(node)
         elif node.op == "placeholder":
@@ -258,7 +259,7 @@ class AxisTies:
 
     def _varies(self, value: Any) -> bool:
         """Whether an operand has numbers that depend on inputs; conditions and indices select."""
-        return isinstance(value, fx.Node) and value in self._dependent and value.meta["val"].is_floating_point()
+        return isinstance(value, fx.Node) and value in self._dependent and fake(value).is_floating_point()
 
     # --- moves ------------------------------------------------------------------------------------
 

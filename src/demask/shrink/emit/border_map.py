@@ -16,6 +16,7 @@ from demask.facts.carriers import one_value
 from demask.facts.known import Facts, constant_sums, contributions, is_absorbing, operand_facts, sum_products
 from demask.facts.masks import Fact, project, spread
 from demask.ops import Relation
+from demask.ops.schema import fake
 from demask.shrink.layout.cells import Layout
 
 
@@ -54,7 +55,7 @@ def constants_alone(relation: Relation, facts: Facts, layout: Layout) -> Absorbe
     inside = torch.ones([1] * len(layout), dtype=torch.bool)
     for axis, positions in enumerate(layout):
         if positions is not None:
-            mask = torch.zeros(relation.node.meta["val"].shape[axis], dtype=torch.bool)
+            mask = torch.zeros(fake(relation.node).shape[axis], dtype=torch.bool)
             mask[list(positions)] = True
             inside = inside & mask.view([-1 if k == axis else 1 for k in range(len(layout))])
     live = contributions(relation, inputs, absorb=True)

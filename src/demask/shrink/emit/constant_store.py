@@ -17,6 +17,7 @@ from demask.errors import DemaskError
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant
 from demask.graph.provenance import Cut
+from demask.ops.schema import fake
 from demask.shrink.layout.cells import Layout
 
 
@@ -117,7 +118,7 @@ class ConstantStore:
     def ones(self, sizes: Sequence[Any], like: fx.Node) -> fx.Node:
         """A tensor of ones, created at each call, with the dtype and device of the constant `like`,
         which may be moved."""
-        key = (tuple(sizes), like.meta["val"].dtype)
+        key = (tuple(sizes), fake(like).dtype)
         if key not in self._ones:
             self._ones[key] = self.editor.call(torch.ops.aten.new_ones.default, like, list(sizes))
         return self._ones[key]

@@ -20,7 +20,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import module_of
 from demask.graph.provenance import Reason
 from demask.ops import Relation, op_name, schema
-from demask.ops.schema import same_size
+from demask.ops.schema import fake, same_size
 from demask.shrink.emit.adapt import Adapter, EmittedValue
 from demask.shrink.emit.constant_store import ConstantStore
 from demask.shrink.layout.cells import Layout
@@ -94,7 +94,7 @@ class EmitContext:
         elif like is None:
             new = self.editor.call(target, *args, **kwargs)
         else:
-            shape = like.meta["val"].shape
+            shape = fake(like).shape
             new = self.editor.call_shaped(shape, like, target, args, kwargs)
         new.meta = {**node.meta, **new.meta}
         outputs = schema.outputs(node)
@@ -116,7 +116,7 @@ class EmitContext:
             return None
         if relation.entry.fill != "run" or relation.entry.args is not None:
             return None
-        old, sizes = node.meta["val"], self.shape(node, layout)
+        old, sizes = fake(node), self.shape(node, layout)
         for arg in args:
             value = arg.meta.get("val") if isinstance(arg, fx.Node) else None
             if not isinstance(value, Tensor) or value.dtype != old.dtype or value.ndim != len(sizes):
@@ -127,7 +127,7 @@ class EmitContext:
 
     def shape(self, node: fx.Node, layout: Layout | None) -> list[Any]:
         """The sizes of a call's output in a layout (None: whole)."""
-        old = node.meta["val"]
+        old = fake(node)
         positions = layout or (None,) * old.ndim
         return [n if p is None else len(p) for n, p in zip(old.shape, positions, strict=True)]
 

@@ -14,7 +14,7 @@ from demask.facts.masks import any_over, project, spread
 from demask.graph.program import Constant
 from demask.graph.provenance import Cut
 from demask.ops import Relation, schema
-from demask.ops.schema import same_size
+from demask.ops.schema import fake, same_size
 from demask.shrink.emit.adapt import mark_effect
 from demask.shrink.emit.border_map import Absorbed, absorb_constants, constants_alone
 from demask.shrink.emit.constant_store import cut
@@ -96,7 +96,7 @@ def _carry(context: EmitContext, relation: Relation, slot: Layout, constants: Ab
         if carried.has_constant:
             shift = torch.einsum("d,d...->...", constant, products)
             shift = shift.reshape(len(shift), -1).sum(1)
-            out, rank = output_channels(relation), relation.node.meta["val"].ndim
+            out, rank = output_channels(relation), fake(relation.node).ndim
             bias = shift.view([-1 if k == out else 1 for k in range(rank)])
             bias = bias if constants.bias is None else constants.bias + bias
             constants = replace(constants, bias=bias)
@@ -155,8 +155,8 @@ def _emit_rows(context: EmitContext, relation: Relation, layout: Layout, rows: L
     value = _constants(context, relation, layout, replace(constants, bias=bias))
     sizes = context.sizes(node, 0, layout)
     if not places:
-        values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
-        if all(same_size(a, b) for a, b in zip(value.meta["val"].shape, values, strict=True)):
+        values = [fake(n) if isinstance(n, fx.Node) else n for n in sizes]
+        if all(same_size(a, b) for a, b in zip(fake(value).shape, values, strict=True)):
             return value
         return editor.call(aten.clone.default, editor.call(aten.expand.default, value, sizes))
     live = _emit_dense(context, relation, rows, constants)
@@ -181,7 +181,7 @@ def _bias_of(relation: Relation) -> str | None:
     if name not in arguments:
         return None
     old = arguments[name]
-    takes = old is None or (schema.is_constant(old) and old.meta["val"].ndim == 1)
+    takes = old is None or (schema.is_constant(old) and fake(old).ndim == 1)
     return name if takes else None
 
 
@@ -205,7 +205,7 @@ def _emit_dense(context: EmitContext, relation: Relation, layout: Layout, consta
         last = values[-1] if relation.operands[-1].name == "bias" else None
         bias = last if bias_name is None else more[bias_name]
         if not isinstance(bias, fx.Node):
-            dtype = relation.node.meta["val"].dtype
+            dtype = fake(relation.node).dtype
             return context.store.full(sizes, torch.zeros((), dtype=dtype))
         wide = [-1 if k == output_channels(relation) else 1 for k in range(len(layout))]
         value = context.editor.call(aten.view.default, bias, wide)
@@ -221,7 +221,7 @@ def _reads_no_channel(relation: Relation, values: list[Any]) -> bool:
     if not relation.entry.region:
         return False
     read = 0 if "output_padding" in schema.arguments(relation.node) else 1
-    return not values[relation.factors[1]].meta["val"].shape[read]
+    return not fake(values[relation.factors[1]]).shape[read]
 
 
 def _call(context: EmitContext, relation: Relation, layout: Layout, args: Any, kwargs: Any) -> fx.Node:
@@ -232,9 +232,9 @@ def _call(context: EmitContext, relation: Relation, layout: Layout, args: Any, k
     first = args[relation.factors[0]] if args else None
     if not isinstance(first, fx.Node) or not relation.entry.region:
         return context.editor.call(target, *args, **kwargs)
-    if first.meta["val"].dtype != node.meta["val"].dtype:
+    if fake(first).dtype != fake(node).dtype:
         return context.editor.call(target, *args, **kwargs)
-    sizes = zip(node.meta["val"].shape, layout, strict=True)
+    sizes = zip(fake(node).shape, layout, strict=True)
     shape = [n if p is None else len(p) for n, p in sizes]
     return context.editor.call_shaped(shape, first, target, args, kwargs)
 
@@ -293,7 +293,7 @@ def _sibling(name: str, leaf: str) -> str:
 
 
 def _size(relation: Relation) -> int:
-    return relation.node.meta["val"].shape[output_channels(relation)]
+    return fake(relation.node).shape[output_channels(relation)]
 
 
 def add_constants(
@@ -312,8 +312,8 @@ def add_constants(
     if constants.bias is None and constants.kernel is None:
         return value
     rest = _constants(context, relation, layout, constants)
-    offset = relation.node.meta["val"].ndim - rest.meta["val"].ndim
-    varies = [(a - offset, i) for a, i in run_time if rest.meta["val"].shape[a - offset] != 1]
+    offset = fake(relation.node).ndim - fake(rest).ndim
+    varies = [(a - offset, i) for a, i in run_time if fake(rest).shape[a - offset] != 1]
     rest = context.adapter.gather(rest, tuple(varies))
     return context.editor.call(aten.add.Tensor, value, rest)
 
@@ -322,7 +322,7 @@ def _constants(context: EmitContext, relation: Relation, layout: Layout, constan
     """The contribution of constant inputs: a map of one image, a vector, or both added."""
     value = None
     if constants.bias is not None:
-        extra = _cut_to(constants.bias.to(relation.node.meta["val"].dtype), layout)
+        extra = _cut_to(constants.bias.to(fake(relation.node).dtype), layout)
         value = context.store.constant(extra, "shift")
     if constants.kernel is not None:
         border = _border_map(context, relation, layout, constants.kernel)
@@ -350,7 +350,7 @@ def _border_map(context: EmitContext, relation: Relation, layout: Layout, kernel
     name = context.store.add(
         Constant(kernel, _sibling(constant.name, "border"), constant.parameter, constant.requires_grad)
     )
-    value = source.meta["val"]
+    value = fake(source)
     space = [context.store.size(size) for size in value.shape[-(kernel.ndim - 2) :]]
     stored = context.store.read(name)
     ones = context.store.ones([1, 1, *space], stored)
@@ -443,7 +443,7 @@ def _axis_of(axes: Any) -> int:
 def _counts(relation: Relation) -> tuple[int, int, int]:
     """Groups, inputs per group, outputs per group."""
     groups = schema.arguments(relation.node)["groups"]
-    x, out = relation.node.args[0].meta["val"], relation.node.meta["val"]  # type: ignore[union-attr]
+    x, out = fake(relation.node.args[0]), fake(relation.node)
     a, b = _axis_of(relation.ins[0]), _axis_of(relation.outs[0])
     return groups, x.shape[a] // groups, out.shape[b] // groups
 

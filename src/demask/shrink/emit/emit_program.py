@@ -24,6 +24,7 @@ from demask.graph.program import Program
 from demask.graph.provenance import Cut, Reason
 from demask.ops import Declined, Relation, schema
 from demask.ops.entries.padded import PLAIN
+from demask.ops.schema import fake
 from demask.shrink.emit.constant_store import cut
 from demask.shrink.emit.context import EmitContext, sizes_depend_on_values
 from demask.shrink.emit.contraction import emit_contraction
@@ -52,7 +53,7 @@ def emit_cut_norm(context: EmitContext, relation: Relation, want: Layout) -> fx.
     for axis, (have, positions) in enumerate(zip(whole, want, strict=True)):
         if have == positions:
             continue
-        size = node.meta["val"].shape[axis]
+        size = fake(node).shape[axis]
         offsets = {p: k for k, p in enumerate(range(size) if have is None else have)}
         rows = range(size) if positions is None else positions
         value = context.adapter.select(value, axis, [offsets[p] for p in rows])
@@ -198,7 +199,7 @@ def emit_plain(context: EmitContext, relation: Relation, live: list[int]) -> Non
     if relation.entry.affine and relation.complete and layouts[0] is not None:
         whole_input = context.placement.slot[node, 0]
         if whole_input != layouts[0] and schema.arguments(node).get("weight") is not None:
-            sizes = node.meta["val"].shape
+            sizes = fake(node).shape
             both = zip(layouts[0], whole_input, sizes, strict=True)
             # A position live for others but not for the norm is known: readers fill it in.
             layout = tuple(_within(want, have, size) for want, have, size in both)

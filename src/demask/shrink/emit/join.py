@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from demask.facts.known import key_of
 from demask.ops import Relation, schema
+from demask.ops.schema import fake
 from demask.ops.traits import SUM_SIGNS
 from demask.shrink.emit.adapt import mark_effect
 from demask.shrink.emit.context import EmitContext
@@ -50,13 +51,13 @@ def _expand_constants(context: EmitContext, relation: Relation, values: list[Any
     covered = set()
     for k, value in enumerate(values):
         if isinstance(value, fx.Node):
-            shape = value.meta["val"].shape
+            shape = fake(value).shape
             offset = len(sizes) - len(shape)
             covered |= {d + offset for d, n in enumerate(shape) if not schema.same_size(n, 1)}
         elif isinstance(relation.operands[k].value, fx.Node):
             raise AssertionError("an operand was lost")
     missing = [d for d, n in enumerate(sizes) if n != 1 and d not in covered]
-    dtypes = {n.meta["val"].dtype for n in values if isinstance(n, fx.Node)}
+    dtypes = {fake(n).dtype for n in values if isinstance(n, fx.Node)}
     if not missing and len(dtypes) < 2:
         return values
     for k, operand in enumerate(relation.operands):
@@ -73,7 +74,7 @@ def _emit_sum(context: EmitContext, relation: Relation, layout: Layout) -> fx.No
     alpha = schema.arguments(relation.node).get("alpha", 1)
     if not isinstance(alpha, (int, float)):
         return None
-    signs = [1, alpha * SUM_SIGNS[relation.node.target]]  # type: ignore[index]
+    signs = [1, alpha * SUM_SIGNS[relation.node.target]]
     layouts = [_layout_of(context, relation, k) for k in range(2)]
     if not _same_shape(relation) or any(h is None or not _has_any(h, layout) for h in layouts):
         return None
@@ -102,7 +103,7 @@ def _concatenate_disjoint(context: EmitContext, relation: Relation, layout: Layo
     if len(differing) != 1:
         return None
     (axis,) = differing
-    size = relation.node.meta["val"].shape[axis]
+    size = fake(relation.node).shape[axis]
     if any(len(axes[axis]) == 0 for axes in relation.ins) or not isinstance(size, int):
         return None
     wanted = list(range(size)) if layout[axis] is None else list(layout[axis] or ())
@@ -120,7 +121,7 @@ def _concatenate(context, relation, layout: Layout, axis: int, parts, wanted: li
     pieces = []
     for k in (first, second):
         part = list(layout)
-        part[axis] = whole(parts[k], relation.node.meta["val"].shape[axis])
+        part[axis] = whole(parts[k], fake(relation.node).shape[axis])
         piece = context.adapter.adapt(relation.operands[k].value, tuple(part))
         if relation.ins[k] != relation.outs[0]:
             sizes = context.sizes(relation.node, 0, tuple(part))
@@ -163,7 +164,7 @@ def find_unchanged_operand(context: EmitContext, relation: Relation, layout: Lay
         other = relation.operands[1 - k].value
         if not isinstance(other, fx.Node) or other.op == "get_attr":
             continue
-        same = other.meta["val"].dtype == _dtype(relation) and relation.ins[1 - k] == relation.outs[0]
+        same = fake(other).dtype == _dtype(relation) and relation.ins[1 - k] == relation.outs[0]
         if same and _is_all(context, relation, k, value):
             return context.operand(relation, 1 - k)
     return None
@@ -188,7 +189,7 @@ def _is_all(context: EmitContext, relation: Relation, k: int, value: float) -> b
 
 
 def _dtype(relation: Relation) -> torch.dtype:
-    return relation.node.meta["val"].dtype
+    return fake(relation.node).dtype
 
 
 def _choose_base(layouts: list[Any], layout: Layout, axis: int, signs: list[Any]) -> int | None:
@@ -220,7 +221,7 @@ def _is_run(positions: Any, want: Any) -> bool:
 def _add_at(context, relation, layout: Layout, axis: int, base: int, signs: list[Any]) -> fx.Node:
     adapter, other = context.adapter, 1 - base
     source, added = relation.operands[base].value, relation.operands[other].value
-    size = relation.node.meta["val"].shape[axis]
+    size = fake(relation.node).shape[axis]
     positions = layout[axis]
     wanted = list(range(size)) if positions is None else list(positions)
     delta = _delta(context, relation, layout, axis, signs, wanted)
@@ -235,7 +236,7 @@ def _add_at(context, relation, layout: Layout, axis: int, base: int, signs: list
     value = adapter.adapt(added, tuple(part))
     targets = [offsets[p] for p in mine]
     dtype = _dtype(relation)
-    if value.meta["val"].dtype != dtype:
+    if fake(value).dtype != dtype:
         value = context.editor.call(aten.to.dtype, value, dtype)
     if targets == list(range(len(wanted))):
         return context.editor.call(aten.add.Tensor, laid_out, value, alpha=signs[other])
@@ -250,7 +251,7 @@ def _extend_prefix(context, relation, layout: Layout, axis: int, base: int, sign
     editor, adapter = context.editor, context.adapter
     source, added = relation.operands[base].value, relation.operands[1 - base].value
     own, other = (adapter.have(key_of(n))[axis] for n in (source, added))
-    wanted = layout[axis] or tuple(range(relation.node.meta["val"].shape[axis]))
+    wanted = layout[axis] or tuple(range(fake(relation.node).shape[axis]))
     if own is None or other is None or signs[1 - base] != 1 or len(own) >= len(wanted):
         return None
     own_places = {p: k for k, p in enumerate(own)}
@@ -274,7 +275,7 @@ def _is_aligned(context: EmitContext, relation: Relation, layout: Layout, axis: 
         available = context.adapter.have(key_of(operand.value))
         if any(h != w for a, (h, w) in enumerate(zip(available, layout, strict=True)) if a != axis):  # type: ignore[arg-type]
             return False
-        if operand.value.meta["val"].dtype != _dtype(relation):
+        if fake(operand.value).dtype != _dtype(relation):
             return False
     return True
 
@@ -298,7 +299,7 @@ def _lay_out(context, source: fx.Node, layout, axis: int, wanted: list[int], del
     adapter = context.adapter
     available = adapter.have(key_of(source))[axis]
     part = list(layout)
-    real = source.meta["val"].shape[axis]
+    real = fake(source).shape[axis]
     have = list(range(real)) if available is None else list(available)
     if set(have) >= set(wanted):
         part[axis], have = layout[axis], wanted  # Nothing is missing: only the order may differ.
@@ -309,7 +310,7 @@ def _lay_out(context, source: fx.Node, layout, axis: int, wanted: list[int], del
         have = [p for p in have if p in needed]
         part[axis] = whole(have, real)
     base = adapter.adapt(source, tuple(part))
-    if base.meta["val"].dtype != delta.dtype:
+    if fake(base).dtype != delta.dtype:
         base = context.editor.call(aten.to.dtype, base, delta.dtype)
     places = set(have)
     missing = [k for k, p in enumerate(wanted) if p not in places]

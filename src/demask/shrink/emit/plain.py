@@ -9,6 +9,7 @@ from torch import fx
 
 from demask.facts.known import key_of, value_of
 from demask.ops import Relation
+from demask.ops.schema import fake
 from demask.shrink.emit.context import EmitContext
 from demask.shrink.layout.cells import Layout, Positions, whole
 
@@ -66,7 +67,7 @@ def _emit_moved(context: EmitContext, relation: Relation, out: int) -> None:
         pads.append((source, rows, move, [place[p] for p in real]))
     value = context.adapter.adapt(operand, tuple(want))
     for source, rows, move, read in pads:
-        if read != list(range(value.meta["val"].shape[source])):
+        if read != list(range(fake(value).shape[source])):
             value = context.adapter.select(value, source, read)
         value = _pad_back(context, value, source, rows, move)
     gone = [k for k, a in enumerate(relation.ins[0]) if _is_removed(relation, out, a)]

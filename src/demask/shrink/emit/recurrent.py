@@ -12,6 +12,7 @@ from demask.facts.known import operand_facts
 from demask.facts.recurrent import constant_features, has_plain_biases, roles
 from demask.graph.provenance import Cut
 from demask.ops import Relation
+from demask.ops.schema import fake
 from demask.shrink.emit.constant_store import cut
 from demask.shrink.emit.context import EmitContext
 
@@ -56,7 +57,7 @@ def _is_zero(context: EmitContext, relation: Relation, operand: int, zero: Tenso
 def _sizes(context: EmitContext, relation: Relation, operand: int) -> list[Any]:
     """The sizes of an operand as it is read, as call arguments."""
     slot = context.placement.slot[relation.node, operand]
-    shape = relation.operands[operand].value.meta["val"].shape
+    shape = fake(relation.operands[operand].value).shape
     return [context.store.size(n) if p is None else len(p) for n, p in zip(shape, slot, strict=True)]
 
 
@@ -68,7 +69,7 @@ def _shift(context: EmitContext, relation: Relation) -> Tensor | None:
     inputs = operand_facts(relation, context.facts)
     features = context.placement.slot[relation.node, 0][-1]
     fill = torch.where(constant_features(relation, inputs)[1], inputs[0].fill[0, 0], 0).double()
-    removed = torch.ones(relation.operands[0].value.meta["val"].shape[-1], dtype=torch.float64)
+    removed = torch.ones(fake(relation.operands[0].value).shape[-1], dtype=torch.float64)
     removed[slice(None) if features is None else list(features)] = 0
     weight = context.store.source[str(relation.operands[role.w_ih].value.target)].tensor
     taken = fill * removed

@@ -18,6 +18,7 @@ import torch
 from demask.compat.dispatch import schema_of
 from demask.ops import Relation, schema
 from demask.ops.regions import Geometry, geometry
+from demask.ops.schema import fake
 from demask.shrink.emit.context import EmitContext
 from demask.shrink.layout.cells import Layout, Positions, whole
 from demask.shrink.layout.ties import strided_axes
@@ -31,7 +32,7 @@ def space_evenly(relation: Relation, layout: Layout) -> Layout:
     A single window keeps the distance to the end of its axis.
     """
     axes = strided_axes(relation)
-    sizes = relation.node.meta["val"].shape
+    sizes = fake(relation.node).shape
     return tuple(whole(_progression(p), sizes[k]) if k in axes and p else p for k, p in enumerate(layout))
 
 

@@ -25,6 +25,7 @@ from demask.facts.needed import Needs
 from demask.graph.program import path_of
 from demask.ops import Relation, schema
 from demask.ops.positions import IndexMap
+from demask.ops.schema import fake
 from demask.shrink.layout.group_packs import choose_packs
 from demask.shrink.layout.placement import CellAxes, Placer
 
@@ -164,7 +165,7 @@ class ClassPlacer(Placer):
         if is_sum and relation.is_grouped:
             pairs = ((relation.ins[0], self.slot[node, 0]), (relation.outs[0], self.value[node, 0]))
             ins, outs = (next(c for a, c in zip(axes, cells, strict=True) if len(a) > 1) for axes, cells in pairs)
-            taps = math.prod(schema.arguments(node)["weight"].meta["val"].shape[2:])
+            taps = math.prod(fake(schema.arguments(node)["weight"]).shape[2:])
             self.groups.append(_GroupedAxes(count, (ins, outs), taps))
         for k in range(len(relation.outs)):
             if (node, k) in self.value and relation.moved and k < len(relation.moves):

@@ -29,6 +29,7 @@ from demask.failures import attributed
 from demask.numerics import any_along, has_any
 from demask.ops import Relation, schema
 from demask.ops.notation import Axis
+from demask.ops.schema import fake
 from demask.shrink.layout.cells import Cells, Layout, Positions, whole
 from demask.shrink.layout.ties import is_join, needed_products, strided_axes, whole_letters
 
@@ -221,7 +222,7 @@ class Placer:
         letters: dict[str, int] = {}
         for axis in strided_axes(relation):
             live = along(self.needs.live[relation.node, 0], axis)
-            size = relation.node.meta["val"].shape[axis]
+            size = fake(relation.node).shape[axis]
             if not isinstance(size, int) or len(live) != size or bool(live.all()):
                 continue
             (letter,) = relation.outs[0][axis]
@@ -280,7 +281,7 @@ class Placer:
         """Add positions to the support until rows have the alignment that the call needs."""
         if (relation.node, 0) not in self.value:
             return
-        multiple = max(relation.entry.align // relation.node.meta["val"].element_size(), 1)
+        multiple = max(relation.entry.align // fake(relation.node).element_size(), 1)
         for axes in (self.slot[relation.node, 0], self.value[relation.node, 0]):
             leaves = self.cells.leaves(axes[-1])
             support = self.cells.support(leaves[0])

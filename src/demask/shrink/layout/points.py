@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from demask.ops import Declined, Relation, schema
+from demask.ops.schema import fake
 
 
 def is_point_convolution(relation: Relation) -> bool:
@@ -12,9 +13,9 @@ def is_point_convolution(relation: Relation) -> bool:
     arguments = schema.arguments(relation.node)
     if relation.entry.region != "conv" or relation.entry.fill != "sum" or "pads" in arguments:
         return False
-    kernel = arguments["weight"].meta["val"].shape[2:]
+    kernel = fake(arguments["weight"]).shape[2:]
     is_point = all(size == 1 for size in kernel) and arguments["groups"] == 1
-    is_static = all(isinstance(n, int) for n in relation.node.meta["val"].shape[-len(kernel) :])
+    is_static = all(isinstance(n, int) for n in fake(relation.node).shape[-len(kernel) :])
     is_plain = all(step == 1 for step in arguments["stride"])
     return is_point and is_static and is_plain and not relation.entry.reads_padding(relation.node)
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from demask.graph.program import Program, path_of
 from demask.ops import schema
+from demask.ops.schema import fake
 from demask.shrink.own_class.numbers import is_below
 
 aten = torch.ops.aten
@@ -136,7 +137,7 @@ def _source_layer(node: fx.Node) -> str:
         seen.add(here)
         path = path_of(here)
         own = (n for n in here.all_input_nodes if n.op == "get_attr")
-        read = [n.meta["val"].ndim for n in own if str(n.target).startswith(f"{path}.")]
+        read = [fake(n).ndim for n in own if str(n.target).startswith(f"{path}.")]
         if path and read and "effect" not in here.meta:
             if max(read) > 1:
                 return path

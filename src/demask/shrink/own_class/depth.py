@@ -16,6 +16,7 @@ from demask.errors import DemaskError
 from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import ModuleSizes, Provenance
+from demask.ops.schema import fake
 from demask.shrink.check import describe_difference
 
 # Attributes of a layer with its own number, and of configs with the number of layers.
@@ -143,7 +144,7 @@ def _is_input(node: Any) -> bool:
     """Whether a node is an input, or casts of one to its own or a wider dtype, and back."""
     dtypes = []
     while node.target is torch.ops.aten.to.dtype:
-        dtypes.append(node.meta["val"].dtype)
+        dtypes.append(fake(node).dtype)
         node = node.args[0]
     value = node.meta.get("val")
     if node.op != "placeholder" or not isinstance(value, Tensor):

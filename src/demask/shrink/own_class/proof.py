@@ -29,6 +29,7 @@ from demask.graph.program import Program, path_of
 from demask.graph.provenance import Cut
 from demask.graph.result.uncalled_modules import is_holder
 from demask.ops import op_name, schema
+from demask.ops.schema import fake
 from demask.ops.traits import IDENTITIES, MOVES
 
 MOST = 2**24  # the most elements of a value whose moves are traced
@@ -95,7 +96,7 @@ class ValueNumbers:
         elif node.op == "output":
             key = ("output", self._plain(node.args, walk))
         elif isinstance(node.meta.get("val"), torch.SymInt):
-            key = ("size", _expression(node.meta["val"], walk))
+            key = ("size", _expression(fake(node), walk))
         elif (source := _same(node)) is not None:
             walk.moved[node] = walk.moved.get(source)
             return walk.numbers[source]
@@ -152,7 +153,7 @@ def _arguments(node: fx.Node) -> Any:
     """All arguments of a call, defaults included; the axis of a concatenation from the front."""
     if node.target is torch.ops.aten.cat.default:
         call_arguments = schema.arguments(node)
-        return call_arguments | {"dim": call_arguments["dim"] % node.meta["val"].ndim}
+        return call_arguments | {"dim": call_arguments["dim"] % fake(node).ndim}
     if has_schema(node.target):
         return schema.arguments(node)
     return (node.args, node.kwargs)
@@ -193,7 +194,7 @@ def _value(size: Any, sizes: dict[Any, int]) -> int:
 
 
 def _shape(node: fx.Node, walk: _ProgramWalk) -> tuple[str, ...]:
-    return tuple(_expression(size, walk) for size in node.meta["val"].shape)
+    return tuple(_expression(size, walk) for size in fake(node).shape)
 
 
 def _digest(positions: Tensor) -> bytes:
@@ -202,8 +203,8 @@ def _digest(positions: Tensor) -> bytes:
 
 def _is_whole(moved: _MovedElements, node: fx.Node, walk: _ProgramWalk) -> bool:
     """Whether a moved value equals its root, element by element, with the same shape."""
-    root = moved.root.meta["val"]
-    if not isinstance(root, Tensor) or root.ndim != node.meta["val"].ndim:
+    root = fake(moved.root)
+    if not isinstance(root, Tensor) or root.ndim != fake(node).ndim:
         return False
     return all(
         positions.shape == tuple(_value(n, sizes) for n in root.shape)
@@ -230,7 +231,7 @@ def _moved(node: fx.Node, walk: _ProgramWalk) -> Any:
     try:
         for k, sizes in enumerate(walk.sizes):
             if positions is None:
-                shape = [_value(n, sizes) for n in source.meta["val"].shape]
+                shape = [_value(n, sizes) for n in fake(source).shape]
                 count = torch.Size(shape).numel()
                 if count > MOST:
                     return None
@@ -243,7 +244,7 @@ def _moved(node: fx.Node, walk: _ProgramWalk) -> Any:
                     return start
                 if n.op == "get_attr":
                     return walk.program.constants[str(n.target)].tensor
-                return _value(n.meta["val"], sizes)
+                return _value(fake(n), sizes)
 
             args, kwargs = map_arg((node.args, node.kwargs), put)
             results.append(node.target(*args, **kwargs))  # type: ignore[operator]

@@ -25,6 +25,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.entries.padded import PADDED, PLAIN, may_add_positions
+from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS, PADS
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 
@@ -110,7 +111,7 @@ def _value_after(reader: fx.Node, pad: fx.Node, value: float, table: Table) -> f
     alone = relation.ins and all(axes in ((), relation.outs[0]) for axes in relation.ins)
     if not alone or relation.complete or relation.window or relation.entry.free:
         return None
-    dtype, rank = pad.meta["val"].dtype, pad.meta["val"].ndim
+    dtype, rank = fake(pad).dtype, fake(pad).ndim
     args = [torch.full([1] * rank, value, dtype=dtype) if a is pad else a for a in reader.args]
     result = reader.target(*args, **reader.kwargs)  # type: ignore[operator]
     number = float(result) if isinstance(result, Tensor) and result.numel() == 1 else inf
@@ -133,7 +134,7 @@ def _pad_values(node: fx.Node, analysis: Analysis) -> dict[fx.Node, float] | Non
     least = -inf
     if value != -inf and any(_is_max_pool(window) for window in node.users):
         bounds = analysis.ranges
-        least = bounds[node.args[0]].low if node.args[0] in bounds else -inf  # type: ignore[index]
+        least = bounds[node.args[0]].low if node.args[0] in bounds else -inf
     result = {}
     for window in node.users:
         if window.target not in PADDED or window.args[0] is not node:
@@ -198,7 +199,7 @@ def _absorb(editor: GraphEditor, node: fx.Node, window: fx.Node, value: float) -
 def _shift_input(editor: GraphEditor, call: dict[str, Any], value: float) -> dict[str, Any]:
     """Arguments of a convolution of x - value, padded with zeros, with the same result."""
     weight = call["weight"]
-    dims = list(range(1, weight.meta["val"].ndim))
+    dims = list(range(1, fake(weight).ndim))
     bias = editor.call(aten.mul.Tensor, editor.call(aten.sum.dim_IntList, weight, dims), value)
     if call["bias"] is not None:
         bias = editor.call(aten.add.Tensor, call["bias"], bias)

@@ -27,6 +27,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
 from demask.ops import Relation, schema
 from demask.ops.entries.contraction import PRODUCTS
+from demask.ops.schema import fake
 from demask.ops.traits import IDENTITIES
 from demask.shrink.emit.constant_store import ConstantStore
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
@@ -169,13 +170,13 @@ class _Condenser:
         values, group, count = torch.unique(axis.fill, return_inverse=True, return_counts=True)
         logits = values + count.double().log()
         live, k = self._select_live(node, axis), len(values)
-        pads = [0, 0] * (node.meta["val"].ndim - axis.dim - 1)
+        pads = [0, 0] * (fake(node).ndim - axis.dim - 1)
         if k == 1:
             both = self.editor.call(aten.constant_pad_nd.default, live, [*pads, 0, 1], float(logits[0]))
         else:
             shape = [k if d == axis.dim else n for d, n in enumerate(self.editor.sizes(live))]
             line = logits.view([-1 if d == axis.dim else 1 for d in range(len(shape))])
-            merged = self.store.constant_here(line.to(node.meta["val"].dtype), f"{node.name}_merged")
+            merged = self.store.constant_here(line.to(fake(node).dtype), f"{node.name}_merged")
             both = self.editor.call(aten.expand.default, merged, shape)
             both = self.editor.call(aten.cat.default, [live, both], axis.dim)
         arguments = schema.arguments(self.copies[node]) | {"self": both}
@@ -211,7 +212,7 @@ class _Condenser:
         """x / s, with s from the live squares and the known part of their mean."""
         call, live = self.editor.call, self._select_live(node, axis)
         eps = schema.arguments(node)["eps"]
-        eps = torch.finfo(node.meta["val"].dtype).eps if eps is None else eps
+        eps = torch.finfo(fake(node).dtype).eps if eps is None else eps
         eps += float((axis.fill**2).sum()) / axis.size
         squares = call(aten.mean.dim, call(aten.mul.Tensor, live, live), [axis.dim], True)
         squares = call(aten.mul.Tensor, squares, axis.share)
@@ -235,7 +236,7 @@ class _Condenser:
     def _gains(self, node: fx.Node) -> Tensor:
         """The norm's scale, float64."""
         weight = schema.arguments(node).get("weight")
-        size = node.meta["val"].shape[-1]
+        size = fake(node).shape[-1]
         if weight is None:
             return torch.ones(size, dtype=torch.float64)
         return self.facts[key_of(weight)].fill.double().expand(size)
@@ -261,7 +262,7 @@ class _Condenser:
 
     def _scatter(self, values: fx.Node, axis: _CompleteAxis) -> fx.Node:
         """Live positions at their old places, zeros between."""
-        pads = [0, 0] * (values.meta["val"].ndim - axis.dim - 1)
+        pads = [0, 0] * (fake(values).ndim - axis.dim - 1)
         wide = self.editor.call(aten.constant_pad_nd.default, values, [*pads, 0, 1])
         offsets = {p: k for k, p in enumerate(axis.live)}
         take = torch.tensor([offsets.get(p, len(axis.live)) for p in range(axis.size)])
@@ -283,7 +284,7 @@ class _Condenser:
                 weight = relation.operands[relation.factors[1]].value
                 if places[0] != relation.factors[0] or not schema.is_constant(weight):
                     return None
-                if weight.meta["val"].ndim != 2:
+                if fake(weight).ndim != 2:
                     return None
                 readers.append(_AxisReader((), user, weight))
                 continue
@@ -330,9 +331,7 @@ class _Condenser:
         before = next(o.value for o in relation.operands if isinstance(o.value, fx.Node))
         arguments = schema.arguments(copy) | {relation.operands[0].name: value}
         if relation.entry.args is not None:
-            axis = next(
-                d for d, n in enumerate(value.meta["val"].shape) if not schema.same_size(n, before.meta["val"].shape[d])
-            )
+            axis = next(d for d, n in enumerate(fake(value).shape) if not schema.same_size(n, fake(before).shape[d]))
             out = relation.outs[0].index(relation.ins[0][axis])
             sizes = self.editor.sizes(copy)
             sizes[out] = k

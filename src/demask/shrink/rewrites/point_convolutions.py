@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from demask.facts.masks import any_over
 from demask.graph.editor import GraphEditor
 from demask.ops import Relation, schema
+from demask.ops.schema import fake
 from demask.ops.traits import RESHAPES
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.points import is_point_convolution
@@ -44,7 +45,7 @@ def carry_positions(analysis: LayoutAnalysis) -> LayoutAnalysis | None:
 
 def _positions(mask: Tensor, node: fx.Node) -> Tensor:
     """The needed positions of an image: a mask over its axes."""
-    rank = schema.arguments(node)["weight"].meta["val"].ndim - 2
+    rank = fake(schema.arguments(node)["weight"]).ndim - 2
     names = [str(k) for k in range(mask.ndim)]
     return any_over(mask, names, names[: mask.ndim - rank]).reshape(mask.shape[-rank:])
 
@@ -109,7 +110,7 @@ def _merged(editor: GraphEditor, node: fx.Node, rank: int, merged: dict[fx.Node,
     if node not in merged:
         sizes = editor.sizes(editor.copies[node])
         count = 1
-        for size in node.meta["val"].shape[-rank:]:
+        for size in fake(node).shape[-rank:]:
             count *= size
         shape = [*sizes[: len(sizes) - rank], count, *[1] * (rank - 1)]
         merged[node] = editor.call(aten.reshape.default, editor.copies[node], shape)
@@ -119,7 +120,7 @@ def _merged(editor: GraphEditor, node: fx.Node, rank: int, merged: dict[fx.Node,
 def _around(analysis: LayoutAnalysis, images: list[fx.Node]) -> dict[fx.Node, int]:
     """The calls around some convolutions that carry each position of an image, in graph order, and
     the number of axes of the image."""
-    rank_of = {node: schema.arguments(node)["weight"].meta["val"].ndim - 2 for node in images}
+    rank_of = {node: fake(schema.arguments(node)["weight"]).ndim - 2 for node in images}
     todo = list(images)
     while todo:
         node = todo.pop()
@@ -137,7 +138,7 @@ def _carries(analysis: LayoutAnalysis, node: fx.Node, near: fx.Node, rank: int) 
     if not isinstance(relation, Relation) or len(relation.outs) != 1 or relation.entry.free:
         return False
     space = relation.outs[0][-rank:]
-    sizes = [node.meta["val"].shape[-rank:], near.meta["val"].shape[-rank:]]
+    sizes = [fake(node).shape[-rank:], fake(near).shape[-rank:]]
     if len(relation.outs[0]) <= rank or sizes[0] != sizes[1]:
         return False
     if any(len(axis) != 1 or axis[0] in relation.mixed for axis in space):

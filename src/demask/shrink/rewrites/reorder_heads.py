@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import schema
+from demask.ops.schema import fake
 from demask.shrink.emit.constant_store import ConstantStore
 from demask.shrink.layout.heads import HeadGroup
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
@@ -56,7 +57,7 @@ def _reorder(group: HeadGroup, editor: GraphEditor, store: ConstantStore) -> Non
 
 def _values(node: fx.Node, k: int) -> list[fx.Node]:
     """The nodes of output k of a call."""
-    if not isinstance(node.meta["val"], (list, tuple)):
+    if not isinstance(fake(node), (list, tuple)):
         return [node]
     return [user for user in node.users if user.args[1] == k]
 
@@ -75,7 +76,7 @@ def _gather(value: fx.Node, axis: int, order: Tensor, editor: GraphEditor, store
     """The entries of an axis (..., head, position), positions of each head in a new order."""
     heads, size = order.shape
     whole = order + torch.arange(heads).unsqueeze(1) * size
-    count = value.meta["val"].shape[axis] // (heads * size)
+    count = fake(value).shape[axis] // (heads * size)
     index = (whole + torch.arange(count).view(-1, 1, 1) * heads * size).reshape(-1)
     read = store.constant_here(index, f"{value.name}_order")
     return editor.call(aten.index_select.default, value, axis, read)

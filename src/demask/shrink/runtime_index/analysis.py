@@ -27,6 +27,7 @@ from demask.facts.known import Facts, Key, Relations, forward, is_absorbing, key
 from demask.facts.masks import Fact, finite_fact
 from demask.ops import Relation, schema
 from demask.ops.notation import Axes
+from demask.ops.schema import fake
 from demask.shrink.layout.cells import RunTimeIndex, RunTimeSupports
 from demask.shrink.layout.ties import whole_letters
 
@@ -345,13 +346,13 @@ def _add_at(plan: IndexPlan, relation: Relation, wants: list[RunTimeSupports]) -
         return
     if not relation.ins[0] == relation.ins[1] == relation.outs[0]:
         return
-    dtype = relation.node.meta["val"].dtype
+    dtype = fake(relation.node).dtype
     for k in (1, 0):
         value, other = relation.operands[k].value, relation.operands[1 - k].value
         if schema.is_constant(value) or schema.is_constant(other) or key_of(value) not in plan.fills:
             continue
         supports, fill = plan.fills[key_of(value)]
-        same = value.meta["val"].dtype == other.meta["val"].dtype == dtype
+        same = fake(value).dtype == fake(other).dtype == dtype
         if same and len(supports) == 1 and bool((fill == 0).all()):
             wants[k] = supports
             plan.added[relation.node] = k

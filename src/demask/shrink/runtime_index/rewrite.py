@@ -27,6 +27,7 @@ from demask.facts.needed import Needs
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Declined, Relation, schema
+from demask.ops.schema import fake
 from demask.shrink.emit.adapt import EmittedValue, mark_effect
 from demask.shrink.emit.border_map import absorb_constants
 from demask.shrink.emit.context import EmitContext
@@ -154,7 +155,7 @@ class _IndexRewriter(EmitContext):
         source = relation.operands[k].value
         if not isinstance(source, fx.Node):
             return source
-        value = source.meta["val"]
+        value = fake(source)
         value = value if isinstance(value, Tensor) else schema.outputs(source)[0]
         supports = self.plan.wants[relation.node, k]
         return self.adapter.adapt(source, _whole(value), run_time=supports)
@@ -189,7 +190,7 @@ class _IndexRewriter(EmitContext):
     def _product(self, relation: Relation, values: list[Any], args: Any, kwargs: Any) -> fx.Node:
         """A contraction of known shape, since a run on fake values is slow."""
         node, first = relation.node, values[relation.factors[0]]
-        if not relation.window or first.meta["val"].dtype != node.meta["val"].dtype:
+        if not relation.window or fake(first).dtype != fake(node).dtype:
             return self.editor.call(node.target, *args, **kwargs)
         return self.editor.call_shaped(self.shape(node, None), first, node.target, args, kwargs)
 
@@ -197,11 +198,11 @@ class _IndexRewriter(EmitContext):
         supports = dict(self.plan.output_supports(node, 0))
         return [
             n if axis not in supports else supports[axis].outer * supports[axis].inner * self._length(supports[axis])
-            for axis, n in enumerate(node.meta["val"].shape)
+            for axis, n in enumerate(fake(node).shape)
         ]
 
     def _length(self, index: RunTimeIndex) -> Any:
-        return self.adapter.emitted[index.source, 0].node.meta["val"].shape[0]
+        return fake(self.adapter.emitted[index.source, 0].node).shape[0]
 
     def _arguments(self, relation: Relation, values: list[Any]) -> tuple[Any, Any]:
         """The arguments of a call; sizes among them are those of its outputs."""
@@ -243,7 +244,7 @@ class _IndexRewriter(EmitContext):
         source = relation.operands[first].value
         facts = {**self.facts, key_of(source): fact}
         layout = tuple(() if letter in axis else None for axis in relation.ins[first])
-        whole = _whole(relation.node.meta["val"])
+        whole = _whole(fake(relation.node))
         constants = absorb_constants(relation, facts, layout)
         return add_constants(self, relation, whole, value, constants, self.plan.output_supports(relation.node, 0))
 

@@ -22,6 +22,7 @@ from demask.graph.result.recurrent_modules import is_zeros
 from demask.graph.split_recurrent import split_calls
 from demask.ops import schema
 from demask.ops.entries.recurrent import GATES
+from demask.ops.schema import fake
 
 aten = torch.ops.aten
 LAST = 2**63 - 1  # end of a slice without an end
@@ -53,7 +54,7 @@ class RecurrentCall:
     @property
     def hidden(self) -> int:
         """The number of hidden units."""
-        return self.params[1].meta["val"].shape[1]
+        return fake(self.params[1]).shape[1]
 
 
 def prepare_recurrent(editor: GraphEditor, dtype: torch.dtype) -> None:

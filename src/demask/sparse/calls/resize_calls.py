@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from demask.errors import BadInput
-from demask.ops.schema import same_size
+from demask.ops.schema import fake, same_size
 from demask.sparse.calls.called_op import MOVED, RESIZED, CalledOp, Match, Numbers, Shape
 from demask.sparse.segment_steps import SPATIAL
 
@@ -42,14 +42,14 @@ def _arguments(flags: int, xs: Sequence[Any], n: Numbers, c: Any) -> tuple[Any, 
 
 def _match(flags: int, arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     x, sizes, factors = (arguments[key] for key in ("input", "output_size", "scale_factors"))
-    value = node.meta["val"]
+    value = fake(node)
     numbers: list[Any]
     if sizes is None:
         numbers = [float(factor) for factor in factors or ()]
     elif all(type(size) is int for size in sizes):
         numbers = list(sizes)
     else:
-        numbers = _factors(x.meta["val"].shape[2:], value.shape[2:])
+        numbers = _factors(fake(x).shape[2:], value.shape[2:])
     flag = [int(arguments["align_corners"])] if flags else []
     return ((x,), (*flag, *numbers), ()) if len(numbers) == value.ndim - 2 else None
 

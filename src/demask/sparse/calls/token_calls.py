@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from demask.errors import BadInput
-from demask.ops.schema import same_size
+from demask.ops.schema import fake, same_size
 from demask.ops.traits import PRODUCTS_OF_VALUES
 from demask.sparse.calls.called_op import FACTORS, OVER_CHANNELS, PRODUCT, CalledOp, Match, Numbers, Shape, same_shape
 from demask.sparse.segment_steps import CHANNELS_LAST
@@ -21,7 +21,7 @@ MATRICES = ("matrices",)
 
 def _softmax(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     """A softmax over channels of tokens, in the dtype of its operand."""
-    rank = node.meta["val"].ndim
+    rank = fake(node).ndim
     is_last = arguments["dim"] % rank == rank - 1 and arguments["dtype"] is None
     return ((arguments["self"],), (), ()) if is_last else None
 
@@ -58,7 +58,7 @@ def _product(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     left, right = (arguments[key] for key in ("self", "mat2" if "mat2" in arguments else "other"))
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return None
-    shapes = left.meta["val"].shape, right.meta["val"].shape
+    shapes = fake(left).shape, fake(right).shape
     is_batched = min(map(len, shapes)) >= 2 and _same(shapes[0][:-2], shapes[1][:-2])
     return ((left, right), (), ()) if is_batched else None
 
@@ -78,7 +78,7 @@ def _attention(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     if any(arguments[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")):
         return None
     operands = (query, key, value) if mask is None else (query, key, value, mask)
-    shapes = [x.meta["val"].shape for x in operands]
+    shapes = [fake(x).shape for x in operands]
     batch = shapes[0][:-2]
     if not batch or not all(_same(shape[:-2], batch) for shape in shapes):
         return None

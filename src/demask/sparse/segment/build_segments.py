@@ -26,6 +26,7 @@ from demask.graph.program import Program as Whole
 from demask.graph.queries import input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act
+from demask.ops.schema import fake
 from demask.sparse.calls.called_op import RECURRENT
 from demask.sparse.calls.recurrent_rows import prepare_recurrent
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
@@ -144,7 +145,7 @@ def _replaced(
     weights = steps.store.constants(reader)
     inputs = [known.get(source, source) for source, _ in steps.inputs]
     segment = editor.insert(reader, outputs[0], SEGMENT, inputs, weights, program.text())
-    segment.meta = {"val": [node.meta["val"] for node in outputs]}
+    segment.meta = {"val": [fake(node) for node in outputs]}
     replacements = {
         node: editor.insert(reader, node, operator.getitem, segment, number) for number, node in enumerate(outputs)
     }
@@ -328,7 +329,7 @@ class _Steps:
         if kind in (own, ANY):
             return value
         if (source, kind) not in self.converted:
-            sizes = sizes_of_reshape(source.meta["val"].shape, source.meta["val"].shape)
+            sizes = sizes_of_reshape(fake(source).shape, fake(source).shape)
             assert sizes is not None
             self.steps.append(CallStep((value,), "reshape", kind, sizes))
             self.converted[source, kind] = len(self.inputs) + len(self.steps) - 1
@@ -339,7 +340,7 @@ def _kind_of_input(source: fx.Node, kind: str) -> str:
     """The kind as which a call with operands of a kind reads an input."""
     if kind in INPUTS:
         return kind
-    return "image" if kind == ANY and source.meta["val"].ndim == 4 else "tokens"
+    return "image" if kind == ANY and fake(source).ndim == 4 else "tokens"
 
 
 def _can_select_rows(layer: MatchedCall, reader: MatchedCall) -> bool:

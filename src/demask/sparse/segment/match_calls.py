@@ -16,7 +16,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.queries import has_shape, input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act, activations_by_op
-from demask.ops.schema import same_size
+from demask.ops.schema import fake, same_size
 from demask.ops.traits import IDENTITIES, OVER_LAST_AXIS, PADS, SQUEEZES
 from demask.sparse.calls.called_op import MOVED
 from demask.sparse.calls.recurrent_rows import recurrence_of
@@ -57,7 +57,7 @@ def constants_of(editor: GraphEditor, nodes: Sequence[fx.Node]) -> tuple[str, Te
 
 def kind_by_rank(node: fx.Node, kinds: Sequence[str]) -> str:
     """The kind of a value of which no other call says it."""
-    return "image" if node.meta["val"].ndim == 4 and "image" in kinds else "tokens"
+    return "image" if fake(node).ndim == 4 and "image" in kinds else "tokens"
 
 
 def is_channels_last(node: Any) -> bool:
@@ -167,12 +167,12 @@ def _with_kinds(editor: GraphEditor, calls: Mapping[fx.Node, MatchedCall]) -> di
             kinds_of = CALLED[call.step.call].kinds if isinstance(call.step, CallStep) else KINDS
             if kind not in kinds_of:
                 kind = kind_by_rank(node, kinds_of)
-            if has_rank(kind, node.meta["val"].ndim) and _joins_channels(call, node, kind):
+            if has_rank(kind, fake(node).ndim) and _joins_channels(call, node, kind):
                 with_kinds[node] = replace(call, kind=kind, makes=kind)
                 continue
             call = _called(editor, node) if isinstance(call.step, ConcatStep) else call
         if call is not None and call.kind:
-            fits = bool(read_as) and has_rank(read_as, node.meta["val"].ndim)
+            fits = bool(read_as) and has_rank(read_as, fake(node).ndim)
             makes = call.makes or (read_as if fits else "tokens")
             with_kinds[node] = replace(call, makes=makes)
     return with_kinds
@@ -183,7 +183,7 @@ def _called(editor: GraphEditor, node: fx.Node) -> MatchedCall | None:
     arguments = schema.arguments(node)
     for name in called_by_target().get(node.target, ()):
         entry = CALLED[name]
-        matched = entry.match(arguments, node) if node.meta["val"].ndim else None
+        matched = entry.match(arguments, node) if fake(node).ndim else None
         if matched is None:
             continue
         operands, numbers, nodes = matched
@@ -192,7 +192,7 @@ def _called(editor: GraphEditor, node: fx.Node) -> MatchedCall | None:
             continue
         kind = entry.kinds[0] if len(entry.kinds) == 1 else ""
         if entry.kinds == SPATIAL:
-            kind = "image" if node.meta["val"].ndim == 4 else "signal"
+            kind = "image" if fake(node).ndim == 4 else "signal"
         elif entry.lowering == MOVED:
             kind = ANY
         elif entry.kinds == CHANNELS_LAST and is_channels_last(operands[0]):
@@ -207,7 +207,7 @@ def _joins_channels(call: MatchedCall, node: fx.Node, kind: str) -> bool:
     """Whether a concatenation is along channels; True for other calls."""
     if not isinstance(call.step, ConcatStep):
         return True
-    rank = node.meta["val"].ndim
+    rank = fake(node).ndim
     if kind == "matrices":
         return False
     return schema.arguments(node)["dim"] % rank == channel_axis(kind) % rank
@@ -221,7 +221,7 @@ Rule = Callable[[GraphEditor, fx.Node, Arguments], "MatchedCall | None"]
 
 def _convolution(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     weight = _constants(editor, arguments)
-    if weight is None or node.meta["val"].ndim != weight.ndim:
+    if weight is None or fake(node).ndim != weight.ndim:
         return None  # computed weights, or an image without batch axis
     axes = weight.ndim - 2
     stride, dilation = (_spread(arguments[key], axes) for key in ("stride", "dilation"))
@@ -236,7 +236,7 @@ def _convolution(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Ma
 
 def _transposed(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     weight = _constants(editor, arguments)
-    if weight is None or node.meta["val"].ndim != weight.ndim:
+    if weight is None or fake(node).ndim != weight.ndim:
         return None
     axes = weight.ndim - 2
     numbers = [_spread(arguments[key], axes) for key in ("stride", "dilation", "padding", "output_padding")]
@@ -321,7 +321,7 @@ def _norm(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
     weight, bias, mean, var = (editor.tensor(arguments[name]) for name in names)
     is_constant = mean is not None and var is not None and not arguments["training"]
     has_weights = (weight is None) == (arguments["weight"] is None) and (bias is None) == (arguments["bias"] is None)
-    if not is_constant or not has_weights or node.meta["val"].ndim != 4:
+    if not is_constant or not has_weights or fake(node).ndim != 4:
         return None
     assert mean is not None and var is not None
     scale = (var.double() + arguments["eps"]).rsqrt()
@@ -343,7 +343,7 @@ def _norm(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
 
 def _scaled(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     """The product of an image and one factor per channel, computed or constant."""
-    sides, shape = (arguments["self"], arguments["other"]), node.meta["val"].shape
+    sides, shape = (arguments["self"], arguments["other"]), fake(node).shape
     if len(shape) != 4 or not all(isinstance(side, fx.Node) for side in sides):
         return None
     for x, z in (sides, sides[::-1]):
@@ -369,7 +369,7 @@ def _sliced(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
     """A slice of channels, or every n-th row or column of an image."""
     x, numbers = arguments["self"], [arguments[key] for key in ("start", "end", "step")]
     start, end, step = (0 if numbers[0] is None else numbers[0]), *numbers[1:]
-    shape = x.meta["val"].shape
+    shape = fake(x).shape
     axis = arguments["dim"] % len(shape)
     if start == 0 and step == 1 and has_shape(node, shape) and _reaches_end(end, shape[axis], 1):
         return MatchedCall(node, (x,), "", "", None)
@@ -391,7 +391,7 @@ def _reaches_end(end: Any, size: Any, step: int) -> bool:
     """Whether a slice up to `end` (an argument of a node) has the last of each `step` elements."""
     if end is None or (type(end) is int and end == LAST):
         return True
-    end = end.meta["val"] if isinstance(end, fx.Node) else end
+    end = fake(end) if isinstance(end, fx.Node) else end
     if type(end) is int and type(size) is int:
         return -(-min(end, size) // step) == -(-size // step)
     return same_size(end, size)
@@ -399,7 +399,7 @@ def _reaches_end(end: Any, size: Any, step: int) -> bool:
 
 def _padded(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     """Channels of zeros before or after those of an image."""
-    shape, pads = arguments["self"].meta["val"].shape, arguments["pad"]
+    shape, pads = fake(arguments["self"]).shape, arguments["pad"]
     before, after = pads[4:6] if len(pads) > 4 else (0, 0)
     is_known = all(type(n) is int for n in (*pads, shape[1] if len(shape) == 4 else None))
     if (
@@ -416,7 +416,7 @@ def _padded(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
 
 def _selection(node: fx.Node, axis: int, channels: Tensor, stride: tuple[int, int] = (1, 1)) -> MatchedCall | None:
     """A selection of channels, if the axis is that of channels."""
-    rank = node.meta["val"].ndim
+    rank = fake(node).ndim
     kind = {(4, 1): "image", (2, 1): "tokens"}.get((rank, axis % rank))
     if kind is None or not len(channels):
         return None
@@ -428,7 +428,7 @@ def _selection(node: fx.Node, axis: int, channels: Tensor, stride: tuple[int, in
 def _same(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     """A call whose output equals its operand, as a view or a copy."""
     x = arguments["self"]
-    return MatchedCall(node, (x,), "", "", None) if has_shape(x, node.meta["val"].shape) else None
+    return MatchedCall(node, (x,), "", "", None) if has_shape(x, fake(node).shape) else None
 
 
 def _sum(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
@@ -436,16 +436,14 @@ def _sum(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCal
     if arguments["alpha"] != 1 or not all(isinstance(side, fx.Node) for side in sides):
         return None
     return (
-        MatchedCall(node, sides, "", "", AddStep(0, 0))
-        if all(has_shape(s, node.meta["val"].shape) for s in sides)
-        else None
+        MatchedCall(node, sides, "", "", AddStep(0, 0)) if all(has_shape(s, fake(node).shape) for s in sides) else None
     )
 
 
 def _joined(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     parts = tuple(arguments["tensors"])
-    rank = node.meta["val"].ndim
-    has_empty = any(part.meta["val"].ndim != rank for part in parts)  # which torch ignores
+    rank = fake(node).ndim
+    has_empty = any(fake(part).ndim != rank for part in parts)  # which torch ignores
     if has_empty or recurrence_of(node) is not None:
         return None
     return MatchedCall(node, parts, "", "", ConcatStep((0,)))
@@ -465,7 +463,7 @@ def _pooled(node: fx.Node, arguments: Arguments, *, mean: bool, counted: bool) -
     kernel = _spread(arguments["kernel_size"], 2)
     stride = _spread(arguments["stride"] or arguments["kernel_size"], 2)
     padding, dilation = (_spread(arguments.get(key, 1), 2) for key in ("padding", "dilation"))
-    if None in (kernel, stride, padding, dilation) or node.meta["val"].ndim != 4:
+    if None in (kernel, stride, padding, dilation) or fake(node).ndim != 4:
         return None
     step = PoolStep(0, mean, kernel, stride, padding, dilation, arguments["ceil_mode"], counted)  # type: ignore
     return MatchedCall(node, (arguments["self"],), "image", "image", step)
@@ -473,9 +471,9 @@ def _pooled(node: fx.Node, arguments: Arguments, *, mean: bool, counted: bool) -
 
 def _adaptive(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     x = arguments["self"]
-    if node.meta["val"].ndim != 4:
+    if fake(node).ndim != 4:
         return None
-    if has_shape(x, node.meta["val"].shape):
+    if has_shape(x, fake(node).shape):
         return MatchedCall(node, (x,), "", "", None)
     is_global = _spread(arguments["output_size"], 2) == (1, 1)
     return MatchedCall(node, (x,), "image", "image", MeanStep(0, keep=True)) if is_global else None
@@ -483,7 +481,7 @@ def _adaptive(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Match
 
 def _mean(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     x, dims = arguments["self"], arguments["dim"]
-    rank = x.meta["val"].ndim
+    rank = fake(x).ndim
     if rank != 4 or sorted(d % 4 for d in dims or ()) != [2, 3] or arguments["dtype"] is not None:
         return None
     makes = "image" if arguments["keepdim"] else "tokens"
@@ -495,9 +493,9 @@ def _flat(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
     x = arguments["self"]
     if not isinstance(x.meta.get("val"), Tensor):
         return None
-    if has_shape(x, node.meta["val"].shape):
+    if has_shape(x, fake(node).shape):
         return MatchedCall(node, (x,), "", "", None)
-    before, after = x.meta["val"].shape, node.meta["val"].shape
+    before, after = fake(x).shape, fake(node).shape
     is_image_to_rows = len(before) == 4 and len(after) == 2 and tuple(before[2:]) == (1, 1)
     if not is_image_to_rows or not all(map(same_size, before[:2], after)):
         return None

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.queries import has_shape, input_dependent
 from demask.ops import schema
-from demask.ops.schema import same_size
+from demask.ops.schema import fake, same_size
 from demask.ops.traits import RESHAPES
 
 aten = torch.ops.aten
@@ -32,11 +32,11 @@ def prepare_attention(editor: GraphEditor) -> None:
         query, key, mask = (arguments[name] for name in ("query", "key", "attn_mask"))
         if arguments["dropout_p"] or arguments["enable_gqa"]:
             continue
-        scale, width = arguments["scale"], query.meta["val"].shape[-1]
+        scale, width = arguments["scale"], fake(query).shape[-1]
         if scale is not None and (type(width) is not int or type(scale) is not float):
             continue
-        dtype = query.meta["val"].dtype
-        rows, columns = query.meta["val"].shape[-2], key.meta["val"].shape[-2]
+        dtype = fake(query).dtype
+        rows, columns = fake(query).shape[-2], fake(key).shape[-2]
         if arguments["is_causal"] and not (type(rows) is type(columns) is int):
             continue
         with editor.graph.inserting_before(node):
@@ -57,7 +57,7 @@ def prepare_attention(editor: GraphEditor) -> None:
 
 def _added(editor: GraphEditor, mask: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     """The mask that is added to scores; None for one that masks nothing."""
-    if mask.meta["val"].dtype is not torch.bool:
+    if fake(mask).dtype is not torch.bool:
         return mask
     known = _elements(editor, mask)
     if known is not None and bool(known.all()):
@@ -123,7 +123,7 @@ def _read_sizes_from_inputs(editor: GraphEditor) -> None:
 def _slice_splits(editor: GraphEditor) -> None:
     """Replace splits of channels, whose value is a list, by slices."""
     for node in editor.calls(aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
-        parts, axis = node.meta["val"], schema.arguments(node)["dim"]
+        parts, axis = fake(node), schema.arguments(node)["dim"]
         sizes = [part.shape[axis] for part in parts]
         if not all(type(size) is int for size in sizes):
             continue
@@ -140,9 +140,9 @@ def _select_added(editor: GraphEditor) -> None:
     for node in editor.calls(aten.index_add.default):
         arguments = schema.arguments(node)
         index, source = editor.tensor(arguments["index"]), arguments["source"]
-        value, factor = node.meta["val"], arguments["alpha"]
+        value, factor = fake(node), arguments["alpha"]
         axis = arguments["dim"] % value.ndim
-        count, added = value.shape[axis], source.meta["val"].shape[axis]
+        count, added = value.shape[axis], fake(source).shape[axis]
         if index is None or axis != 1 or value.ndim < 3 or type(factor) not in (int, float):
             continue
         if type(count) is not int or type(added) is not int or len(index.unique()) < len(index):
@@ -165,7 +165,7 @@ def _expand_static_addends(editor: GraphEditor) -> None:
     are added: segments add values of one shape."""
     live = input_dependent(editor.graph)
     for node in editor.calls(aten.add.Tensor):
-        shape = node.meta["val"].shape
+        shape = fake(node).shape
         for side, other in ((0, 1), (1, 0)):
             value, x = node.args[side], node.args[other]
             if not isinstance(value, fx.Node) or value in live or x not in live:
@@ -180,7 +180,7 @@ def _expand_static_addends(editor: GraphEditor) -> None:
 def _new_sizes(editor: GraphEditor, value: fx.Node, x: fx.Node) -> list[Any]:
     """The sizes of x for an expansion of a value; -1 for those that the value has: they need not be
     read from x, which would be computed before the expansion, in another segment."""
-    sizes, old = editor.sizes(x), value.meta["val"].shape
-    new = x.meta["val"].shape
+    sizes, old = editor.sizes(x), fake(value).shape
+    new = fake(x).shape
     first = len(new) - len(old)
     return [-1 if k >= first and same_size(new[k], old[k - first]) else size for k, size in enumerate(sizes)]

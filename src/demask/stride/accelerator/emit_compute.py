@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from demask.ops import traits
 from demask.ops.activations import ACTIVATIONS
+from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.stride.accelerator.emit_layout import SHAPES, every_step, rows_of, undo_rows
 from demask.stride.accelerator.emitter import CannotEmit, InstructionEmitter, NodeRefs, Rule, ValueRef, shape_of
@@ -214,7 +215,7 @@ def adaptive_pool(op: str) -> Rule:
     computed."""
 
     def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
-        values, axes = node.meta["val"], _AXES[node.target]
+        values, axes = fake(node), _AXES[node.target]
         x, several = e.ref(a["self"]), isinstance(values, tuple)
         y = tuple((values[0] if several else values).shape)
         if any(n % m for n, m in zip(x.shape[-axes:], y[-axes:], strict=True)):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.ops.schema import fake
 from demask.ops.traits import IDENTITIES, RESHAPES
 from demask.stride.accelerator.emitter import CannotEmit, InstructionEmitter, NodeRefs, Rule, ValueRef, shape_of
 
@@ -189,7 +190,7 @@ def split(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     """Consecutive blocks along one axis."""
     x = e.ref(a["self"])
     axis, offset, parts = a["dim"] % len(x.shape), 0, list[ValueRef]()
-    for value in node.meta["val"]:
+    for value in fake(node):
         shape = tuple(value.shape)
         size = shape[axis] if len(shape) == len(x.shape) else 1  # unbind drops the axis
         parts.append(block(e, x, axis, offset, offset + size).view(*shape))
@@ -270,8 +271,8 @@ def roll(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
 
 def cast(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = a[next(iter(a))]
-    if isinstance(x, fx.Node) and x.meta["val"].dtype != node.meta["val"].dtype:
-        raise CannotEmit(f"it casts from {x.meta['val'].dtype}")
+    if isinstance(x, fx.Node) and fake(x).dtype != fake(node).dtype:
+        raise CannotEmit(f"it casts from {fake(x).dtype}")
     return view(e, node, a)
 
 

@@ -21,6 +21,7 @@ from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.graph.queries import input_dependent
 from demask.ops import schema
+from demask.ops.schema import fake
 from demask.stride.accelerator.machine import ACTIVATIONS, HOST, WEIGHTS, WORD, Setting
 
 MOST = 5  # refused calls that an error names
@@ -200,7 +201,7 @@ def emit(program: Program, rules: Mapping[Any, Rule]) -> Listing:
 
 def _check_sizes(inputs: Sequence[fx.Node]) -> None:
     for node in inputs:
-        if any(not isinstance(size, int) for size in node.meta["val"].shape):
+        if any(not isinstance(size, int) for size in fake(node).shape):
             raise BadInput(
                 f"the sizes of {node.name} are dynamic; expected those of one example: pass the "
                 "model itself, or export it without dynamic shapes"
@@ -220,7 +221,7 @@ def _results(program: Program, emitter: InstructionEmitter, refused: list[str]) 
     `refused`."""
     outputs: list[ValueRef] = []
     output = next(iter(program.graph.find_nodes(op="output")))
-    for value in output.args[0]:  # type: ignore[union-attr]
+    for value in output.args[0]:
         try:
             if not isinstance(value, fx.Node):
                 raise CannotEmit(f"it is {value!r:.40}; expected only tensors")
@@ -233,7 +234,7 @@ def _results(program: Program, emitter: InstructionEmitter, refused: list[str]) 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The static sizes of a node's value."""
-    return tuple(int(size) for size in node.meta["val"].shape)
+    return tuple(int(size) for size in fake(node).shape)
 
 
 def _emit(emitter: InstructionEmitter, node: fx.Node, rules: Mapping[Any, Rule]) -> None:
@@ -285,7 +286,7 @@ def _evaluated(emitter: InstructionEmitter, node: fx.Node) -> Any:
     def known(source: fx.Node) -> Any:
         if source in emitter.fixed:
             return emitter.fixed[source]
-        value = source.meta["val"]  # an input: only its sizes are read
+        value = fake(source)  # an input: only its sizes are read
         return torch.empty(value.shape, dtype=value.dtype)
 
     args, kwargs = map_arg((node.args, node.kwargs), known)

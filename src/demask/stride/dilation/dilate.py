@@ -33,6 +33,7 @@ from demask.graph.queries import is_pointwise
 from demask.ops import Declined, Relation, Table, op_name, schema
 from demask.ops.entries.movement import common_refinement
 from demask.ops.flow import iterate_tags, tags_by_axis
+from demask.ops.schema import fake
 from demask.ops.traits import PADS, RESHAPES
 from demask.stride.average_pools import AveragePool
 from demask.stride.dilation.spaced_axes import (
@@ -82,7 +83,7 @@ def rule_of(reader: SpacedReader) -> SpacedRule | NotSpaced:
 
 
 def _carried_size(reader: SpacedReader, x: Any, axis: Any) -> SpacedRule | NotSpaced:
-    if axis % x.meta["val"].ndim in reader.plan.spacing(x):
+    if axis % fake(x).ndim in reader.plan.spacing(x):
         return NotSpaced("its size is read")
     return SpacedRule((), lambda here: here.again())
 
@@ -206,7 +207,7 @@ def _stops(reader: SpacedReader, letters: _Letters) -> str | None:
     """Why a call may raise on invalid positions; None if it cannot."""
     name = op_name(reader.node.target)
     values = [o.value for o in letters.relation.operands if reader.plan.spacing(o.value)]
-    whole = any(not value.meta["val"].is_floating_point() for value in values)
+    whole = any(not fake(value).is_floating_point() for value in values)
     return "it may fail on integers at invalid positions" if (whole and name.startswith(_STOPS)) else None
 
 
@@ -300,7 +301,7 @@ def _reduction(reader: SpacedReader, letters: _Letters) -> SpacedRule | NotSpace
 def _summed_mean(reader: SpacedReader) -> SpacedRule | NotSpaced:
     """The rule of a mean over images: a convolution that reads only valid positions."""
     arguments = schema.arguments(reader.node)
-    value = arguments["self"].meta["val"]
+    value = fake(arguments["self"])
     dims = sorted(dim % value.ndim for dim in arguments.get("dim") or range(value.ndim))
     rank = value.ndim - 2
     sizes = value.shape[2:]
@@ -328,8 +329,8 @@ def _viewed(reader: SpacedReader) -> SpacedRule | NotSpaced:
     """The rule of a view. Merged axes have merged positions. A squeezed axis that became longer is
     merged into the axis before it."""
     x = reader.node.all_input_nodes[0]
-    spacing, old = reader.plan.spacing(x), list(x.meta["val"].shape)
-    new = list(reader.node.meta["val"].shape)
+    spacing, old = reader.plan.spacing(x), list(fake(x).shape)
+    new = list(fake(reader.node).shape)
     factors = common_refinement(old, new)
     if isinstance(factors, Declined):
         return NotSpaced(factors.text)
@@ -379,7 +380,7 @@ def _pad(reader: SpacedReader) -> SpacedRule | NotSpaced:
     x, flat = arguments["self"], list(arguments["pad"])
     if arguments.get("mode", "constant") != "constant":
         return NotSpaced("it pads with values of the border")
-    spacing, rank = reader.plan.spacing(x), x.meta["val"].ndim
+    spacing, rank = reader.plan.spacing(x), fake(x).ndim
     axes, pads = dict(spacing), list(flat)
     for axis, part in spacing.items():
         k = 2 * (rank - 1 - axis)
@@ -478,7 +479,7 @@ def _strided_before(node: fx.Node, seeds: Collection[fx.Node], table: Table) -> 
         seen.add(call)
         if is_strided(call) and call not in seeds:
             strided_calls.append(call)
-        elif value.ndim == node.meta["val"].ndim and not _sums_up(call, table):
+        elif value.ndim == fake(node).ndim and not _sums_up(call, table):
             stack += call.all_input_nodes
     return strided_calls
 

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.ops import schema
+from demask.ops.schema import fake
 from demask.stride.average_pools import PAD, copy_metadata
 from demask.stride.targets import Target
 
@@ -141,7 +142,7 @@ class SpacedPlan:
 
     def is_finite(self, x: fx.Node) -> bool:
         """Whether no position of a value is Inf or NaN, so that 0 times it is 0."""
-        whole = not x.meta["val"].is_floating_point()
+        whole = not fake(x).is_floating_point()
         return whole or (self.target.finite and not (x in self.steps and self.steps[x].non_finite))
 
     def multiplies(self, x: fx.Node) -> bool:
@@ -184,7 +185,7 @@ class Emission:
 
     def longer(self, x: fx.Node, more: Mapping[int, int]) -> fx.Node:
         """`x` with `more[axis]` zeros appended to each axis."""
-        rank = x.meta["val"].ndim
+        rank = fake(x).ndim
         flat = [n for axis in reversed(range(rank)) for n in (0, more.get(axis, 0))]
         return self.call(PAD, x, flat) if any(flat) else x
 
@@ -192,7 +193,7 @@ class Emission:
         """The replacement of `x` at valid positions, `fill` elsewhere. scale: a factor, used if the
         mask is a product (`SpacedPlan.multiplies`)."""
         product, x = fill == 0 and self.plan.multiplies(x), self.read(x)
-        value = x.meta["val"]
+        value = fake(x)
         keep = mask_of(spacing, value.ndim)
         if product:
             dtype = value.dtype
@@ -211,7 +212,7 @@ def reduced(x: fx.Node, over: SpacedAxes, outs: tuple[SpacedAxes, ...], kind: st
     share = mean_correction(over, kind)
 
     def emit(here: Emission) -> fx.Node:
-        fill, dtype = NEUTRAL[kind], x.meta["val"].dtype
+        fill, dtype = NEUTRAL[kind], fake(x).dtype
         if fill and not dtype.is_floating_point:
             fill = torch.iinfo(dtype).min if fill < 0 else torch.iinfo(dtype).max
         first = share if fill == 0 and here.plan.multiplies(x) else 1

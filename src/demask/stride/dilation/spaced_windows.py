@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from demask.ops import schema, traits
+from demask.ops.schema import fake
 from demask.stride.average_pools import PAD, AveragePool, Pads, divisors, pad_input, per_axis, static_sizes, sum_windows
 from demask.stride.average_pools import multiply as times
 from demask.stride.dilation.spaced_axes import (
@@ -100,7 +101,7 @@ def window_rule(reader: SpacedReader) -> SpacedRule | NotSpaced:
 
 def _sources(reader: SpacedReader, x: fx.Node, rank: int) -> list[SpacedAxis] | NotSpaced:
     """The last `rank` axes of a value as spaced axes."""
-    spacing, value, axes = reader.plan.spacing(x), x.meta["val"], []
+    spacing, value, axes = reader.plan.spacing(x), fake(x), []
     if any(axis < value.ndim - rank for axis in spacing):
         return NotSpaced("its channels are spaced")
     for axis in range(value.ndim - rank, value.ndim):
@@ -121,7 +122,7 @@ def _spaced_windows(reader: SpacedReader, x: fx.Node, windows: Sequence[SpacedWi
         return sources
     placed = [window.on(source) for window, source in zip(windows, sources, strict=True)]
     spreads = tuple(axis for _, axis in placed)
-    first = x.meta["val"].ndim - len(windows)
+    first = fake(x).ndim - len(windows)
     spacing = only_spaced({first + k: axis for k, axis in enumerate(spreads)})
     gaps = tuple(source.gap or 1 for source in sources)
     return _SpacedWindows(tuple(pads for pads, _ in placed), gaps, tuple(sources), spreads, spacing)
@@ -132,7 +133,7 @@ def _windows(node: fx.Node, kernel: Sequence[int], pads: Pads | None) -> list[Sp
     arguments, rank = schema.arguments(node), len(kernel)
     stride = per_axis(arguments["stride"] or list(kernel), rank)
     dilation = per_axis(arguments.get("dilation", 1), rank)
-    counts = node.meta["val"].shape[-rank:]
+    counts = fake(node).shape[-rank:]
     if stride is None or dilation is None or pads is None:
         return None
     return [SpacedWindow(kernel[k], stride[k], dilation[k], *pads[k], counts[k]) for k in range(rank)]
@@ -158,7 +159,7 @@ def _convolution(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     x, weight = arguments["input"], arguments["weight"]
     if any(reader.plan.spacing(arguments[name]) for name in ("weight", "bias")):
         return NotSpaced("its weights are spaced")
-    kernel = tuple(weight.meta["val"].shape[2:])
+    kernel = tuple(fake(weight).shape[2:])
     pads = _pads(arguments["padding"], kernel, arguments["dilation"])
     windows = _windows(reader.node, kernel, pads)
     if windows is None:
@@ -198,7 +199,7 @@ def _maximum(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     def emit(here: Emission) -> fx.Node:
         value, inner = here.read(x), [before for before, _ in placed.pads]
         if not own:
-            dtype = value.meta["val"].dtype
+            dtype = fake(value).dtype
             lowest = LOWEST if dtype.is_floating_point else torch.iinfo(dtype).min
             flat = [n for pair in reversed(placed.pads) for n in pair]
             value, inner = here.call(PAD, value, flat, lowest), [0] * rank
@@ -225,8 +226,8 @@ def average_rule(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpa
     """The rule of an average pool: a depthwise convolution, and a count map if divisors differ."""
     node, rank = reader.node, len(pool.kernel)
     x = schema.arguments(node)["self"]
-    value = x.meta["val"]
-    counts = node.meta["val"].shape[-rank:] if node.target in WINDOWS else (1,) * rank
+    value = fake(x)
+    counts = fake(node).shape[-rank:] if node.target in WINDOWS else (1,) * rank
     sizes = static_sizes(x, rank)
     if sizes is None:
         return NotSpaced("sizes of images are known only at run time")
@@ -283,9 +284,9 @@ def _adaptive(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     if pool is None:
         return NotSpaced("windows of an adaptive pool overlap, or its sizes are dynamic")
     spacing = reader.plan.spacing(x)
-    if min(spacing) < x.meta["val"].ndim - rank:
+    if min(spacing) < fake(x).ndim - rank:
         return NotSpaced("its channels are spaced")
-    whole = pool.kernel == tuple(x.meta["val"].shape[-rank:])
+    whole = pool.kernel == tuple(fake(x).shape[-rank:])
     if whole and reader.plan.may_mask(x, 0, mean_correction(spacing, "mean")):
         return reduced(x, spacing, ({},), "mean")
     return average_rule(reader, pool)

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from demask.graph.editor import GraphEditor
 from demask.ops import schema
+from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS
 
 aten = torch.ops.aten
@@ -100,7 +101,7 @@ class CostCounter:
         return tensor.to("meta")
 
     def read(self, node: fx.Node) -> Tensor:
-        value = node.meta["val"]
+        value = fake(node)
         shape = [1 if self._is_batch(size) else schema.example_size(size) for size in value.shape]
         return torch.empty(shape, dtype=value.dtype, device="meta")
 

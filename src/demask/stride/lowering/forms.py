@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from demask.facts.ranges import Range
+from demask.ops.schema import fake
 from demask.stride.lowering.form_writers import FormWriter
 from demask.stride.lowering.strided_conv import ConvAxis, FormInputs, StridedConv
 from demask.stride.targets import Target
@@ -101,7 +102,7 @@ def _as_channels(write: FormWriter, site: StridedConv, x: Any) -> Any:
     """(n, c, b0 s0, b1 s1) -> (n, c s0 s1, b0, b1)."""
     inner, rank = site.channels[0], site.rank
     parts = [n for axis in site.axes for n in (_length(axis) // axis.stride, axis.stride)]
-    shape = list(x.shape) if isinstance(x, Tensor) else list(x.meta["val"].shape)
+    shape = list(x.shape) if isinstance(x, Tensor) else list(fake(x).shape)
     lead = [-1] if len(shape) == rank + 2 else []
     first = len(lead) + 1
     counts, steps = range(first, first + 2 * rank, 2), range(first + 1, first + 2 * rank, 2)

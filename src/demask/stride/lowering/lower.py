@@ -25,6 +25,7 @@ from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Table, op_name
+from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
@@ -251,7 +252,7 @@ def cost_of(
 ) -> Cost:
     """Cost of the convolution in a form and of all functions after it, on the example's sizes: of
     one image where any number may come."""
-    count = CostCounter(call.x.meta["val"].shape[0])
+    count = CostCounter(fake(call.x).shape[0])
     x, weight = count.read(call.x), count.read(call.weight)
     bias = None if call.bias is None else count.read(call.bias)
     numbers = None if call.numbers is None else call.numbers.to("meta")

@@ -20,6 +20,7 @@ from demask.facts.ranges import Range, Ranges
 from demask.graph.editor import GraphEditor
 from demask.graph.queries import is_pointwise, only_reader
 from demask.ops import Table, schema
+from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.stride.lowering.form_writers import FormWriter
 
@@ -170,10 +171,10 @@ def _follows(reader: fx.Node, source: fx.Node, rank: int, table: Table) -> bool:
         return False
     if not norm and not is_pointwise(reader, table):
         return False
-    output, value = reader.meta["val"], source.meta["val"]
+    output, value = fake(reader), fake(source)
     others = [n for n in reader.all_input_nodes if n is not source]
     plain = all(n.op == "get_attr" for n in others) and not schema.is_dynamic(_rest(reader))
-    flat = norm or all(set(n.meta["val"].shape[-rank:]) <= {1} for n in others)
+    flat = norm or all(set(fake(n).shape[-rank:]) <= {1} for n in others)
     same = output.dtype == value.dtype and output.ndim == value.ndim
     return plain and flat and same and all(map(schema.same_size, output.shape, value.shape))
 
@@ -189,11 +190,11 @@ def site_of(editor: GraphEditor, chain: Sequence[fx.Node], known: Ranges, larges
     lowered. known: ranges by node. largest: bound of all values."""
     node = chain[0]
     arguments, rank = schema.arguments(node), CONVOLUTIONS_ANY_PADDING[node.target]
-    x, weight = arguments["input"].meta["val"], arguments["weight"].meta["val"]
+    x, weight = fake(arguments["input"]), fake(arguments["weight"])
     sizes = [*x.shape[-rank:], *weight.shape]
     if not all(isinstance(n, int) for n in sizes):
         return "its spatial sizes are dynamic; they have to be static"
-    if node.meta["val"].is_complex():
+    if fake(node).is_complex():
         return "no form is defined for complex numbers"
     each = {name: _each(node, name) for name in ("stride", "padding", "dilation")}
     axes = tuple(
@@ -211,7 +212,7 @@ def site_of(editor: GraphEditor, chain: Sequence[fx.Node], known: Ranges, larges
     ranges = tuple(Range(max(r.low, -largest), min(r.high, largest)) for r in bounds)
     channels = (weight.shape[1] * arguments["groups"], weight.shape[0])
     constant = editor.tensor(arguments["weight"]) is not None
-    return StridedConv(axes, channels, arguments["groups"], node.meta["val"].dtype, ranges, constant)
+    return StridedConv(axes, channels, arguments["groups"], fake(node).dtype, ranges, constant)
 
 
 def call_of(editor: GraphEditor, chain: Sequence[fx.Node]) -> FormInputs:

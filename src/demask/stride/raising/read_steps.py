@@ -21,6 +21,7 @@ from torch import Tensor, fx, ops
 
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.flow import carry, carry_back
+from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS, MAX_POOLS, PADS
 
 aten = ops.aten
@@ -62,7 +63,7 @@ def _windows(node: fx.Node) -> list[tuple[fx.Node, Gaps]] | None:
     if axes is None:
         return None
     x = node.args[0]
-    lead = x.meta["val"].ndim - len(axes)  # type: ignore[union-attr]
+    lead = fake(x).ndim - len(axes)
     return [(x, (*[1] * lead, *axes))]  # type: ignore[list-item]
 
 
@@ -72,12 +73,12 @@ def window_gaps(node: fx.Node) -> Gaps | None:
         return None
     arguments = schema.arguments(node)
     weight = arguments.get("weight")
-    kernel = list(arguments["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
+    kernel = list(arguments["kernel_size"]) if weight is None else list(fake(weight).shape[2:])
     rank = len(kernel)
     stride, padding, dilation = (
         per_axis(arguments[name] or kernel, rank) for name in ("stride", "padding", "dilation")
     )
-    stride = (s if n != 1 else 0 for s, n in zip(stride, node.meta["val"].shape[-rank:], strict=True))
+    stride = (s if n != 1 else 0 for s, n in zip(stride, fake(node).shape[-rank:], strict=True))
     return tuple(map(math.gcd, stride, padding, dilation))
 
 

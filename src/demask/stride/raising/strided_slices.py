@@ -15,6 +15,7 @@ from torch import fx, ops
 from demask.graph.editor import GraphEditor
 from demask.graph.queries import only_reader
 from demask.ops import Table, schema
+from demask.ops.schema import fake
 from demask.ops.traits import AVERAGE_POOLS, MAX_POOLS, PADS
 from demask.stride.raising.read_steps import Gaps, gaps_of, per_axis, skippable_axes, window_gaps
 
@@ -25,10 +26,10 @@ Progression = tuple[int, int, int]  # first position, step, count
 def insert_slices(editor: GraphEditor, reader: fx.Node, x: fx.Node, where: Sequence[Progression]) -> fx.Node:
     """Slices of the last axes of a value, inserted before `reader`. where: one progression per
     axis."""
-    rank = x.meta["val"].ndim
+    rank = fake(x).ndim
     for k, (first, step, count) in enumerate(where):
         axis = rank - len(where) + k
-        if (first, count) != (0, x.meta["val"].shape[axis]):
+        if (first, count) != (0, fake(x).shape[axis]):
             stop = first + (count - 1) * step + 1
             x = editor.insert(reader, None, aten.slice.Tensor, x, axis, first, stop, step)
     return x
@@ -50,7 +51,7 @@ def root_of(node: Any) -> Any:
 def cut_of(node: fx.Node) -> tuple[int, Any, Any, Any]:
     """Axis, start, end and step of a slice; a negative start is resolved if the size is known."""
     arguments = schema.arguments(node)
-    value, start = arguments["self"].meta["val"], arguments["start"] or 0
+    value, start = fake(arguments["self"]), arguments["start"] or 0
     axis = arguments["dim"] % value.ndim
     size = value.shape[axis]
     if isinstance(start, int) and isinstance(size, int):
@@ -82,7 +83,7 @@ def _last(node: fx.Node) -> fx.Node:
 
 def _shared(editor: GraphEditor, x: fx.Node, gaps: Gaps, readers: Sequence[fx.Node]) -> bool:
     """Let readers share a slice of the positions that they read; whether the graph changed."""
-    sizes = x.meta["val"].shape
+    sizes = fake(x).shape
     axes = [k for k, gap in enumerate(gaps) if gap != 1 and isinstance(sizes[k], int)]
     first = min(axes, default=len(sizes))
     where = [
@@ -115,8 +116,8 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
     source, steps = "input" if "input" in arguments else "self", every[-rank:]
     if any(step > 1 for step in every[:-rank]):
         return None
-    sizes, weight = arguments[source].meta["val"].shape[-rank:], arguments.get("weight")
-    kernel = list(arguments["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
+    sizes, weight = fake(arguments[source]).shape[-rank:], arguments.get("weight")
+    kernel = list(arguments["kernel_size"]) if weight is None else list(fake(weight).shape[2:])
     names = ("stride", "padding", "dilation")
     less = {
         name: [
@@ -129,7 +130,7 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
         _windows(-(-sizes[k] // steps[k]), *(less[name][k] for name in names), kernel[k])  # type: ignore[call-arg]
         for k in range(rank)
     ]
-    if counts != list(node.meta["val"].shape[-rank:]):
+    if counts != list(fake(node).shape[-rank:]):
         return None
 
     def again(editor: GraphEditor, x: fx.Node) -> fx.Node:
@@ -140,10 +141,10 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
 
 def _less_slices(node: fx.Node, every: Sequence[int]) -> Again:
     """A function that repeats consecutive slices on every g-th position of their operand."""
-    cuts, shape = _cuts(node), node.meta["val"].shape
+    cuts, shape = _cuts(node), fake(node).shape
 
     def again(editor: GraphEditor, x: fx.Node) -> fx.Node:
-        where: list[Progression] = [(0, 1, n) for n in x.meta["val"].shape]
+        where: list[Progression] = [(0, 1, n) for n in fake(x).shape]
         for axis, (first, step) in cuts.items():
             where[axis] = (first // every[axis], max(step // every[axis], 1), shape[axis])
         return insert_slices(editor, node, x, where)
@@ -162,11 +163,9 @@ def _cuts(node: fx.Node) -> dict[int, tuple[int, int]]:
 
 def _cuts_alike(node: fx.Node, x: fx.Node, where: Sequence[Progression]) -> bool:
     """Whether a reader already is the slice that would be shared."""
-    first = x.meta["val"].ndim - len(where)
+    first = fake(x).ndim - len(where)
     wanted = {
-        first + k: (start, step)
-        for k, (start, step, count) in enumerate(where)
-        if count != x.meta["val"].shape[first + k]
+        first + k: (start, step) for k, (start, step, count) in enumerate(where) if count != fake(x).shape[first + k]
     }
     return node.target is aten.slice.Tensor and _cuts(node) == wanted
 
@@ -178,9 +177,9 @@ def slice_before_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     arguments, (axis, start, _, step) = schema.arguments(x), cut_of(node)
     inner, flat = arguments["self"], list(arguments["pad"])
-    size, k = inner.meta["val"].shape[axis], 2 * (inner.meta["val"].ndim - 1 - axis)
+    size, k = fake(inner).shape[axis], 2 * (fake(inner).ndim - 1 - axis)
     flat += [0] * (k + 2 - len(flat))
-    before, count = flat[k], node.meta["val"].shape[axis]
+    before, count = flat[k], fake(node).shape[axis]
     if start or not all(isinstance(n, int) for n in (size, count, before, step)) or step == 1:
         return None
     if before < 0 or before % step:
@@ -194,7 +193,7 @@ def slice_before_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
 
 def _whole(x: fx.Node, axis: int) -> list[Progression]:
     """All positions of the axes after one."""
-    return [(0, 1, n) for n in x.meta["val"].shape[axis + 1 :]]
+    return [(0, 1, n) for n in fake(x).shape[axis + 1 :]]
 
 
 def absorb_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
@@ -204,7 +203,7 @@ def absorb_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     arguments, pad = schema.arguments(node), schema.arguments(x)
     rank = len(arguments["kernel_size"])
-    pads, sizes = list(pad["pad"]), pad["self"].meta["val"].shape[-rank:]
+    pads, sizes = list(pad["pad"]), fake(pad["self"]).shape[-rank:]
     own = per_axis(arguments["padding"], rank)
     if pad["value"] != -math.inf or len(pads) > 2 * rank:
         return None
@@ -221,7 +220,7 @@ def absorb_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     axes = zip(sizes, steps, before, per_axis(arguments["dilation"], rank), kernel, strict=True)
     counts = [_windows(*axis) for axis in axes]
     small = all(0 <= b <= k // 2 for b, k in zip(before, kernel, strict=True))
-    if not small or arguments["ceil_mode"] or counts != list(node.meta["val"].shape[-rank:]):
+    if not small or arguments["ceil_mode"] or counts != list(fake(node).shape[-rank:]):
         return None
     return editor.repeat_call(node, self=pad["self"], padding=before)
 
@@ -251,11 +250,11 @@ def absorb_slices(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if any(len(cut.users) > 1 for cut in cuts[:-1]) or len(pool.users) > 1:
         return None
     arguments, rank = schema.arguments(pool), len(schema.arguments(pool)["kernel_size"])
-    sizes, kernel = (arguments["self"].meta["val"].shape[-rank:], per_axis(arguments["kernel_size"], rank))
+    sizes, kernel = (fake(arguments["self"]).shape[-rank:], per_axis(arguments["kernel_size"], rank))
     step = per_axis(arguments["stride"] or kernel, rank)
     for cut in cuts:
         axis, start, _, more = cut_of(cut)
-        axis -= node.meta["val"].ndim - rank
+        axis -= fake(node).ndim - rank
         if axis < 0 or start or not isinstance(more, int):
             return None
         step[axis] *= more
@@ -264,7 +263,7 @@ def absorb_slices(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     axes = zip(sizes, step, per_axis(arguments["padding"], rank), dilation, kernel, strict=True)
     counts = [_windows(*axis) for axis in axes]
-    if counts != list(node.meta["val"].shape[-rank:]):
+    if counts != list(fake(node).shape[-rank:]):
         return None
     args, kwargs = schema.bind_arguments(pool.target, arguments | {"stride": step})
     return editor.insert(node, node, pool.target, *args, **kwargs)

@@ -29,6 +29,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import is_pointwise
 from demask.ops import Relation, Table, bind, schema
+from demask.ops.schema import fake
 from demask.ops.traits import AVERAGE_POOLS, DIVISIONS, MAX_POOLS, MULTIPLICATIONS, WHERES
 from demask.stride.raising.strided_slices import (
     Progression,
@@ -100,13 +101,13 @@ def _masked(table: Table, editor: GraphEditor, node: Any, rank: int) -> _Masked 
     masked = _select(editor, node) or _product(editor, node) or _through(table, editor, node, rank)
     if masked is None:
         return None
-    shape = masked.value.meta["val"].shape[-rank:]
+    shape = fake(masked.value).shape[-rank:]
     lead = masked.keep.shape[:-rank] if masked.keep.ndim > rank else ()
     if any(n != 1 for n in lead) or not all(isinstance(n, int) for n in shape):
         return None
     left = (1,) * (rank - masked.keep.ndim)
     keep = masked.keep.reshape(*left, *masked.keep.shape[max(masked.keep.ndim - rank, 0) :])
-    if tuple(masked.value.meta["val"].shape) != tuple(node.meta["val"].shape):
+    if tuple(fake(masked.value).shape) != tuple(fake(node).shape):
         return None
     return _Masked(masked.value, keep.expand(shape), masked.fill, masked.scale)
 
@@ -138,7 +139,7 @@ def _through(table: Table, editor: GraphEditor, node: fx.Node, rank: int) -> _Ma
     masked = _masked(table, editor, source, rank) if isinstance(source, fx.Node) else None
     if masked is None:
         return None
-    name, dtype = relation.operands[0].name, masked.value.meta["val"].dtype
+    name, dtype = relation.operands[0].name, fake(masked.value).dtype
     arguments = schema.arguments(node)
     args, kwargs = schema.bind_arguments(node.target, arguments | {name: torch.tensor(masked.fill, dtype=dtype)})
     fill = float(node.target(*args, **kwargs))  # type: ignore[operator]
@@ -172,7 +173,7 @@ def _constant(editor: GraphEditor, node: Any) -> Tensor | None:
         order[top] = None
         if top.op not in ("call_function", "get_attr") or len(order) > 64:
             return None
-        if not isinstance(top.meta.get("val"), Tensor) or not _is_plain(top.meta["val"]):
+        if not isinstance(top.meta.get("val"), Tensor) or not _is_plain(fake(top)):
             return None
         stack += top.all_input_nodes
     values: dict[fx.Node, Any] = {}
@@ -205,7 +206,7 @@ def _pool(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     arguments = schema.arguments(node)
     x, rank = arguments["self"], len(arguments["kernel_size"])
-    sizes = x.meta["val"].shape[-rank:]
+    sizes = fake(x).shape[-rank:]
     if not all(isinstance(n, int) for n in sizes):
         return None
     masked = _masked(table, editor, x, rank)
@@ -263,7 +264,7 @@ def _evenly(coordinates: Sequence[Tensor]) -> list[Progression] | None:
 
 def _is_least(table: Table, editor: GraphEditor, masked: _Masked) -> bool:
     """Whether the fill of a mask is never larger than the values at other positions."""
-    dtype = masked.value.meta["val"].dtype
+    dtype = fake(masked.value).dtype
     lowest = -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
     if masked.fill == lowest:
         return True
@@ -282,7 +283,7 @@ def _mean(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if node.target is not aten.mean.dim and node.target is not aten.adaptive_avg_pool2d.default:
         return None
     x = node.args[0]
-    rank = x.meta["val"].ndim - 2 if isinstance(x, fx.Node) else 0
+    rank = fake(x).ndim - 2 if isinstance(x, fx.Node) else 0
     axes = schema.arguments(node).get("dim")
     axes = None if axes is None else sorted(a % (rank + 2) for a in axes)
     if axes is None and list(schema.arguments(node)["output_size"]) != [1, 1]:
@@ -315,7 +316,7 @@ def _unmasked(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | Non
     if node.target is not aten.slice.Tensor or any(u.target is aten.slice.Tensor for u in node.users):
         return None
     root, cuts = root_of(node), list(cuts_of(node))[::-1]
-    rank = root.meta["val"].ndim - 2 if isinstance(root, fx.Node) else 0
+    rank = fake(root).ndim - 2 if isinstance(root, fx.Node) else 0
     masked = _masked(table, editor, root, rank) if rank > 0 and root.op == "call_function" else None
     if masked is None:
         return None
@@ -376,7 +377,7 @@ def _factors(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     first = None if second is None else _factor(editor, second[0])
     if second is None or first is None or not _inverse(first[1], second[1]):
         return None
-    same = first[0].meta["val"].dtype == node.meta["val"].dtype
+    same = fake(first[0]).dtype == fake(node).dtype
     return first[0] if same else None
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from demask.graph.editor import GraphEditor
 from demask.ops import schema
+from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS, VIEW_OR_RESHAPE
 
 aten = torch.ops.aten
@@ -110,7 +111,7 @@ def _phase(editor: GraphEditor, conv: fx.Node) -> tuple[Any, ...] | None:
     start, step, x = [0] * rank, [1] * rank, arguments["input"]
     while x.target is aten.slice.Tensor:
         cut = schema.arguments(x)
-        axis = cut["dim"] % x.meta["val"].ndim - (x.meta["val"].ndim - rank)
+        axis = cut["dim"] % fake(x).ndim - (fake(x).ndim - rank)
         if axis < 0 or not isinstance(cut["start"], int) or step[axis] != 1:
             return None
         start[axis], step[axis], x = cut["start"], cut["step"], cut["self"]
@@ -140,14 +141,14 @@ def _blocks(node: fx.Node, rank: int) -> tuple[fx.Node, tuple[int, ...]] | None:
     if parted.target not in VIEW_OR_RESHAPE:
         return None
     x: Any = parted.args[0]
-    shape, wide = x.meta["val"].shape, parted.meta["val"].shape
+    shape, wide = fake(x).shape, fake(parted).shape
     lead = len(shape) - rank
     if lead < 1 or len(wide) != len(shape) + rank:
         return None
     steps = tuple(int(wide[lead + 1 + 2 * k]) for k in range(rank))
     whole = all(wide[lead + 2 * k] * steps[k] == shape[lead + k] for k in range(rank))
     order = [*range(lead), *range(lead + 1, lead + 2 * rank, 2), *range(lead, lead + 2 * rank, 2)]
-    output = node.meta["val"].shape
+    output = fake(node).shape
     blocked = all(output[lead + k] == wide[lead + 2 * k] for k in range(rank))
     right = whole and blocked and list(permuted.args[1]) == order
     return (x, steps) if right and output[lead - 1] == shape[lead - 1] * math.prod(steps) else None
@@ -173,7 +174,7 @@ def _emit(
     """The convolution as a call, its kernel without zeros around it. like: the convolution whose
     op, groups and name of the weight it gets; default `node`."""
     rank, weight = len(strided.step), strided.weight
-    first, dilation, sizes = [], [], strided.x.meta["val"].shape[-rank:]
+    first, dilation, sizes = [], [], fake(strided.x).shape[-rank:]
     if not all(isinstance(n, int) for n in sizes):
         return None
     for k in range(rank):
@@ -186,7 +187,7 @@ def _emit(
         first.append(positions[0])
         dilation.append(gap)
     before = [b - a for a, b in zip(first, strided.before, strict=True)]
-    out = [int(n) for n in node.meta["val"].shape[-rank:]]
+    out = [int(n) for n in fake(node).shape[-rank:]]
     reach = [d * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True)]
     after = [(o - 1) * s + r + 1 - n - b for o, s, r, n, b in zip(out, strided.step, reach, sizes, before, strict=True)]
     own = [

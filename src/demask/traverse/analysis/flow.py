@@ -24,6 +24,7 @@ from demask.ops import Table
 from demask.ops.entry import Declined
 from demask.ops.regions import Interval
 from demask.ops.relation import Relation
+from demask.ops.schema import fake
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
 from demask.shrink.program_size import count_macs
@@ -89,7 +90,7 @@ class Flow:
     @property
     def outputs(self) -> tuple[Any, ...]:
         """The network's results, flat."""
-        return tuple(next(iter(self.program.graph.find_nodes(op="output"))).args[0])  # type: ignore[arg-type]
+        return tuple(next(iter(self.program.graph.find_nodes(op="output"))).args[0])
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -198,7 +199,7 @@ def _copy_inputs(program: Program, inputs: Collection[fx.Node]) -> Program:
         readers = [user for user in node.users if user.op == "call_function"]
         with program.graph.inserting_before(next(_calls(program.graph))):
             copy = program.graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta["val"] = node.meta["val"]
+        copy.meta["val"] = fake(node)
         for reader in readers:
             reader.replace_input_with(node, copy)
     return program

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from demask.ops import schema
 from demask.ops.entry import Declined, op_name
 from demask.ops.relation import Relation
+from demask.ops.schema import fake
 from demask.traverse.axes import NONE, Axes, Window, cut_shape
 
 State = tuple[Tensor, ...]
@@ -293,7 +294,7 @@ def reduction(node: fx.Node, relation: Relation, axes: Mapping[fx.Node, Axes]) -
     if rule is None:
         return Declined(f"{name} is no reduction that has a rule for parts")
     x = relation.operands[0].value
-    value, output = x.meta["val"], node.meta["val"]
+    value, output = fake(x), fake(node)
     if value.dtype.is_complex or not all(isinstance(n, int) for n in value.shape):
         return Declined(f"{name} of complex numbers, or of a size known only at run time")
     dims, bound = _reduced(relation, output), schema.arguments(node)

@@ -24,7 +24,7 @@ from demask.graph.program import Program
 from demask.ops import Case, Entry, Relation, Table, schema, traits
 from demask.ops.custom import CustomOp
 from demask.ops.entry import Shape as S
-from demask.ops.schema import same_shape
+from demask.ops.schema import fake, same_shape
 from demask.registry import CUSTOM_OPS
 from demask.traverse.analysis.partial_reductions import moments_of
 from demask.traverse.axes import Axes, axes_of
@@ -58,7 +58,7 @@ CUSTOM_OPS.register("moments", CustomOp(_moments))
 def _moments_line(node: fx.Node) -> str:
     """The entry line of a `moments` call: the reduced axes must be complete."""
     bound = schema.arguments(node)
-    rank = bound["x"].meta["val"].ndim
+    rank = fake(bound["x"]).ndim
     reduced = {dim % rank for dim in bound["dims"]}
     before = " ".join(f"!a{k}" if k in reduced else f"a{k}" for k in range(rank))
     after = " ".join("1" if k in reduced else f"a{k}" for k in range(rank))
@@ -134,7 +134,7 @@ def folded_scale(program: Program) -> Program:
     for node in editor.calls(aten.addcmul.default):
         operands: Any = node.args
         shift, conv, scale = operands
-        if not _is_point(conv, node) or tuple(scale.meta["val"].shape[2:]) != (1, 1):
+        if not _is_point(conv, node) or tuple(fake(scale).shape[2:]) != (1, 1):
             continue
         bound = schema.arguments(conv)
         with editor.graph.inserting_before(node):
@@ -150,10 +150,10 @@ def folded_scale(program: Program) -> Program:
 
 def _is_point(conv: Any, norm: fx.Node) -> bool:
     """Whether this is a 1x1 convolution of one image that only a norm and its moments read."""
-    if conv.target is not aten.conv2d.default or conv.meta["val"].shape[0] != 1:
+    if conv.target is not aten.conv2d.default or fake(conv).shape[0] != 1:
         return False
     bound, readers = schema.arguments(conv), {user.target for user in conv.users}
-    is_dense_point = bound["weight"].meta["val"].shape[2:] == (1, 1) and bound["groups"] == 1
+    is_dense_point = fake(bound["weight"]).shape[2:] == (1, 1) and bound["groups"] == 1
     return is_dense_point and readers == {norm.target, torch.ops.demask.moments.default}
 
 
@@ -180,10 +180,10 @@ def _input_axes(graph: fx.Graph, inputs: Mapping[str, Axes] | None) -> dict[fx.N
 
 def _needs_all(relation: Relation, axes: Mapping[fx.Node, Axes]) -> bool:
     """Whether a cut axis of the operand must be complete, or a pool reduces it to one position."""
-    x, output = relation.operands[0].value, relation.node.meta["val"]
+    x, output = relation.operands[0].value, fake(relation.node)
     cut = [axis for axis in axes.get(x, (None, None)) if axis is not None]
     if relation.node.target in _POOLS:
-        return any(output.shape[axis] == 1 < x.meta["val"].shape[axis] for axis in cut)
+        return any(output.shape[axis] == 1 < fake(x).shape[axis] for axis in cut)
     return any(set(relation.ins[0][axis]) & relation.complete for axis in cut)
 
 
@@ -197,8 +197,8 @@ def _replace(editor: GraphEditor, node: fx.Node) -> None:
 def _broadcast_again(node: fx.Node) -> None:
     """Let arithmetic broadcast a whole value instead of reading its expanded copy."""
     for user in [user for user in node.users if user.target in traits.ARITHMETIC]:
-        others = [n.meta["val"] for n in user.all_input_nodes if n is not node]
-        if any(same_shape(v, user.meta["val"]) for v in others):
+        others = [fake(n) for n in user.all_input_nodes if n is not node]
+        if any(same_shape(v, fake(user)) for v in others):
             user.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
 
 
@@ -215,7 +215,7 @@ def _deviation(editor: GraphEditor, variance: fx.Node, eps: float) -> fx.Node:
 
 def _apply_norm(editor: GraphEditor, node: fx.Node, x: fx.Node, scale: fx.Node, shift: fx.Node | None) -> fx.Node:
     """x * scale + shift, in float32 at least, as torch's norms do."""
-    dtype = node.meta["val"].dtype
+    dtype = fake(node).dtype
     work = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     scale = _cast(editor, scale, work)
     if shift is None:
@@ -226,7 +226,7 @@ def _apply_norm(editor: GraphEditor, node: fx.Node, x: fx.Node, scale: fx.Node, 
 
 
 def _cast(editor: GraphEditor, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    is_same = node.meta["val"].dtype == dtype
+    is_same = fake(node).dtype == dtype
     return node if is_same else editor.call(aten.to.dtype, node, dtype)
 
 
@@ -235,7 +235,7 @@ def _normalize_groups(
 ) -> fx.Node:
     """The norm over groups of channels: moments per channel, merged in each group."""
     x = bound["input"]
-    shape = x.meta["val"].shape
+    shape = fake(x).shape
     batch, per_group = 1 if 0 in dims else shape[0], shape[1] // groups
     mean, variance = _mean_and_variance(editor, x, dims)
     grouped = [batch, groups, per_group]
@@ -249,7 +249,7 @@ def _normalize_groups(
     shift = editor.call(aten.neg.default, editor.call(aten.mul.Tensor, mean, scale))
     if bias is not None:
         shift = editor.call(aten.add.Tensor, bias, shift)
-    pair = [_per_channel(editor, v, grouped, x.meta["val"].ndim) for v in (scale, shift)]
+    pair = [_per_channel(editor, v, grouped, fake(x).ndim) for v in (scale, shift)]
     return _apply_norm(editor, node, x, *pair)
 
 
@@ -273,14 +273,14 @@ def _per_channel(editor: GraphEditor, value: fx.Node, grouped: list[int], rank: 
 
 
 def _group_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
-    space = list(range(2, node.meta["val"].ndim))
+    space = list(range(2, fake(node).ndim))
     return _normalize_groups(editor, node, bound, bound["num_groups"], space) if space else None
 
 
 def _instance_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     if not bound["use_input_stats"]:
         return None
-    value = node.meta["val"]
+    value = fake(node)
     return _normalize_groups(editor, node, bound, value.shape[1], list(range(2, value.ndim)))
 
 
@@ -290,13 +290,13 @@ def _is_trained(node: fx.Node) -> bool:
 
 
 def _batch_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
-    value = node.meta["val"]
+    value = fake(node)
     dims = [0, *range(2, value.ndim)]
     return _normalize_groups(editor, node, bound, value.shape[1], dims)
 
 
 def _layer_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
-    x, rank = bound["input"], node.meta["val"].ndim
+    x, rank = bound["input"], fake(node).ndim
     dims = list(range(rank - len(bound["normalized_shape"]), rank))
     mean, variance = _mean_and_variance(editor, x, dims)
     scale = _deviation(editor, variance, bound["eps"])
@@ -306,12 +306,12 @@ def _layer_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) ->
 
 def _rms_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
     """The mean of squares is the variance plus the squared mean."""
-    x, rank = bound["input"], node.meta["val"].ndim
+    x, rank = bound["input"], fake(node).ndim
     dims = list(range(rank - len(bound["normalized_shape"]), rank))
     mean, variance = _mean_and_variance(editor, x, dims)
     power = editor.call(aten.add.Tensor, variance, editor.call(aten.square.default, mean))
     eps = bound["eps"]
-    work = torch.float64 if x.meta["val"].dtype == torch.float64 else torch.float32
+    work = torch.float64 if fake(x).dtype == torch.float64 else torch.float32
     scale = _deviation(editor, power, torch.finfo(work).eps if eps is None else eps)
     return _apply_affine(editor, node, x, (scale, None), (bound["weight"], None))
 
@@ -331,12 +331,12 @@ def _apply_affine(
         result = editor.call(aten.mul.Tensor, result, weight)
     elif bias is not None:
         result = editor.call(aten.add.Tensor, result, bias)
-    return _cast(editor, result, node.meta["val"].dtype)
+    return _cast(editor, result, fake(node).dtype)
 
 
 def _exponentials(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> tuple[fx.Node, fx.Node, fx.Node]:
     """x - max(x), its exponentials, and their sum; half precision in float32, as torch does."""
-    x, dtype = bound["self"], node.meta["val"].dtype
+    x, dtype = bound["self"], fake(node).dtype
     work = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     x = _cast(editor, x, work)
     dim = bound["dim"]
@@ -348,25 +348,25 @@ def _exponentials(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) 
 def _softmax(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
     _, exponentials, total = _exponentials(editor, node, bound)
     result = editor.call(aten.div.Tensor, exponentials, total)
-    return _cast(editor, result, node.meta["val"].dtype)
+    return _cast(editor, result, fake(node).dtype)
 
 
 def _log_softmax(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
     shifted, _, total = _exponentials(editor, node, bound)
     result = editor.call(aten.sub.Tensor, shifted, editor.call(aten.log.default, total))
-    return _cast(editor, result, node.meta["val"].dtype)
+    return _cast(editor, result, fake(node).dtype)
 
 
 def _adaptive(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     """The mean along axes of which one position remains, then the pool along the others."""
     x, sizes = bound["self"], list(bound["output_size"])
-    rank = x.meta["val"].ndim
+    rank = fake(x).ndim
     space = range(rank - len(sizes), rank)
-    dims = [k for k, size in zip(space, sizes, strict=True) if size == 1 < x.meta["val"].shape[k]]
+    dims = [k for k, size in zip(space, sizes, strict=True) if size == 1 < fake(x).shape[k]]
     if not dims:
         return None
     mean = editor.call(aten.mean.dim, x, dims, True)
-    shape = mean.meta["val"].shape
+    shape = fake(mean).shape
     if all(shape[k] == size for k, size in zip(space, sizes, strict=True)):
         return mean
     return editor.call(node.target, mean, sizes)
@@ -375,8 +375,8 @@ def _adaptive(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> f
 def _whole_pool(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     """A mean or maximum in place of a pool whose window is the whole image."""
     x = bound["self"]
-    size, kernel, padding = x.meta["val"].shape, bound["kernel_size"], bound["padding"]
-    space = list(range(x.meta["val"].ndim - len(kernel), x.meta["val"].ndim))
+    size, kernel, padding = fake(x).shape, bound["kernel_size"], bound["padding"]
+    space = list(range(fake(x).ndim - len(kernel), fake(x).ndim))
     image = [size[k] for k in space]
     kernel = list(kernel) * (len(space) // len(kernel))
     if list(kernel) != image or any(padding) or math.prod(image) == 1:
@@ -416,7 +416,7 @@ def _unbind(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
 def _variance_or_mean(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
     bound = schema.arguments(node)
     x, keep = bound["self"], bound.get("keepdim", False)
-    dims = bound.get("dim") or list(range(x.meta["val"].ndim))
+    dims = bound.get("dim") or list(range(fake(x).ndim))
     if k:
         return editor.call(aten.mean.dim, x, dims, keep)
     correction = bound["correction"] if "correction" in bound else float(bound["unbiased"])
@@ -437,7 +437,7 @@ def _adaptive_max(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node | None:
     x, sizes = bound["self"], list(bound["output_size"])
     if k or any(size != 1 for size in sizes):
         return None
-    rank = x.meta["val"].ndim
+    rank = fake(x).ndim
     return editor.call(aten.amax.default, x, list(range(rank - len(sizes), rank)), True)
 
 

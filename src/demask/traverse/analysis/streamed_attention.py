@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from demask.ops import schema
 from demask.ops.regions import Interval
+from demask.ops.schema import fake
 from demask.traverse.analysis.partial_reductions import attention
 from demask.traverse.axes import Axes, cut_shape, empty, length
 from demask.traverse.storage.sources_and_sinks import RowSource
@@ -55,9 +56,9 @@ def attend(
 def scratch_bytes(node: fx.Node, queries: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes that `attend` allocates: two blocks and their copies, scores, weights, and sums."""
     rows, itemsize = _block_rows(node, queries), max(dtype.itemsize, 4)
-    blocks = sum(math.prod(n.meta["val"].shape[:-2]) * rows * n.meta["val"].shape[-1] for n in keys_of(node))
+    blocks = sum(math.prod(fake(n).shape[:-2]) * rows * fake(n).shape[-1] for n in keys_of(node))
     scores = math.prod(queries[:-1]) * rows
-    width = max(n.meta["val"].shape[-1] for n in keys_of(node))
+    width = max(fake(n).shape[-1] for n in keys_of(node))
     return itemsize * (2 * blocks + 2 * scores + 4 * math.prod(queries[:-1]) * (width + 2))
 
 
@@ -67,7 +68,7 @@ def _block_rows(node: fx.Node, queries: tuple[int, ...]) -> int:
 
 
 def _blocks(node: fx.Node, source: RowSource, axes: Axes, rows: int, columns: Interval) -> Iterator[Tensor]:
-    value, count = node.meta["val"], length(node, axes, 0)
+    value, count = fake(node), length(node, axes, 0)
     for start in range(0, count, rows):
         window = (start, min(start + rows, count)), columns
         block = empty(cut_shape(value.shape, axes, window), axes, value.dtype)

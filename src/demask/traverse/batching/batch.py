@@ -270,7 +270,7 @@ class Batched(nn.Module):
             return values[leaf.name] if sizes is None else sizes[n - 1]
 
         for call in calls:
-            args, kwargs = map_aggregate((call.args, call.kwargs), resolve)  # type: ignore[misc]
+            args, kwargs = map_aggregate((call.args, call.kwargs), resolve)
             values[call.name] = call.target(*args, **kwargs)
             del args, kwargs  # else they would keep freed values alive
             if call.weight is not None:

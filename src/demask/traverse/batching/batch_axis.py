@@ -24,6 +24,7 @@ from demask.facts.analysis import Analysis
 from demask.graph.program import Program
 from demask.ops import Declined, Relation, schema
 from demask.ops.flow import Part, follow, is_mixed
+from demask.ops.schema import fake
 
 _ADVICE = "inputs of a batch cannot be computed a few at a time; give a part of the model that can"
 
@@ -151,7 +152,7 @@ def _input_axis(node: fx.Node, symbol: Any) -> dict[fx.Node, BatchAxis]:
 def _axis_of_output(node: fx.Node, by_value: Mapping[fx.Node, Any]) -> dict[fx.Node, BatchAxis]:
     source: Any = node.args[0]
     axes = by_value.get(source)
-    axis = None if axes is None else axes[node.args[1]]  # type: ignore[index]
+    axis = None if axes is None else axes[node.args[1]]
     return {} if axis is None else {node: axis}
 
 
@@ -166,7 +167,7 @@ def _axes_of_call(
     if isinstance(relation, Declined):
         raise BadInput(f"{node.name}: {relation.text}, so {_ADVICE}")
     axes = [_batch_axis(relation, k, by_value, symbol) for k in range(len(outs))]
-    has_several = isinstance(node.meta["val"], (list, tuple))
+    has_several = isinstance(fake(node), (list, tuple))
     return {node: tuple(axes) if has_several else axes[0]}
 
 

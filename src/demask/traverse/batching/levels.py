@@ -23,6 +23,7 @@ from demask.graph.program import Program
 from demask.ops import Relation, Table, schema
 from demask.ops.entries.contraction import PRODUCTS
 from demask.ops.entries.recurrent import GATES
+from demask.ops.schema import fake
 from demask.ops.traits import MATRIX_TRANSPOSES, MEMORY_VIEWS, TRANSPOSED_VIEWS
 from demask.traverse.batching.batch_axis import BatchAxes, find_batch_axes
 from demask.traverse.batching.batch_plan import (
@@ -136,7 +137,7 @@ class _LevelShape:
         x, weight, bias = operands
         source, swaps = _viewed(weight)
         in_file = stored.get(str(source.target)) if source.op == "get_attr" else None
-        is_plain_bias = bias is None or (bias.op == "get_attr" and bias.meta["val"].ndim == 1)
+        is_plain_bias = bias is None or (bias.op == "get_attr" and fake(bias).ndim == 1)
         if in_file is None or not is_plain_bias or not _read_by_products(source):
             return None
         is_linear = node.target is aten.linear.default
@@ -190,7 +191,7 @@ class _LevelShape:
         inside = set(group)
         reads = {s: None for n in group for s in n.all_input_nodes if s in self.batch_axes.by_value and s not in inside}
         # Of a tuple, its elements are stored.
-        writes = [n for n in group if last.get(n, -1) > k and isinstance(n.meta["val"], Tensor)]
+        writes = [n for n in group if last.get(n, -1) > k and isinstance(fake(n), Tensor)]
         last_reads = [n for n in reads if last[n] == k and n.op != "placeholder"]
         self.stored_values |= {*reads, *writes, *_nodes(self.results)}
         names = (_names(reads), _names(writes), _names(last_reads))
@@ -232,7 +233,7 @@ class _LevelShape:
         if relation.entry.fill != "sum" and not relation.back:
             return None
         operands = [o.value for o in relation.operands if isinstance(o.value, fx.Node)]
-        constants = [n for n in operands if self._is_constant(n) and n.meta["val"].ndim > 1]
+        constants = [n for n in operands if self._is_constant(n) and fake(n).ndim > 1]
         if not constants:
             return None
         names = "+".join(dict.fromkeys(_root(n) for n in constants))
@@ -297,7 +298,7 @@ class _LevelShape:
         nodes = {n.name: n for n in self.nodes}
         features = layer.stored.shape[1 if layer.out_first else 0]
         size = self.batch_axes.nbytes(nodes[layer.x], self.inputs)
-        return size // (nodes[layer.x].meta["val"].dtype.itemsize * features)
+        return size // (fake(nodes[layer.x]).dtype.itemsize * features)
 
     def _row_bytes(self, layer: StreamedLayer) -> int:
         """Bytes per row of a block: its weights and their products."""
@@ -360,7 +361,7 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
             return None
     else:
         x, weight, bias = bound["self"], bound.get("other", bound.get("mat2")), None
-    is_matrix = weight.meta["val"].ndim == 2 and x.meta["val"].ndim >= 2
+    is_matrix = fake(weight).ndim == 2 and fake(x).ndim >= 2
     return (x, weight, bias) if is_matrix else None
 
 
@@ -382,7 +383,7 @@ def _root(node: fx.Node) -> str:
 
 
 def _bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
+    value = fake(node)
     return value.numel() * value.dtype.itemsize
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor, fx
 
 from demask.machine.roofline import TWO_CORES
+from demask.ops.schema import fake
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.execution.rectangles import Rectangle
 from demask.traverse.execution.run import new_memory
@@ -131,7 +132,7 @@ class RegionNetwork:
             else:
                 ends.whole_values[node] = tensor
         for node, tensor in results.items():
-            ends.sinks[node] = tensor_sink(tensor, axes[node], node.meta["val"].dtype, index)
+            ends.sinks[node] = tensor_sink(tensor, axes[node], fake(node).dtype, index)
         empty = plan_stage_memory(self.front, (), frozenset())
         front = SegmentExecutor(self.front, empty, ends, new_memory(0), Counter())
         front.run([whole_step(self.front)])

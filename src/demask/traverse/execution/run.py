@@ -22,6 +22,7 @@ from demask.failures import is_strict
 from demask.machine.allocator import release_free_memory
 from demask.machine.arena import ALIGNMENT, align_size
 from demask.machine.threads import set_threads
+from demask.ops.schema import fake
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.axes import Window, cut_shape
 from demask.traverse.execution.segment_executor import BandBorder, Counter, SegmentExecutor, SourcesAndSinks, view_part
@@ -89,7 +90,7 @@ def _border(place: PlacedSegment, upper: Strip, arena: _WorkerArena) -> BandBord
     for v, (low, high) in spans.items():
         rows[v] = None
         if v not in place.maps:
-            value, axes = v.meta["val"], place.stage.flow.axes[v]
+            value, axes = fake(v), place.stage.flow.axes[v]
             columns = 0, place.stage.flow.columns(v)
             shape = cut_shape(value.shape, axes, ((low, high), columns))
             memory = arena.take(place.border_bytes(v, high - low))
@@ -187,7 +188,7 @@ def _execute(
         ends = SourcesAndSinks(maps, dict(call.sources), dict(call.sinks), whole_values)
         for v in place.stage.targets:
             if v.name in place.segment.spills:
-                value = v.meta["val"]
+                value = fake(v)
                 name = spill_name(v) if spill_name else ""
                 spills[v] = spill(tuple(value.shape), value.dtype, flow.axes[v], folder, name)
                 ends.sinks[v] = spills[v] if v not in call.sinks else Tee(spills[v], call.sinks[v])
@@ -261,7 +262,7 @@ def _step_callback(on_step: OnStep | None, place: PlacedSegment) -> Callable[[St
 
 
 def _maps(flow: Flow, layout: MemoryLayout, place: PlacedSegment, arena: Tensor) -> dict[fx.Node, Tensor]:
-    values = {v: v.meta["val"] for v in place.maps}
+    values = {v: fake(v) for v in place.maps}
     return {
         v: view_part(arena, layout.maps[v], tuple(value.shape), flow.axes[v], value.dtype)
         for v, value in values.items()

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 from demask.machine.allocator import release_free_memory
 from demask.machine.arena import align_size
 from demask.ops.regions import Interval
+from demask.ops.schema import fake
 from demask.traverse.analysis.partial_reductions import Reduction
 from demask.traverse.analysis.streamed_attention import attend, keys_of
 from demask.traverse.axes import Axes, Window, cut_shape, empty, part, strides, whole
@@ -295,7 +296,7 @@ class SegmentExecutor:
         live, axes = step[node], self.flow.axes[node]
         columns_read = live.columns if columns is None or axes[1] is None else columns
         if low >= high or columns_read[0] >= columns_read[1]:  # windows that read only padding
-            value = node.meta["val"]
+            value = fake(node)
             shape = cut_shape(value.shape, axes, ((low, high), columns_read))
             return empty(shape, axes, value.dtype)
         if node in self.ends.maps:
@@ -321,7 +322,7 @@ class SegmentExecutor:
         return tail
 
     def _view(self, node: fx.Node, offset: int, rows: int, columns: Interval) -> Tensor:
-        value, axes = node.meta["val"], self.flow.axes[node]
+        value, axes = fake(node), self.flow.axes[node]
         shape = cut_shape(value.shape, axes, ((0, rows), columns))
         return view_part(self.arena, offset, shape, axes, value.dtype)
 

@@ -17,6 +17,7 @@ from demask.errors import BadInput
 from demask.machine.byte_sizes import BUDGET, parse_memory
 from demask.ops import Table
 from demask.ops.regions import Interval
+from demask.ops.schema import fake
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.axes import NONE, Axes, Window
 from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
@@ -193,7 +194,7 @@ class Streaming:
     @property
     def window(self) -> Window:
         """The window of one whole image of the result."""
-        value = self.output.meta["val"]
+        value = fake(self.output)
         rows, columns = ((0, 1 if axis is None else value.shape[axis]) for axis in self.axes)
         return rows, columns
 
@@ -329,7 +330,7 @@ class Streaming:
 
     def _written_dtype(self) -> torch.dtype:
         """The dtype of the parts that reach the file."""
-        value = self.output.meta["val"].dtype
+        value = fake(self.output).dtype
         return torch.int64 if self.options.output == "argmax" else value
 
     def _adjusted(self, sink: Any) -> Any:
@@ -369,7 +370,7 @@ def prepare_stream(
     images = images.placed(flow.axes[node])
     target, sink = _result_end(flow, reader, source, destination, options)
     axes = flow.axes.get(flow.outputs[0], NONE)
-    values = flow.outputs[0].meta["val"].dtype
+    values = fake(flow.outputs[0]).dtype
     end = planned_sink(target, axes, values) if target is not None else sink.image(0)
     folder = str(spill or folder_of(destination))
     if not os.path.isdir(folder):
@@ -401,7 +402,7 @@ def _result_end(
 ) -> tuple[FileTarget | None, Any]:
     """The file to write, or the array or tensor to fill."""
     output = flow.outputs[0]
-    value, axes, wanted = output.meta["val"], flow.axes.get(output, NONE), options.output
+    value, axes, wanted = fake(output), flow.axes.get(output, NONE), options.output
     shape, stored = result_of(batched(tuple(value.shape), reader.shape[0]), value.dtype, wanted)
     if isinstance(destination, str | os.PathLike):
         if wanted != "argmax":

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops.regions import Interval
+from demask.ops.schema import fake
 from demask.traverse.axes import Window, cut_shape
 from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
 from demask.traverse.execution.segment_executor import Counter, SegmentExecutor, SourcesAndSinks
@@ -235,7 +236,7 @@ def _write_fill(
     factor = max(heights.values()) // heights[output]
     width = flow.columns(output)
     wide = max(flow.columns(v) for v in heights) // width
-    value, axes = output.meta["val"], flow.axes[output]
+    value, axes = fake(output), flow.axes[output]
     own = rows[0] // factor, rows[1] // factor
     for left in range(0, width, PIECE):
         right = min(left + PIECE, width)

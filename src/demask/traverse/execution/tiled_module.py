@@ -22,6 +22,7 @@ from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.codegen import TRACED, Codegen
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE, Table
+from demask.ops.schema import fake
 from demask.registry import RESULT_KINDS
 from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.execution.run import ImageRun, OnStep, execute, rehearse
@@ -161,7 +162,7 @@ def _set_fake_values(graph: fx.Graph, module: Tiled) -> None:
             elif node.op == "get_attr":
                 node.meta["val"] = mode.from_tensor(attrgetter(str(node.target))(module))
             elif node.op == "call_function":
-                args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+                args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: fake(n))
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
@@ -206,7 +207,7 @@ def _nodes_per_image(flow: Flow, flat: Sequence[Any], count: int) -> set[fx.Node
     nodes = {
         node
         for node, value in zip(flow.inputs, flat, strict=True)
-        if isinstance(value, Tensor) and value.ndim and value.shape[0] == count and node.meta["val"].shape[0] == 1
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] == count and fake(node).shape[0] == 1
     }
     for node in flow.calls:
         if any(n in nodes for n in node.all_input_nodes):
@@ -238,7 +239,7 @@ def _count_images(module: Tiled, flow: Flow, flat: Sequence[Any]) -> int:
     for node, value in pairs:
         _check_kind(node, value)
         if node in flow.axes:
-            if tuple(value.shape[1:]) != tuple(node.meta["val"].shape[1:]):
+            if tuple(value.shape[1:]) != tuple(fake(node).shape[1:]):
                 raise _size_error(node, value)
             counts.add(value.shape[0])
     if len(counts) != 1 or 0 in counts:
@@ -252,7 +253,7 @@ def _count_images(module: Tiled, flow: Flow, flat: Sequence[Any]) -> int:
         )
     for node, value in pairs:
         if isinstance(value, Tensor) and node not in flow.axes:
-            expected = tuple(node.meta["val"].shape)
+            expected = tuple(fake(node).shape)
             if tuple(value.shape) not in (expected, (count, *expected[1:]) if expected[:1] == (1,) else expected):
                 raise _size_error(node, value)
     return count
@@ -274,7 +275,7 @@ def _check_kind(node: fx.Node, value: Any) -> None:
 
 def _size_error(node: fx.Node, value: Any) -> ValueError:
     actual = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    expected = tuple(node.meta["val"].shape)
+    expected = tuple(fake(node).shape)
     return ValueError(
         f"input {node.name!r}: the plan is for {expected}, got {actual}; call "
         "demask.traverse.tile with an example of this size"
@@ -313,7 +314,7 @@ def run_image(
         if node in inputs:
             results[index][k : k + 1] = inputs[node][k : k + 1]
         else:
-            sinks[node] = tensor_sink(results[index], flow.axes[node], node.meta["val"].dtype, k)
+            sinks[node] = tensor_sink(results[index], flow.axes[node], fake(node).dtype, k)
     return execute(
         flow, prepared.layout, ImageRun(sources, sinks, whole_values), on_step=on_step, folder=tempfile.gettempdir()
     )
@@ -330,7 +331,7 @@ def constants(module: nn.Module, flow: Flow) -> dict[fx.Node, Any]:
 
 def empty_result(node: fx.Node, flat: Sequence[Any], count: int) -> Tensor:
     """Memory for a result of `count` images, in the memory format of the first 4-d input."""
-    value = node.meta["val"]
+    value = fake(node)
     first = next((x for x in flat if isinstance(x, Tensor) and x.ndim == value.ndim == 4), None)
     is_channels_last = first is not None and first.is_contiguous(memory_format=torch.channels_last)
     is_channels_last = is_channels_last and not first.is_contiguous()  # type: ignore[union-attr]

@@ -18,6 +18,7 @@ from demask.ops import schema
 from demask.ops.flow import Part, follow
 from demask.ops.regions import needed_interval
 from demask.ops.relation import Relation
+from demask.ops.schema import fake
 
 PERIODS = 64  # the longest period that is searched for
 WINDOW = 16  # positions per query: more than a transposed convolution leaves out in a row
@@ -108,7 +109,7 @@ def _key(relation: Relation) -> tuple[Any, ...]:
 
 
 def _value(value: Any) -> Any:
-    return value.meta["val"] if hasattr(value, "meta") else value
+    return fake(value) if hasattr(value, "meta") else value
 
 
 def _step_carried(relation: Relation, operand: int, parts: tuple[Part, Part, Part], out: int) -> AxisStep | str:

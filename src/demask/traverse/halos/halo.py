@@ -33,6 +33,7 @@ from demask.graph.isolation import in_isolation
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.ops.flow import Part
+from demask.ops.schema import fake
 from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pytree_paths import leaves_with_paths
 from demask.text_table import WIDTH
@@ -307,7 +308,7 @@ def _paths(recording: HaloRecording, table: Table, *, last: bool) -> list[Paths 
     values = [node for node in recording.inputs if node is not None]
     result: list[Paths | TooSmall] = []
     for axis in (2, 3):
-        inputs = {n: Part(axis, 1, n.meta["val"].shape[axis]) for n in values if 2 < n.meta["val"].ndim > axis}
+        inputs = {n: Part(axis, 1, fake(n).shape[axis]) for n in values if 2 < fake(n).ndim > axis}
         try:
             result.append(paths_of(recording, relations, inputs, rules, last))
         except TooSmall as small:
@@ -326,7 +327,7 @@ def _names(model: Any, args: Any, kwargs: Any) -> list[str]:
     paths = leaves_with_paths(dict(bound))
     if [id(leaf) for _, leaf in paths] != [id(leaf) for leaf in leaves]:
         return numbered
-    return [str(path[0].key) + pytree.keystr(path[1:]) for path, _ in paths]  # type: ignore[attr-defined]
+    return [str(path[0].key) + pytree.keystr(path[1:]) for path, _ in paths]
 
 
 # --- from paths to numbers ----------------------------------------------------------------------

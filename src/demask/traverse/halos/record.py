@@ -27,6 +27,7 @@ from demask.graph.module_copy import structural_copy
 from demask.graph.result.demasked_module import to_exportable
 from demask.ops import Table
 from demask.ops.entry import op_name
+from demask.ops.schema import fake
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
 
@@ -84,7 +85,7 @@ def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> H
         path = next(reversed([entry[0] for entry in stack.values()]), "")
         node.meta["module"] = path.removeprefix("L['self']").lstrip(".")
     (result,) = next(iter(program.graph.find_nodes(op="output"))).args
-    outputs: Any = [n if isinstance(n, fx.Node) else None for n in result]  # type: ignore[union-attr]
+    outputs: Any = [n if isinstance(n, fx.Node) else None for n in result]
     return HaloRecording(program.graph, tuple(inputs), tuple(outputs))
 
 
@@ -204,7 +205,7 @@ class _HaloRecorder(TorchDispatchMode):
         """A leaf of a call as the call runs on it: without data."""
         if not isinstance(leaf, Tensor) or id(leaf) in self.recorded:
             return leaf
-        return self._constant(leaf).meta["val"]
+        return fake(self._constant(leaf))
 
     def _operand(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

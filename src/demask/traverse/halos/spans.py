@@ -21,6 +21,7 @@ from demask.ops import Table
 from demask.ops.entry import Declined
 from demask.ops.flow import Part, follow
 from demask.ops.relation import Relation, bind
+from demask.ops.schema import fake
 from demask.traverse.halos.axis_steps import SAME, AxisStep, Rules
 from demask.traverse.halos.record import HaloRecording
 
@@ -60,7 +61,7 @@ class Paths:
     def scale(self, node: fx.Node) -> Fraction:
         """Positions of the first input per index of a value's axis."""
         part = self.parts[node]
-        covers = part.covers(node.meta["val"].shape[part.axis])
+        covers = part.covers(fake(node).shape[part.axis])
         return self.scales[node] / (part.inner if covers else 1)
 
     @property
@@ -106,7 +107,7 @@ def paths_of(
     for node, part in inputs.items():
         scales[node] = Fraction(first.size, part.size) if first else Fraction(1)
     for node in recording.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta["val"], Tensor):
+        if node.op != "call_function" or not isinstance(fake(node), Tensor):
             continue
         relation, out = _read(node, relations)
         part = _part_of(relation, node, out, parts)
@@ -161,7 +162,7 @@ def _part_of(relation: Relation | Declined, node: fx.Node, out: int, parts: Mapp
     for k, source in _sources(relation, node):
         if source in parts and isinstance(relation, Relation):
             candidates.append(follow(relation, k, parts[source], out=out))
-        elif source in parts and source.meta["val"].shape == node.meta["val"].shape:
+        elif source in parts and fake(source).shape == fake(node).shape:
             candidates.append(parts[source])
     known = [part for part in candidates if part is not None]
     alike = [part for part in known if part.axis == known[0].axis]

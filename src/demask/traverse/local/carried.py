@@ -13,6 +13,7 @@ from torch import Tensor
 from demask.compat.dispatch import OpOverload, base_name, overload_name, schema_of
 from demask.ops import regions
 from demask.ops.entry import Declined, op_name
+from demask.ops.schema import fake
 from demask.traverse.axes import COLUMNS, Window, strides
 from demask.traverse.local.call import LocalCall, LocalKind, Scratch, out_overload
 
@@ -154,7 +155,7 @@ class LocalApply(LocalKind):
         return LocalApply(call, carried, how, chosen, pointwise, _products(call))
 
     @property
-    def pointwise(self) -> bool:  # type: ignore[override]
+    def pointwise(self) -> bool:
         return self.elementwise
 
     def computed_window(self, window: Window) -> Window:
@@ -237,7 +238,7 @@ def _inplace(target: Any) -> Any:
 
 
 def _alike(node: Any, call: LocalCall) -> bool:
-    value = node.meta["val"]
+    value = fake(node)
     return tuple(value.shape) == call.shape and value.dtype == call.dtype
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm.isa import host
 from demask.ops.activations import Act, find_onednn_activation
+from demask.ops.schema import fake
 from demask.traverse.axes import COLUMNS, ROWS
 from demask.traverse.local.call import LocalCall, Sliding
 from demask.tune.epilogue import Epilogue
@@ -21,8 +22,8 @@ LLVM = 40 * 2**20  # bytes that the compiler takes, measured
 
 def is_float32(call: LocalCall) -> bool:
     """Whether the call reads and writes float32 in the memory of the CPU."""
-    operands = (o.value.meta["val"] for o in call.relation.operands if hasattr(o.value, "meta"))
-    tensors = (call.node.meta["val"], *operands)
+    operands = (fake(o.value) for o in call.relation.operands if hasattr(o.value, "meta"))
+    tensors = (fake(call.node), *operands)
     return all(t.dtype is torch.float32 and t.device.type == "cpu" for t in tensors)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from demask.kernels.cpu.window import LARGEST_WINDOW, WindowKernel, WindowRunner, WindowSizes
 from demask.ops.activations import Act
 from demask.ops.regions import Interval
+from demask.ops.schema import fake
 from demask.traverse.axes import COLUMNS, ROWS
 from demask.traverse.axes import Window as Part
 from demask.traverse.local.call import LocalCall, LocalKind, Scratch, Sliding
@@ -49,7 +50,7 @@ def is_supported(kind: LocalConv | LocalAvgPool | LocalMaxPool) -> bool:
 
 def _is_depthwise(call: LocalCall) -> bool:
     """Whether each channel has one kernel, and each kernel one channel."""
-    weight = call.bound["weight"].meta["val"]
+    weight = fake(call.bound["weight"])
     return weight.shape[1] == 1 and weight.shape[0] == call.bound["groups"]
 
 
@@ -121,22 +122,17 @@ class CompiledDepthwise(_CompiledWindows):
     ) -> None:
         """Fill `into`, or add to its values; then apply the activation."""
         x, weight, bias = [*values, None][:3]
-        sizes = self._sizes(x, into, window)  # type: ignore[arg-type]
+        sizes = self._sizes(x, into, window)
         if sizes is None:
             self.fallback.run_onto(values, window, into, scratch, after, add)  # type: ignore[union-attr]
             return
         act = fused(after)
         first, last = self.across
         if first is not None and first.axis > last.axis:
-            weight = weight.transpose(-1, -2)  # type: ignore[union-attr]
+            weight = weight.transpose(-1, -2)
         # The kernel packs both at each call, so that they may change in between.
-        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()  # type: ignore[union-attr]
-        addresses = (
-            x.data_ptr(),
-            into.data_ptr(),
-            weight.data_ptr(),  # type: ignore[union-attr]
-            0 if bias is None else bias.data_ptr(),
-        )
+        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+        addresses = (x.data_ptr(), into.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr())
         self._runner("conv", 1, act, add).run(sizes, torch.get_num_threads(), addresses)
         if after is not None and act is None:
             activated = apply_activation(after, into)

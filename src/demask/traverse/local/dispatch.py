@@ -20,6 +20,7 @@ from demask.ops.entry import Declined, op_name
 from demask.ops.flow import axis_of
 from demask.ops.regions import Interval, Rule
 from demask.ops.relation import Relation
+from demask.ops.schema import fake
 from demask.traverse import axes as parts
 from demask.traverse.axes import COLUMNS, NONE, ROWS, Axes, Window
 from demask.traverse.local.call import LocalCall, LocalKind, OperandCut, Scratch, narrowed, nbytes
@@ -161,7 +162,7 @@ def local(node: fx.Node, relation: Relation | Declined, axes: Mapping[fx.Node, A
 
 
 def _call(relation: Relation, pair: Axes, cuts: tuple[OperandCut, ...]) -> LocalCall:
-    value = relation.node.meta["val"]
+    value = fake(relation.node)
     bound = dict(schema.arguments(relation.node))
     for name in relation.entry.indices:
         bound[name] = bound[name].meta["positions"]
@@ -174,7 +175,7 @@ def _read(
 ) -> tuple[OperandCut | Declined, Read | None]:
     """How operand k is cut along the output's rows and columns, and what is read of it."""
     operand, operand_axes, rules, arrives = relation.operands[k], [], [], []
-    value = operand.value.meta["val"] if isinstance(operand.value, fx.Node) else None
+    value = fake(operand.value) if isinstance(operand.value, fx.Node) else None
     shape = () if value is None else tuple(schema.example_size(n) for n in value.shape)
     value_axes = axes.get(operand.value, NONE) if value is not None else NONE
     for dim, axis in enumerate(pair):

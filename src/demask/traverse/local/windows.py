@@ -16,6 +16,7 @@ from torch import Tensor
 from demask.compat.onednn import available, ops
 from demask.ops.entry import Declined, op_name
 from demask.ops.regions import Interval
+from demask.ops.schema import fake
 from demask.ops.traits import CONV_OF_AXES
 from demask.traverse.axes import Window
 from demask.traverse.local.call import (
@@ -115,17 +116,17 @@ class LocalConv(LocalWindows):
         return padding, margins
 
     def scratch_bytes(self, window: Window) -> int:
-        value = self.call.node.args[0].meta["val"]  # type: ignore[union-attr]
+        value = fake(self.call.node.args[0])
         margins = self._padding(window)[1]
         return nbytes(grown(self.operand(window), margins), value.dtype) if margins else 0
 
     def allocated_bytes(self, window: Window) -> int:
         """For dtypes without oneDNN: the result, a second one for groups, a contiguous copy of the
         operand, and the columns (im2col) that ATen multiplies, group by group."""
-        if available(self.call.dtype, self.call.node.meta["val"].device):
+        if available(self.call.dtype, fake(self.call.node).device):
             return 0
-        groups, weight = self.call.bound["groups"], self.call.bound["weight"].meta["val"].shape
-        result, value = self.call.bytes(window), self.call.node.args[0].meta["val"]  # type: ignore[union-attr]
+        groups, weight = self.call.bound["groups"], fake(self.call.bound["weight"]).shape
+        result, value = self.call.bytes(window), fake(self.call.node.args[0])
         channels = max(self.call.shape[-len(self.axes) - 1], 1)
         columns = math.prod(self.call.sizes(window)) // channels * math.prod(weight[1:])
         margins = self._padding(window)[1]
@@ -133,22 +134,22 @@ class LocalConv(LocalWindows):
         return (1 + (groups > 1)) * result + nbytes((columns,), value.dtype) + copy
 
     def macs(self, window: Window) -> int:
-        weight = self.call.bound["weight"].meta["val"].shape
+        weight = fake(self.call.bound["weight"]).shape
         return math.prod(self.call.sizes(window)) * math.prod(weight[1:])
 
     def onednn_key(self, window: Window) -> Any:
         """The geometry of the call and the shapes of its operands."""
-        if not available(self.call.dtype, self.call.node.meta["val"].device):
+        if not available(self.call.dtype, fake(self.call.node).device):
             return None
         padding, margins = self._padding(window)
-        weight = tuple(self.call.bound["weight"].meta["val"].shape)
+        weight = tuple(fake(self.call.bound["weight"]).shape)
         shape = tuple(grown(self.operand(window), margins))
         return weight, shape, tuple(padding), str(self._steps()), self.call.bound["groups"]
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of the weight, its channels padded to multiples of 16."""
-        weight = self.call.bound["weight"].meta["val"]
+        weight = fake(self.call.bound["weight"])
         if len(self.axes) == 1 or not available(weight.dtype, weight.device):
             return 0
         outer, inner, *window = weight.shape
@@ -234,7 +235,7 @@ class LocalTransposedConv(LocalWindows):
     def _inside(self, window: Window, result_bytes: int) -> int:
         """Bytes allocated inside the op. oneDNN, for images: a copy of the operand, or with groups
         the result. ATen: the columns, a one for each position, and with groups the results."""
-        weight = self.call.bound["weight"].meta["val"]
+        weight = fake(self.call.bound["weight"])
         dtype, groups = self.call.dtype, self.call.bound["groups"]
         shape = self.operand(window)
         if len(self.axes) == 2 and available(self.call.dtype, weight.device):
@@ -246,7 +247,7 @@ class LocalTransposedConv(LocalWindows):
 
     def macs(self, window: Window) -> int:
         """Multiply-adds: each position read is multiplied by the whole kernel."""
-        shape, weight = self.operand(window), self.call.bound["weight"].meta["val"].shape
+        shape, weight = self.operand(window), fake(self.call.bound["weight"]).shape
         return math.prod(shape) * math.prod(weight[1:])
 
 

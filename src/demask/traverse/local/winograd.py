@@ -29,6 +29,7 @@ from demask.machine.arena import align_size
 from demask.ops import schema
 from demask.ops.activations import Act
 from demask.ops.entry import op_name
+from demask.ops.schema import fake
 from demask.traverse.axes import COLUMNS, NONE, ROWS, empty
 from demask.traverse.axes import Window as Part
 from demask.traverse.local.call import LocalKind, Scratch, Sliding, nbytes
@@ -49,7 +50,7 @@ def compiled_winograd(kind: LocalKind) -> LocalKind | None:
         return None
     rows, columns = across(kind.call, kind.axes)
     assert rows is not None
-    outer, inner = kind.call.bound["weight"].meta["val"].shape[:2]
+    outer, inner = fake(kind.call.bound["weight"]).shape[:2]
     kernel = WinogradKernel(inner, outer, (_doubled(kind, rows), _doubled(kind, columns)))
     return CompiledWinograd(kind, (rows, columns), kernel)
 
@@ -66,7 +67,7 @@ def is_supported(kind: LocalConv) -> bool:
         return False
     if not is_float32(call) or not is_laid_out(call, kind.axes) or not compiles():
         return False
-    outer, inner = call.bound["weight"].meta["val"].shape[:2]
+    outer, inner = fake(call.bound["weight"]).shape[:2]
     is_whole = outer % host().lanes == 0 and inner % max(host().lanes, UNROLLED) == 0
     positions = math.prod(call.shape) // max(outer, 1)
     least, most = CHANNELS
@@ -82,7 +83,7 @@ def _doubled(kind: LocalConv, s: Sliding) -> bool:
     if not op_name(x.target).startswith(RESIZES):
         return False
     resized: Any = x.args[0]
-    source, value, axis = resized.meta["val"], x.meta["val"], s.axis + 2
+    source, value, axis = fake(resized), fake(x), s.axis + 2
     arguments = schema.arguments(x)
     names = ("scales_h", "scales_w")
     factors = arguments.get("scale_factors") or [arguments.get(name) for name in names]

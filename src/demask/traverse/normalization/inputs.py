@@ -11,6 +11,7 @@ from torch import fx
 from demask.errors import BadInput
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.ops.schema import fake
 
 aten = torch.ops.aten
 EPSILON = 1e-12  # added to the variance of an image: it is 0 where all positions are equal
@@ -29,7 +30,7 @@ def with_normalized_input(program: Program, normalize: Any) -> Program:
         return program
     editor = GraphEditor(program)
     placeholder = next(iter(editor.graph.find_nodes(op="placeholder")))
-    value = placeholder.meta["val"]
+    value = fake(placeholder)
     if not value.is_floating_point():
         raise BadInput("normalize: this network takes whole numbers, and normalizes them itself")
     readers = list(placeholder.users)
@@ -45,7 +46,7 @@ def with_normalized_input(program: Program, normalize: Any) -> Program:
 
 def _normalize(editor: GraphEditor, x: fx.Node, reader: fx.Node, normalize: Any) -> fx.Node:
     """The normalized value of an input, before `reader`."""
-    value = x.meta["val"]
+    value = fake(x)
     if isinstance(normalize, str):
         if normalize != "image":
             raise BadInput(f'expected normalize="image" or (means, deviations), got {normalize!r}')

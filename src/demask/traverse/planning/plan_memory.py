@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from demask.errors import BadInput
 from demask.machine.arena import Block, align_size, plan_arena
 from demask.ops.regions import Interval
+from demask.ops.schema import fake
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.analysis.streamed_attention import can_stream_keys
 from demask.traverse.planning.plan import BANDS, FRUSTUMS, Segment
@@ -122,7 +123,7 @@ class MemoryLayout:
 
 def value_bytes(node: fx.Node) -> int:
     """Bytes of a whole value."""
-    value = node.meta["val"]
+    value = fake(node)
     return prod(value.shape) * value.dtype.itemsize if isinstance(value, Tensor) else 0
 
 
@@ -374,7 +375,7 @@ def _writes_no_live_rows(step: Step, target: fx.Node, base: fx.Node) -> bool:
 def _can_overwrite(stage: Stage, maker: tuple[int, Unit], base: fx.Node) -> bool:
     """Whether a map may overwrite `base`, for steps that read none of the written rows again."""
     k, unit = maker
-    value, base_value = unit.value.meta["val"], base.meta["val"]
+    value, base_value = fake(unit.value), fake(base)
     if value.shape != base_value.shape or value.dtype != base_value.dtype:
         return False
     readers = stage.readers[base]

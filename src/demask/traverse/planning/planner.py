@@ -19,6 +19,7 @@ from torch import fx
 from demask.errors import BudgetTooSmall
 from demask.machine.byte_sizes import format_bytes
 from demask.machine.roofline import TWO_CORES
+from demask.ops.schema import fake
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.analysis.streamed_attention import can_stream_keys
 from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment, TilePlan
@@ -473,7 +474,7 @@ def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, reserved: int) ->
     live = layout.live + reserved
     total = sum(s.macs for s in exact)
     untiled = sum(flow.macs(n) for n in flow.calls)
-    sizes = tuple(tuple(n.meta["val"].shape) for n in flow.inputs if n in flow.axes)
+    sizes = tuple(tuple(fake(n).shape) for n in flow.inputs if n in flow.axes)
     return TilePlan(
         exact,
         budget,

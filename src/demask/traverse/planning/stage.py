@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from demask.compat.onednn import available
+from demask.ops.schema import fake
 from demask.ops.traits import ADDS, CONVOLUTIONS
 from demask.traverse.analysis.flow import Flow, FlowEdge
 from demask.tune.epilogue import Epilogue, epilogue_of
@@ -118,7 +119,7 @@ def _unit(flow: Flow, node: fx.Node, inside: set[fx.Node], keeps: set[fx.Node]) 
 
 
 def _fuses(node: fx.Node) -> bool:
-    value = node.meta["val"]
+    value = fake(node)
     return node.target in CONVOLUTIONS and available(value.dtype, value.device)
 
 
@@ -135,7 +136,7 @@ def _adds(node: fx.Node, value: fx.Node, flow: Flow) -> bool:
     other = next((n for n in node.args if n is not value), None)
     if not isinstance(other, fx.Node) or other not in flow.axes or node not in flow.local:
         return False
-    other_value, value_added = other.meta["val"], node.meta["val"]
+    other_value, value_added = fake(other), fake(node)
     return (
         isinstance(other_value, Tensor)
         and other_value.shape == value_added.shape

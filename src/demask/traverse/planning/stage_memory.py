@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from demask.machine.arena import ArenaPlan, Block, align_size, peak_bytes, plan_arena
+from demask.ops.schema import fake
 from demask.traverse.analysis.streamed_attention import scratch_bytes
 from demask.traverse.axes import cut_shape
 from demask.traverse.planning.schedule import LiveRows, Step
@@ -93,7 +94,7 @@ class _PeakSizes:
         window = rows.computed, rows.columns
         local = self.stage.flow.local[unit.node]
         if self.stage.streamed(unit, self.maps):
-            value = unit.value.meta["val"]
+            value = fake(unit.value)
             queries = cut_shape(value.shape, self.stage.flow.axes[unit.value], window)
             self._add_allocated(k, scratch_bytes(unit.node, queries, value.dtype))
             return
@@ -104,7 +105,7 @@ class _PeakSizes:
 
 def part_bytes(stage: Stage, node: fx.Node, live: LiveRows, rows: int) -> int:
     """Bytes of `rows` rows of a value."""
-    value = node.meta["val"]
+    value = fake(node)
     shape = cut_shape(value.shape, stage.flow.axes[node], ((0, rows), live.columns))
     return prod(shape) * value.dtype.itemsize
 
@@ -176,7 +177,7 @@ def _is_only_reader(stage: Stage, peaks: _PeakSizes, unit: Unit, base: fx.Node) 
         return False
     if base not in peaks.block or base in stage.targets or peaks.tail[base]:
         return False
-    value, base_value = unit.value.meta["val"], base.meta["val"]
+    value, base_value = fake(unit.value), fake(base)
     is_alike = value.shape == base_value.shape and value.dtype == base_value.dtype
     axes = stage.flow.axes
     return is_alike and len(stage.readers[base]) == 1 and axes[base] == axes[unit.value]

@@ -282,7 +282,7 @@ def _run(
             name = str(node.target)
             values[node] = tensors[name] if name in tensors else operator.attrgetter(name)(module)
         elif is_pack(node):
-            values[node] = values[node.args[0]]  # type: ignore[index]
+            values[node] = values[node.args[0]]
         elif is_fused(node):
             arguments = schema.arguments(node)
             values[node] = run_unfused(map_arg(arguments, lambda n: values[n]))

@@ -18,6 +18,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, is_pointwise
 from demask.ops import Table, schema
+from demask.ops.schema import fake
 from demask.ops.traits import OUTPUT_AXIS
 from demask.tune.passes.fold_affine import channel_axis, contraction_weight
 from demask.tune.passes.pad_channels import is_depthwise, is_pooling, is_rounding
@@ -52,7 +53,7 @@ def _region(editor: GraphEditor, gather: fx.Node, table: Table) -> _GatherRegion
     """The calls after a gather, if it can be absorbed into all layers that read it."""
     arguments = schema.arguments(gather)
     source, axis = arguments["self"], arguments["dim"]
-    value = gather.meta["val"]
+    value = fake(gather)
     axis %= value.ndim
     count, selected = channels_of(source, axis), channels_of(gather, axis)
     if count is None or selected is None or (axis != 1 and axis != value.ndim - 1):
@@ -124,11 +125,11 @@ def _apply(editor: GraphEditor, gather: fx.Node, region: _GatherRegion) -> None:
         node.args, node.kwargs = schema.bind_arguments(node.target, changed)
     for node in region.readers:
         _spread(editor, node, region, rows=False)
-    axis = schema.arguments(gather)["dim"] % gather.meta["val"].ndim
+    axis = schema.arguments(gather)["dim"] % fake(gather).ndim
     for node in region.through:
-        shape = list(node.meta["val"].shape)
+        shape = list(fake(node).shape)
         shape[axis] = region.count
-        node.meta["val"] = editor.values.dense(shape, node.meta["val"])
+        node.meta["val"] = editor.values.dense(shape, fake(node))
     editor.replace(gather, schema.arguments(gather)["self"])
 
 

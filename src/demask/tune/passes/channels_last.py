@@ -17,6 +17,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import COPY, input_dependent, is_pointwise
 from demask.ops import Table, traits
+from demask.ops.schema import fake
 from demask.tune.module.buffer_assignment import returns_new_memory
 
 aten = torch.ops.aten
@@ -115,7 +116,7 @@ class _ChannelsLast:
         usual = [
             n
             for n in output.all_input_nodes
-            if is_image(n) and n in self.live and n.op == "call_function" and n.meta["val"].is_contiguous()
+            if is_image(n) and n in self.live and n.op == "call_function" and fake(n).is_contiguous()
         ]
         for source in usual if self.last else ():
             output.replace_input_with(source, self.converted(source, False, output))
@@ -133,4 +134,4 @@ def _is_packed(node: fx.Node) -> bool:
 
 
 def _rank(node: fx.Node) -> int:
-    return node.meta["val"].ndim
+    return fake(node).ndim

@@ -19,6 +19,7 @@ from demask.graph.editor import GraphEditor, reshape_views
 from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, only_reader, per_channel
 from demask.ops import schema
+from demask.ops.schema import fake
 from demask.ops.traits import ARITHMETIC, COMMUTATIVE, OUTPUT_AXIS
 
 aten = torch.ops.aten
@@ -59,7 +60,7 @@ def contraction_weight(editor: GraphEditor, node: Any) -> Tensor | None:
         return None
     if OUTPUT_AXIS[node.target] == 1 and arguments["groups"] != 1:
         return None
-    batched = node.target is aten.linear.default or node.meta["val"].ndim == weight.ndim
+    batched = node.target is aten.linear.default or fake(node).ndim == weight.ndim
     if not batched:
         return None  # an image without a batch: its channels are on another axis
     return weight if weight.is_floating_point() else None
@@ -67,14 +68,14 @@ def contraction_weight(editor: GraphEditor, node: Any) -> Tensor | None:
 
 def channel_axis(node: fx.Node) -> int:
     """The axis of a contraction's output channels."""
-    return node.meta["val"].ndim - 1 if node.target is aten.linear.default else 1
+    return fake(node).ndim - 1 if node.target is aten.linear.default else 1
 
 
 def replace_layer(editor: GraphEditor, node: fx.Node, weight: Tensor, bias: Tensor | None, reader: fx.Node) -> fx.Node:
     """The call that replaces a contraction, with another weight and bias, rounded to its dtype. It
     is inserted before `reader`, the only call that reads it."""
     arguments = schema.arguments(node)
-    dtype = arguments["weight"].meta["val"].dtype
+    dtype = fake(arguments["weight"]).dtype
     kernel = editor.replace_constant(arguments["weight"], weight.to(dtype).contiguous(), node)
     offset = None
     if bias is not None and arguments["bias"] is not None:
@@ -103,12 +104,12 @@ def _step(editor: GraphEditor, node: fx.Node) -> Affine | None:
         value = torch.tensor(other, dtype=torch.float64)
     if value is None or not isinstance(x, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
         return None
-    if contraction_weight(editor, x) is None or x.meta["val"].ndim != node.meta["val"].ndim:
+    if contraction_weight(editor, x) is None or fake(x).ndim != fake(node).ndim:
         return None
     axis = channel_axis(x)
     count = channels_of(x, axis)
-    vector = None if count is None else per_channel(value, x.meta["val"].ndim, axis, count)
-    if vector is None or node.meta["val"].dtype != x.meta["val"].dtype:
+    vector = None if count is None else per_channel(value, fake(x).ndim, axis, count)
+    if vector is None or fake(node).dtype != fake(x).dtype:
         return None
     if node.target is aten.mul.Tensor:
         return Affine(x, axis, vector.double(), None)
@@ -150,16 +151,16 @@ def _pushed(editor: GraphEditor, step: Affine, reader: fx.Node, live: set[fx.Nod
     sides: Any = node.args
     varying = [side for side in sides if side in live]
     fixed = [side for side in sides if side not in live]
-    if len(varying) != 1 or varying[0].meta["val"].shape != node.meta["val"].shape:
+    if len(varying) != 1 or fake(varying[0]).shape != fake(node).shape:
         return None
     inner = _pushed(editor, Affine(varying[0], step.axis, step.scale, step.shift), reader, live)
     if inner is None:
         return None
     offset = fixed[0]
     if step.scale is not None:
-        shape = [1] * (node.meta["val"].ndim - step.axis)
+        shape = [1] * (fake(node).ndim - step.axis)
         shape[0] = -1
-        factor = step.scale.to(node.meta["val"].dtype).reshape(shape)
+        factor = step.scale.to(fake(node).dtype).reshape(shape)
         read = editor.add_constant(f"{inner.name}_scale", factor, reader)
         offset = editor.insert(reader, None, aten.mul.Tensor, offset, read)
     total = editor.insert(reader, node, aten.add.Tensor, inner, offset)

@@ -21,7 +21,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import COPY, input_dependent, only_reader
 from demask.ops import schema
-from demask.ops.schema import same_size
+from demask.ops.schema import fake, same_size
 from demask.ops.traits import CONVOLUTIONS
 from demask.tune.epilogue import Epilogue, convolution, epilogue_of
 from demask.tune.passes.fold_affine import contraction_weight
@@ -37,7 +37,7 @@ def fuse_epilogues(program: Program, wanted: Wanted) -> Program:
     live = input_dependent(editor.graph)
     for node in editor.calls(*CONVOLUTIONS, aten.linear.default):
         weight = contraction_weight(editor, node)
-        value = node.meta["val"]
+        value = fake(node)
         if weight is None or node not in live or not available(weight.dtype, weight.device):
             continue
         if value.dtype is not weight.dtype or not all(type(n) is int for n in _numbers(node)):
@@ -77,7 +77,7 @@ def epilogue_chain(node: fx.Node, live: set[fx.Node]) -> EpilogueChain:
     fits = other is None or (act is not None and act.name == "relu" and convolves)
     if reader is None or act is None or not fits:
         return EpilogueChain(last, Epilogue(), other)
-    if reader.meta["val"].dtype is not node.meta["val"].dtype:
+    if fake(reader).dtype is not fake(node).dtype:
         return EpilogueChain(last, Epilogue(), other)
     return EpilogueChain(reader, act, other)
 
@@ -100,10 +100,10 @@ def _addend(node: fx.Node, reader: fx.Node, live: set[fx.Node], convolves: bool)
     other = sides[1] if sides[0] is node else sides[0]
     if other is node or not isinstance(other, fx.Node):
         return None
-    mine, theirs = node.meta["val"], other.meta.get("val")
+    mine, theirs = fake(node), other.meta.get("val")
     if not isinstance(theirs, torch.Tensor) or theirs.dtype is not mine.dtype:
         return None
-    if theirs.ndim != mine.ndim or reader.meta["val"].ndim != mine.ndim:
+    if theirs.ndim != mine.ndim or fake(reader).ndim != mine.ndim:
         return None
     whole = all(map(same_size, mine.shape, theirs.shape))
     images = all(map(same_size, mine.shape[1:], theirs.shape[1:]))
@@ -113,18 +113,18 @@ def _addend(node: fx.Node, reader: fx.Node, live: set[fx.Node], convolves: bool)
 
 def _convolution(editor: GraphEditor, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None) -> fx.Node:
     arguments = schema.arguments(node)
-    count = node.meta["val"].ndim - 2
+    count = fake(node).ndim - 2
     padding, stride, dilation = (_per_axis(arguments[key], count) for key in ("padding", "stride", "dilation"))
     sizes = [
         size if isinstance(size, int) else editor.insert(last, None, aten.sym_size.int, arguments["input"], axis)
-        for axis, size in enumerate(arguments["input"].meta["val"].shape)
+        for axis, size in enumerate(fake(arguments["input"]).shape)
     ]
     geometry = (padding, stride, dilation, arguments["groups"])
     weight = arguments["weight"]
     if count == 2:
         pack = ops()._reorder_convolution_weight.default
         weight = editor.insert(last, weight, pack, weight, *geometry, sizes)
-    if other is not None and not same_size(other.meta["val"].shape[0], last.meta["val"].shape[0]):
+    if other is not None and not same_size(fake(other).shape[0], fake(last).shape[0]):
         # One map for all images: oneDNN broadcasts slowly, but adds to an expanded copy in place.
         spread = [sizes[0]] + [-1] * (count + 1)
         other = editor.insert(last, last, aten.expand.default, other, spread)

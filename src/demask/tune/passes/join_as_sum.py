@@ -23,7 +23,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, only_reader, per_channel
 from demask.ops import schema
-from demask.ops.schema import same_shape
+from demask.ops.schema import fake, same_shape
 from demask.ops.traits import JOIN_TREES, JOINS, OUTPUT_AXIS
 from demask.tune.passes.fold_affine import channel_axis, contraction_weight, replace_layer
 
@@ -85,8 +85,8 @@ def _overlaps(total: Sum) -> bool:
 def _read(editor: GraphEditor, root: fx.Node, live: set[fx.Node]) -> Sum | None:
     """A join as a sum; None if its channels are not on a channel axis of known size."""
     arguments = schema.arguments(root)
-    axis = arguments["dim"] % root.meta["val"].ndim
-    if channels_of(root, axis) is None or axis not in (1, root.meta["val"].ndim - 1):
+    axis = arguments["dim"] % fake(root).ndim
+    if channels_of(root, axis) is None or axis not in (1, fake(root).ndim - 1):
         return None
     total = _tree(editor, root, axis, root, live)
     return Sum(axis, total.constant, _merged(total.terms), total.inner)
@@ -120,7 +120,7 @@ def _tree(editor: GraphEditor, node: fx.Node, axis: int, root: fx.Node, live: se
 def _call(editor: GraphEditor, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]) -> Sum | None:
     """A call of a join as a sum; None if it is none."""
     arguments = schema.arguments(node)
-    rank = node.meta["val"].ndim
+    rank = fake(node).ndim
 
     def inner(x: Any) -> Sum:
         return _tree(editor, x, axis, root, live)
@@ -159,12 +159,10 @@ def _added(
     x, other, *rest = node.args
     if rest or node.kwargs or not (isinstance(x, fx.Node) and isinstance(other, fx.Node)):
         return None
-    shape = node.meta["val"].shape
+    shape = fake(node).shape
     value = editor.tensor(other)
     count = channels_of(node, axis)
-    whole = [
-        isinstance(side.meta["val"], Tensor) and same_shape(side.meta["val"], node.meta["val"]) for side in (x, other)
-    ]
+    whole = [isinstance(fake(side), Tensor) and same_shape(fake(side), fake(node)) for side in (x, other)]
     if value is not None and count is not None and whole[0]:
         vector = per_channel(value, len(shape), axis, count)
         if vector is not None:
@@ -172,7 +170,7 @@ def _added(
             return Sum(axis, total.constant + vector.double(), total.terms, total.inner)
     if not whole[0] or channels_of(other, axis) != count or count is None:
         return None
-    if other.meta["val"].ndim != len(shape) or (other in live and not whole[1]):
+    if fake(other).ndim != len(shape) or (other in live and not whole[1]):
         return None  # the call broadcasts: it is a term itself
     a, b = inner(x), inner(other)
     return Sum(axis, a.constant + b.constant, a.terms + b.terms, a.inner + b.inner)
@@ -262,7 +260,7 @@ def _placed(
         return _through(editor, node, where, None, root)
     if torch.equal(where, torch.arange(count)):
         return node
-    rank, more = node.meta["val"].ndim, len(where) - count
+    rank, more = fake(node).ndim, len(where) - count
     after = [0, 0] * (rank - 1 - axis)
     if more > 0 and torch.equal(where[:count], torch.arange(count)) and (where[count:] < 0).all():
         return editor.insert(root, None, aten.constant_pad_nd.default, node, [*after, 0, more], 0.0)
@@ -308,7 +306,7 @@ def _branch(
 def _through(editor: GraphEditor, node: fx.Node, where: Tensor, constant: Tensor | None, root: fx.Node) -> fx.Node:
     """A 1 x 1 convolution that moves channels to those of the join. It has a stride if slices skip
     rows and columns before it."""
-    value = node.meta["val"]
+    value = fake(node)
     node, stride = _unskipped(node)
     count = channels_of(node, 1) or 0
     kernel = torch.zeros(len(where), count, *[1] * (value.ndim - 2), dtype=value.dtype)
@@ -324,14 +322,14 @@ def _through(editor: GraphEditor, node: fx.Node, where: Tensor, constant: Tensor
 
 def _unskipped(node: fx.Node) -> tuple[fx.Node, list[int]]:
     """The value before slices that select every s-th row or column, and s for each axis."""
-    axes = node.meta["val"].ndim - 2
+    axes = fake(node).ndim - 2
     source, stride = node, [1] * axes
     while source.target is aten.slice.Tensor:
         arguments = schema.arguments(source)
         axis, step = arguments["dim"] - 2, arguments["step"]
         inner = arguments["self"]
-        size = inner.meta["val"].shape[arguments["dim"]]
-        whole = isinstance(size, int) and source.meta["val"].shape[arguments["dim"]] == -(-size // step)
+        size = fake(inner).shape[arguments["dim"]]
+        whole = isinstance(size, int) and fake(source).shape[arguments["dim"]] == -(-size // step)
         if axis < 0 or stride[axis] != 1 or (arguments["start"] or 0) != 0 or not whole:
             break
         source, stride[axis] = inner, step

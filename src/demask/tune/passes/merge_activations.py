@@ -19,6 +19,7 @@ from torch import fx
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import schema
+from demask.ops.schema import fake
 
 aten = torch.ops.aten
 SIXTH = 1e-6  # largest relative error of 1/6 in float32
@@ -29,7 +30,7 @@ def merge_activations(program: Program) -> Program:
     editor = GraphEditor(program)
     for node in editor.calls(aten.mul.Tensor, aten.div.Tensor, aten.clamp.default):
         match = _silu(node) or _hardswish(node) or _hardsigmoid(node)
-        if match is not None and match[1].meta["val"].dtype == node.meta["val"].dtype:
+        if match is not None and fake(match[1]).dtype == fake(node).dtype:
             editor.replace(node, editor.insert(node, node, *match))
     return editor.finish()
 

@@ -14,6 +14,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import POINTWISE, only_reader
 from demask.ops import Table, op_name, schema
+from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS
 from demask.tune.passes.fold_affine import contraction_weight
 
@@ -36,14 +37,14 @@ def _has_one_pixel(editor: GraphEditor, node: fx.Node) -> bool:
     if weight is None:
         return False
     arguments = schema.arguments(node)
-    sizes = [*arguments["input"].meta["val"].shape[2:], *weight.shape[2:]]
+    sizes = [*fake(arguments["input"]).shape[2:], *weight.shape[2:]]
     plain = all(isinstance(n, int) and n == 1 for n in sizes)
     return plain and arguments["groups"] == 1 and not any(arguments["padding"])
 
 
 def _flatten(editor: GraphEditor, node: fx.Node, rows: dict[fx.Node, fx.Node], table: Table) -> None:
     arguments = schema.arguments(node)
-    x, axes = arguments["input"], node.meta["val"].ndim - 2
+    x, axes = arguments["input"], fake(node).ndim - 2
     weight = editor.tensor(arguments["weight"])
     assert weight is not None
     kernel = editor.replace_constant(arguments["weight"], weight.flatten(1), node)

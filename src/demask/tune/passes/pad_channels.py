@@ -21,6 +21,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, is_pointwise
 from demask.ops import Table, schema
+from demask.ops.schema import fake
 from demask.ops.traits import OUTPUT_AXIS, POOLS
 from demask.tune.passes.fold_affine import channel_axis, contraction_weight
 
@@ -87,9 +88,9 @@ def round_widths(program: Program, wanted: Callable[[int], int], worth: Worth, t
 def _pad(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Source, axis and count of a pad that appends zeros along the channels; None for others."""
     arguments = schema.arguments(node)
-    pads, rank = list(arguments["pad"]), node.meta["val"].ndim
+    pads, rank = list(arguments["pad"]), fake(node).ndim
     if (
-        not node.meta["val"].is_floating_point()
+        not fake(node).is_floating_point()
         or not all(isinstance(n, int) for n in pads)
         or (arguments["value"] or 0) != 0
     ):
@@ -149,9 +150,7 @@ def _sources(editor: GraphEditor, node: fx.Node, axis: int, table: Table) -> lis
     if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         sides: Any = node.args
         alike = all(
-            isinstance(s, fx.Node)
-            and channels_of(s, axis) == channels_of(node, axis)
-            and s.meta["val"].ndim == value.ndim
+            isinstance(s, fx.Node) and channels_of(s, axis) == channels_of(node, axis) and fake(s).ndim == value.ndim
             for s in sides
         )
         return list(sides) if alike else None
@@ -174,9 +173,9 @@ def is_pooling(node: fx.Node) -> bool:
     """Whether a call pools an image, each channel separately."""
     if node.target is aten.mean.dim:
         arguments = schema.arguments(node)
-        rank, dims = arguments["self"].meta["val"].ndim, arguments["dim"] or [1]
+        rank, dims = fake(arguments["self"]).ndim, arguments["dim"] or [1]
         return all(dim % rank > 1 for dim in dims)
-    return node.target in POOLS and node.meta["val"].ndim == POOLS[node.target] + 2
+    return node.target in POOLS and fake(node).ndim == POOLS[node.target] + 2
 
 
 def is_rounding(editor: GraphEditor, node: fx.Node) -> bool:
@@ -194,7 +193,7 @@ def is_rounding(editor: GraphEditor, node: fx.Node) -> bool:
 
 def _keeps_zero(node: fx.Node) -> bool:
     """Whether a pointwise call maps zero to zero."""
-    zero = torch.zeros(1, dtype=node.meta["val"].dtype)
+    zero = torch.zeros(1, dtype=fake(node).dtype)
     args, kwargs = map_arg((node.args, node.kwargs), lambda _: zero)
     return bool((node.target(*args, **kwargs) == 0).all())  # type: ignore[operator]
 
@@ -231,7 +230,7 @@ def apply_widening(editor: GraphEditor, plan: Widening) -> None:
         count = channels_of(node, plan.axis)
         assert count is not None
         others = plan.others(node)
-        value, shape = node.meta["val"], list(node.meta["val"].shape)
+        value, shape = fake(node), list(fake(node).shape)
         shape[plan.axis] = count + plan.more
         node.meta["val"] = editor.values.dense(shape, value)
         if node in depthwise:
@@ -254,7 +253,7 @@ def _pad_fixed(editor: GraphEditor, node: fx.Node, plan: Widening) -> None:
     """Pad a value that depends on no input, for the readers that become wider."""
     users = [user for user in node.users if user in plan.values]
     first = next(n for n in editor.graph.nodes if n in users)
-    after = [0, 0] * (node.meta["val"].ndim - 1 - plan.axis)
+    after = [0, 0] * (fake(node).ndim - 1 - plan.axis)
     padded = editor.insert(first, None, aten.constant_pad_nd.default, node, [*after, 0, plan.more], 0.0)
     for user in users:
         user.replace_input_with(node, padded)

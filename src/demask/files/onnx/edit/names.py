@@ -27,6 +27,7 @@ from demask.files.onnx.read.topological_order import names_read
 from demask.files.onnx.values import Host, Value
 from demask.graph.program import Program
 from demask.ops import Table
+from demask.ops.schema import fake
 from demask.shrink.layout.cells import Layout, whole
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.pipeline import canonicalize, programs_of
@@ -242,7 +243,7 @@ def _static_sizes(program: Program, file: OnnxFile) -> set[str]:
     names them."""
     inputs, static = list(program.graph.find_nodes(op="placeholder")), set()
     for node, port in zip(inputs, file.graph.inputs, strict=True):
-        pairs = zip(node.meta["val"].shape, port.sizes or (), strict=False)
+        pairs = zip(fake(node).shape, port.sizes or (), strict=False)
         for axis, (size, name) in enumerate(pairs):
             if isinstance(name, str) and isinstance(size, int):
                 static.add(name or f"{port.name}.{axis}")

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from demask.graph.editor import GraphEditor
 from demask.ops import schema
-from demask.ops.schema import same_size
+from demask.ops.schema import fake, same_size
 from demask.ops.traits import OF_TWO_TENSORS
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def canonicalize(graph: fx.Graph) -> None:
 
 def _rule(node: fx.Node) -> Rule | None:
     if node.target is aten.scaled_dot_product_attention.default:
-        rank = node.meta["val"].ndim
+        rank = fake(node).ndim
         if rank > 4:
             return _flat_attention if _has_equal_batch(node) else None
         return _attention_of_rank_4 if 1 < rank < 4 and len(node.args) > 2 else None
@@ -69,7 +69,7 @@ def _rule(node: fx.Node) -> Rule | None:
 def _attention_of_rank_4(editor: GraphEditor, node: fx.Node) -> fx.Node:
     """Attention with leading axes of size 1 added, to have four axes."""
     tensors, rest = list(node.args[:3]), node.args[3:]
-    added = 4 - node.meta["val"].ndim
+    added = 4 - fake(node).ndim
     for _ in range(added):
         tensors = [editor.call(aten.unsqueeze.default, x, 0) for x in tensors]
     result = editor.call(node.target, *tensors, *rest, **node.kwargs)
@@ -82,9 +82,9 @@ def _flat_attention(editor: GraphEditor, node: fx.Node) -> fx.Node:
     """Attention over more than four axes, the leading ones flattened into one."""
     arguments = schema.arguments(node)
     query, mask = arguments["query"], arguments["attn_mask"]
-    last = query.meta["val"].ndim - 4
+    last = fake(query).ndim - 4
     tensors = [editor.call(aten.flatten.using_ints, arguments[name], 0, last) for name in ("query", "key", "value")]
-    if mask is not None and mask.meta["val"].ndim > 3:
+    if mask is not None and fake(mask).ndim > 3:
         batch, mask_sizes = editor.sizes(query)[:-2], editor.sizes(mask)[-2:]
         mask = editor.call(aten.expand.default, mask, [*batch, *mask_sizes])
         mask = editor.call(aten.flatten.using_ints, mask, 0, last)
@@ -96,13 +96,13 @@ def _flat_attention(editor: GraphEditor, node: fx.Node) -> fx.Node:
 
 def _has_equal_batch(node: fx.Node) -> bool:
     """Whether the operands of attention have equal batch and head sizes."""
-    query, *others = (x.meta["val"].shape[:-2] for x in node.args[:3])  # type: ignore[union-attr]
+    query, *others = (fake(x).shape[:-2] for x in node.args[:3])
     return all(len(other) == len(query) and all(map(same_size, query, other)) for other in others)
 
 
 def _as_tensor(editor: GraphEditor, node: fx.Node) -> fx.Node:
     """The call with its number operand as a tensor."""
-    dtype = node.meta["val"].dtype
+    dtype = fake(node).dtype
     number = editor.call(aten.scalar_tensor.default, node.args[1], dtype=dtype)
     return editor.call(OF_TWO_TENSORS[node.target], node.args[0], number)
 
@@ -119,7 +119,7 @@ def _rolled(editor: GraphEditor, node: fx.Node) -> fx.Node:
         result = editor.call(aten.cat.default, [editor.call(aten.slice.Tensor, result, dim, *s) for s in spans], dim)
     if dims:
         return result
-    sizes = [editor.call(aten.sym_size.int, x, k) for k in range(node.meta["val"].ndim)]
+    sizes = [editor.call(aten.sym_size.int, x, k) for k in range(fake(node).ndim)]
     return editor.call(aten.reshape.default, result, sizes)
 
 

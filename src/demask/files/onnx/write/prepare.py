@@ -40,6 +40,7 @@ from demask.graph.fake_values import mode_of
 from demask.graph.result import module_calls as modules
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import schema
+from demask.ops.schema import fake
 from demask.ops.traits import DECOMPOSED_WITH_NUMBERS, DROPOUTS
 
 aten = torch.ops.aten
@@ -48,7 +49,7 @@ aten = torch.ops.aten
 class PreparedProgram(ExportedProgram):
     """A program whose calls all have ONNX functions, so that nothing is decomposed."""
 
-    def run_decompositions(self, *_: Any, **__: Any) -> ExportedProgram:  # type: ignore[override]
+    def run_decompositions(self, *_: Any, **__: Any) -> ExportedProgram:
         return self
 
 
@@ -139,12 +140,12 @@ def _set_values(graph: fx.Graph, slim: nn.Module) -> bool:
 
 
 def _tensor_at(module: nn.Module, name: str) -> Tensor:
-    return reduce(getattr, name.split("."), module)  # type: ignore[return-value]
+    return reduce(getattr, name.split("."), module)
 
 
 def _decompose(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., Any]]) -> bool:
     """Replace a call by its decomposition; False where there is none."""
-    values = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    values = map_arg((node.args, node.kwargs), lambda n: fake(n))
     leaves, spec = pytree.tree_flatten(values)
     reads = [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)]
     positions = [k for k, leaf in enumerate(pytree.tree_leaves((node.args, node.kwargs))) if isinstance(leaf, fx.Node)]
@@ -191,10 +192,10 @@ def _program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> Expo
     specs, tensors = _lift_constants(graph, slim, own)
     (result,) = graph.find_nodes(op="output")
     outputs = result.args[0] if isinstance(result.args[0], list | tuple) else (result.args[0],)
-    if not all(isinstance(n, fx.Node) and isinstance(n.meta["val"], Tensor) for n in outputs):
+    if not all(isinstance(n, fx.Node) and isinstance(fake(n), Tensor) for n in outputs):
         return None
     for node in graph.find_nodes(op="placeholder")[len(specs) :]:
-        value: Any = node.meta["val"]
+        value: Any = fake(node)
         tensor = isinstance(value, Tensor)
         argument = TensorArgument(node.name) if tensor else ConstantArgument(node.name, value)
         specs.append(InputSpec(InputKind.USER_INPUT, argument, None))
@@ -226,7 +227,7 @@ def _lift_constants(
             tensor = tensors[name] = own[name] if name in own else _tensor_at(slim, name)
             with graph.inserting_before(first):
                 placeholder = inputs[name] = graph.placeholder(re.sub(r"\W", "_", f"c_{name}"))
-            placeholder.meta["val"] = node.meta["val"]
+            placeholder.meta["val"] = fake(node)
             parameter = isinstance(tensor, nn.Parameter)
             kind = InputKind.PARAMETER if parameter else InputKind.BUFFER
             persistent = None if parameter else True

@@ -97,7 +97,7 @@ def translation() -> dict[Any, Any]:
 
     op: Any = opset18
 
-    def written(name, x, states, params, biases, layers, two, batch_first):  # type: ignore[no-untyped-def]
+    def written(name, x, states, params, biases, layers, two, batch_first):
         kind, directions = _KINDS[name.removeprefix("aten.")], 2 if two else 1
         value = op.Transpose(x, perm=[1, 0, 2]) if batch_first else x
         per_direction = len(params) // (layers * directions)
