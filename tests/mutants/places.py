@@ -184,10 +184,6 @@ PLACES: tuple[tuple, ...] = (
     # pilot
     ("pilot/chains/chain_op.py", "pilot_chain", ("guard",
      "if weight.ndim != 2 or (bias is not None and tuple(bias.shape) != tuple(weight.shape[:1])):")),
-    ("pilot/chains/ordered_chain.py", "pilot_order",
-     ("extreme", "units = order.places(done, min(done + step, most))")),
-    ("pilot/chains/ordered_graph.py", "pilot_order",
-     ("connective", "if self.deadline is None and self.bytes is None:")),
     ("pilot/conditions/base.py", "pilot_condition", ("off by one",
      "parameter, rest = (names[k] if k < len(names) else value), value")),
     ("pilot/conditions/channel_conditions.py", "pilot_supports",

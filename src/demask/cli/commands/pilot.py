@@ -216,8 +216,7 @@ def condition(
         str,
         typer.Option(
             metavar="CONDITION",
-            help="columns, certified, skip:0.5, constant:0.5, value:0.5, precision:0.5:bits=4, "
-            "order:deadline=0.001, route:0.8, regions:….",
+            help="columns, certified, skip:0.5, constant:0.5, value:0.5, precision:0.5:bits=4, route:0.8, regions:….",
         ),
     ] = "columns",
     pilot: Annotated[
