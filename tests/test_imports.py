@@ -17,7 +17,7 @@ from demask.plugins import PUBLIC_MODULES, PUBLIC_NAMES
 # Top to bottom; parts of one row do not import each other, but for those named in PEERS.
 LAYOUT = (
     ("errors", "installation", "pytree_paths"),
-    ("failures", "numerics", "progress", "registry", "text_table"),
+    ("failures", "numerics", "progress", "records", "registry", "text_table"),
     ("compat",),
     ("ops",),
     ("graph",),

@@ -31,8 +31,9 @@ through `demask()`, back into a file and through ONNX Runtime in
 other processors some of them pass:
 """
 OPS = """
-{count} ops, one PyTorch function each, in a file below `demask/files/onnx/ops`. *node tests*: how
-many of the op's pass, in its plain form and written out as the function that ONNX defines it by.
+{count} ops, one PyTorch function each, in a file below `demask/files/onnx/ops`; those in `reference`
+are run by onnx's reference implementation, and cannot be captured. *node tests*: how many of the op's
+pass, in its plain form and written out as the function that ONNX defines it by.
 {untested} ops have none of their own. Ops of ONNX without a function, which are refused:
 {missing}.
 """

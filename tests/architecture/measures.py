@@ -19,7 +19,7 @@ from pathlib import Path
 # From the bottom to the top: a part imports those of its own line and of lines before it.
 LAYERS = (
     ("errors", "installation", "pytree_paths"),
-    ("failures", "registry", "numerics", "progress", "text_table"),
+    ("failures", "records", "registry", "numerics", "progress", "text_table"),
     ("compat",),
     ("ops",),
     ("machine",),

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from demask.cli.read_network import ExampleOptions, read_to_edit
+from demask.cli.options import NetworkOptions
+from demask.cli.read_network import read_to_edit
 from demask.files.onnx.check import Judge
 from demask.files.onnx.edit.edit_file import edit_file, save_edited
 from demask.ops import TABLE
@@ -53,7 +54,7 @@ def test_exports_with_caches_generate_the_same(name: str, tmp_path: Path) -> Non
     run(python, "export", tmp_path / "in", folder, task)
     shutil.copytree(folder, slim)
     for path in sorted(folder.glob("*.onnx")):
-        args = read_to_edit(path, ExampleOptions()).args
+        args = read_to_edit(path, NetworkOptions()).args
         edited = edit_file(path, args, TABLE)
         if edited is None:  # branches that share tensors
             assert "merged" in path.name

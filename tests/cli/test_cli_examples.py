@@ -7,6 +7,7 @@ from torch import nn
 
 import demask
 import test_cli
+from demask.cli.options import NetworkOptions
 from demask.cli.read_network import computed_size, read_network
 from demask.errors import BadInput
 from demask.graph.example_inputs import PIXELS, draw_examples, expected_domains
@@ -59,7 +60,7 @@ def shapes(network):
 
 def test_a_name_is_one_size_everywhere_and_lengths_are_tried_until_one_runs(state):
     assert shapes(read_network(state)) == [(1, 1, 512), (2, 1, 4)]
-    assert shapes(read_network(state, ["batch=3", "length=301"])) == [(3, 1, 301), (2, 3, 4)]
+    assert shapes(read_network(state, NetworkOptions(sizes=["batch=3", "length=301"]))) == [(3, 1, 301), (2, 3, 4)]
 
 
 def test_a_size_may_be_computed_from_others(tmp_path):
@@ -70,7 +71,7 @@ def test_a_size_may_be_computed_from_others(tmp_path):
     ]
     nodes = [("Concat", ["past", "x"], "c", {"axis": 1}), ("Mul", ["c", "mask"], "y", {})]
     decoder = write(tmp_path / "decoder.onnx", ports, nodes)
-    assert shapes(read_network(decoder, ["length=3"])) == [(1, 3), (1, 1), (1, 4)]
+    assert shapes(read_network(decoder, NetworkOptions(sizes=["length=3"]))) == [(1, 3), (1, 1), (1, 4)]
     cache = write(
         tmp_path / "cache.onnx",
         [ports[0], ("keys", 1, ["batch", 2, "past", 4])],
@@ -97,13 +98,13 @@ def test_lines_of_text_are_tried_too(tmp_path):
 
 def test_a_network_that_runs_with_none_says_what_to_give(state):
     with pytest.raises(BadInput, match=r"give --input FILE, or --size NAME=N for batch, length"):
-        read_network(state, ["length=20"])
+        read_network(state, NetworkOptions(sizes=["length=20"]))
 
 
 def test_axes_without_a_name_have_sizes_of_their_own(images):
-    assert shapes(read_network(images, ["x.2=10", "n=2"])) == [(2, 3, 10, 224)]
+    assert shapes(read_network(images, NetworkOptions(sizes=["x.2=10", "n=2"]))) == [(2, 3, 10, 224)]
     with pytest.raises(BadInput, match=r"no such size; it has n, x\.2, x\.3"):
-        read_network(images, ["width=10"])
+        read_network(images, NetworkOptions(sizes=["width=10"]))
 
 
 def test_sizes_of_torch_files(run, tmp_path):
@@ -111,7 +112,7 @@ def test_sizes_of_torch_files(run, tmp_path):
     found = read_network(tmp_path / "net.pt2")
     assert found.args == () and [tuple(x.shape) for x in found.example] == [(2, 3, 6, 7)]
     (port,) = (p for p in demask.cli.read_network.ports_of(found))
-    assert shapes(read_network(tmp_path / "net.pt2", [f"{port.sizes[0]}=5"])) == [(5, 3, 6, 7)]
+    assert shapes(read_network(tmp_path / "net.pt2", NetworkOptions(sizes=[f"{port.sizes[0]}=5"]))) == [(5, 3, 6, 7)]
 
 
 def test_static_fixes_all_sizes(run, tmp_path, images):
@@ -124,7 +125,7 @@ def test_static_fixes_all_sizes(run, tmp_path, images):
 
 
 def test_the_batch_stays_dynamic_on_all_its_axes(state):
-    record = read_network(state, static="inner").model.demasked
+    record = read_network(state, inner=True).model.demasked
     (first, one, length), (two, second, four) = (spec.sizes for spec in record.inputs)
     assert isinstance(first, str) and isinstance(second, str)
     assert (one, length, two, four) == (1, 512, 2, 4)
@@ -151,9 +152,9 @@ def test_inputs_from_files(state, tmp_path):
     np.savez(tmp_path / "both.npz", s=s, a=a)
     both = [str(tmp_path / name) for name in ("a.npy", "s.npy")]
     for words in (both, [f"s={both[1]}", both[0]], [str(tmp_path / "both.npz")]):
-        args = read_network(state, None, words).args
+        args = read_network(state, NetworkOptions(inputs=words)).args
         assert torch.equal(args[0], torch.from_numpy(a)) and bool((args[1] == 2).all())
-    assert shapes(read_network(state, None, both[:1])) == [(3, 1, 400), (2, 3, 4)]
+    assert shapes(read_network(state, NetworkOptions(inputs=both[:1]))) == [(3, 1, 400), (2, 3, 4)]
     for sizes, words, complaint in (
         (["batch=2"], both, "size batch: got 2 and 3"),
         (None, [f"s={both[0]}"], r"expected input s float32 \[2, any, 4\], got float32 \[3, 1, 40"),
@@ -161,7 +162,7 @@ def test_inputs_from_files(state, tmp_path):
         (None, ["none.npy"], "no such file"),
     ):
         with pytest.raises(BadInput, match=complaint):
-            read_network(state, sizes, words)
+            read_network(state, NetworkOptions(sizes=sizes, inputs=words))
 
 
 def test_commands_check_with_the_inputs_given(run, tmp_path, monkeypatch):

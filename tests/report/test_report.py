@@ -168,7 +168,7 @@ def test_the_dictionary_survives_json():
     assert data["before"] == {"parameters": 1000, "macs": 20_000, "bytes": 4000, "buffers": 0}
     assert data["after"] == {"parameters": 250, "macs": 5000, "bytes": 1000, "buffers": 0}
     assert data["removed"] == {"layer3.conv2": 700, "stem": 50}
-    assert data["declined"][1] == {"text": "graph output", "slices": 3, "places": ("cat_1",)}
+    assert data["declined"][1] == {"text": "graph output", "slices": 3, "places": ["cat_1"]}
 
 
 class Page(HTMLParser):

@@ -10,6 +10,7 @@ import pytest
 
 import demask
 from demask.errors import BadInput
+from demask.records import decode
 from demask.traverse.planning import plan as plans
 from fuzz.traversed import executed
 from tiled_networks import build, same
@@ -115,6 +116,6 @@ def test_odd_plans_are_refused_or_right(name: str, stored_plan, tmp_path) -> Non
 
 @pytest.mark.parametrize("value", [-1, 2**62, 1.0, True, "3"])
 def test_counts_of_stored_plans_are_whole_numbers(value) -> None:
-    with pytest.raises(ValueError, match="expected a count"):
-        plans._number(value)
-    assert plans._number(7) == 7
+    with pytest.raises(BadInput, match=r"expected (a count|an integer)"):
+        decode(plans.Count, value, "plan")
+    assert decode(plans.Count, 7, "plan") == 7

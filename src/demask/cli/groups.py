@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from itertools import groupby
 from pathlib import Path
 from string import Formatter
@@ -65,6 +67,29 @@ class CommandsByJob(TyperGroup):
             rows = [(one.name.ljust(width), one.get_short_help_str(10**4)) for one in of_job]
             with formatter.section(job or "Commands"):
                 formatter.write_dl(rows)
+
+
+def add_command(app: typer.Typer, name: str, command: Callable[..., None], job: str | None = None) -> None:
+    """Add a command to a group. Of a parameter whose type is a dataclass, the fields are the options."""
+    parameters, groups = list[inspect.Parameter](), dict[str, Any]()
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        kind: Any = parameter.annotation
+        if is_dataclass(kind):
+            groups[parameter.name] = kind
+            parameters += inspect.signature(groups[parameter.name], eval_str=True).parameters.values()
+        else:
+            parameters.append(parameter)
+
+    def run(**values: Any) -> None:
+        grouped = {
+            group: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            for group, kind in groups.items()
+        }
+        command(**values, **grouped)
+
+    run.__doc__, run.__annotations__ = command.__doc__, {}
+    vars(run)["__signature__"] = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])
+    app.command(name, cls=CommandWithNext, rich_help_panel=job)(run)
 
 
 class CommandWithNext(TyperCommand):

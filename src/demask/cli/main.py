@@ -10,7 +10,7 @@ import typer
 from demask.cli.commands import checks, halos, pilot, slim, speed, streams, strides
 from demask.cli.demo import command as demonstration
 from demask.cli.failures import status_of, words_of
-from demask.cli.groups import CommandsByJob, CommandWithNext
+from demask.cli.groups import CommandsByJob, add_command
 from demask.cli.pruning import command as pruning
 from demask.installation import VERSION
 
@@ -32,7 +32,7 @@ JOBS = {
 }
 for _job, _commands in JOBS.items():
     for _name, _command in _commands.items():
-        app.command(_name, cls=CommandWithNext, rich_help_panel=_job)(_command)
+        add_command(app, _name, _command, _job)
 app.add_typer(pilot.app, name="pilot", rich_help_panel="Compute less of it")
 
 

@@ -38,6 +38,16 @@ def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
     check_writable(path)
 
 
+def _checked_picture(path: Path | None) -> Path | None:
+    """The file of an option. Raises BadInput now if no picture could be drawn to it after the work."""
+    from demask.files.pictures import SUFFIXES, check_picture
+
+    if path is not None:
+        check_output(path, SUFFIXES)
+        check_picture(path, "--plot")
+    return path
+
+
 @dataclass(frozen=True, slots=True)
 class PageFile:
     """A web page to write. context: of the command that writes it."""
@@ -65,7 +75,6 @@ class PageFile:
         write_page(replace(page, title=title, note=note), self.path)
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 Model = Annotated[
     Path,
     typer.Argument(
@@ -92,7 +101,6 @@ Inputs = Annotated[
         "ops can work with.",
     ),
 ]
-Static = Annotated[bool, typer.Option("--static", help="Fix all dynamic sizes to those of the example inputs.")]
 Fix = Annotated[
     list[str] | None,
     typer.Option(
@@ -100,27 +108,6 @@ Fix = Annotated[
         metavar="NAME=VALUE",
         help="A constant in place of an input of an ONNX file, a number or a list: --fix "
         "rate=16000 --fix scales=[1,1,2,2]. May be repeated.",
-    ),
-]
-Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw it: .svg, .png or .pdf.")]
-Tolerance = Annotated[
-    float | None,
-    typer.Option(
-        metavar="RATIO",
-        help="For .onnx: the largest difference allowed, relative to the largest value of an "
-        "output. Default: 84 units in the last place (1e-5 for float32) or, if that is more, what "
-        "rounding moves the network itself.",
-    ),
-]
-Report = Annotated[
-    Any,
-    typer.Option(
-        "--report",
-        "--page",
-        parser=Path,
-        metavar="FILE.html",
-        callback=PageFile.checked,
-        help="Also write the result as one web page: a picture, tables, and what to do next.",
     ),
 ]
 Imports = Annotated[
@@ -132,6 +119,69 @@ Imports = Annotated[
         "transformers.modeling_outputs. May be repeated.",
     ),
 ]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        metavar="RATIO",
+        help="For .onnx: the largest difference allowed, relative to the largest value of an "
+        "output. Default: 84 units in the last place (1e-5 for float32) or, if that is more, what "
+        "rounding moves the network itself.",
+    ),
+]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="FILE", callback=_checked_picture, help="Also draw it: .svg, .png or .pdf.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ShowOptions:
+    """The options of a command that say how its result is shown."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False
+    page: Annotated[
+        Any,
+        typer.Option(
+            "--report",
+            "--page",
+            parser=Path,
+            metavar="FILE.html",
+            callback=PageFile.checked,
+            help="Also write the result as one web page: a picture, tables, and what to do next.",
+        ),
+    ] = None
+
+    def show(self, shown: Page | PageSource, data: dict[str, Any]) -> None:
+        """Print a result as text or its data as JSON, and write the web page if one is wanted, which
+        ends with the next useful command."""
+        from demask.pages.text import text_of
+
+        shown = shown if isinstance(shown, Page) else shown.page()
+        typer.echo(json.dumps(data, indent=2) if self.as_json else text_of(shown.sections))
+        if self.page is not None:
+            self.page.write(shown)
+            if not self.as_json:
+                typer.echo(f"report in {self.page.path}")
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkOptions:
+    """The options of a command that say how its network and example inputs are read."""
+
+    imports: Imports = None
+    sizes: Sizes = None
+    inputs: Inputs = None
+    static: Annotated[bool, typer.Option("--static", help="Fix all dynamic sizes to those of the example inputs.")] = (
+        False
+    )
+    fix: Fix = None
+
+    def read(self, path: Path, *, inner: bool = False) -> Any:
+        """The network in a file, a `read_network.NetworkFile`. inner: fix all sizes but the batch's,
+        where --static does not fix all."""
+        from demask.cli.read_network import read_network
+
+        import_modules(self.imports)
+        return read_network(path, self, inner=inner)
 
 
 def verify_and_write(network: Any, result: Any, output: Path, step: Any, *, exact: bool = True) -> Any:
@@ -156,14 +206,6 @@ def import_modules(modules: list[str] | None) -> None:
             raise BadInput(f"cannot import {name}: {error}; is it installed here?") from error
 
 
-def check_plot(path: Path) -> None:
-    """Raise BadInput now if no picture could be drawn to `path` after the work."""
-    from demask.files.pictures import SUFFIXES, check_picture
-
-    check_output(path, SUFFIXES)
-    check_picture(path, "--plot")
-
-
 def plain(verification: Any) -> dict[str, Any]:
     """A verification as JSON values: a dtype as its name, NaN and infinity as words."""
     row = asdict(verification) | {"dtype": str(verification.dtype).removeprefix("torch.")}
@@ -171,20 +213,7 @@ def plain(verification: Any) -> dict[str, Any]:
     return row | odd
 
 
-def show(shown: Page | PageSource, data: dict[str, Any], as_json: bool, page: PageFile | None = None) -> None:
-    """Print a result as text or its data as JSON. page: where to write the result as a web page,
-    which ends with the next useful command."""
-    from demask.pages.text import text_of
-
-    shown = shown if isinstance(shown, Page) else shown.page()
-    typer.echo(json.dumps(data, indent=2) if as_json else text_of(shown.sections))
-    if page is not None:
-        page.write(shown)
-        if not as_json:
-            typer.echo(f"report in {page.path}")
-
-
-def show_written(result: Any, output: Path, verification: Any, as_json: bool, page: PageFile | None = None) -> None:
+def show_written(result: Any, output: Path, verification: Any, options: ShowOptions) -> None:
     """Print the report of a result that was written to `output`, and its verification."""
     import demask
 
@@ -192,7 +221,7 @@ def show_written(result: Any, output: Path, verification: Any, as_json: bool, pa
     data = {"output": str(output), "report": report.to_dict()}
     data["verification"] = plain(verification)
     written = written_sections(output, str(verification), verification.page().sections)
-    show(report.page().followed_by(*written), data, as_json, page)
+    options.show(report.page().followed_by(*written), data)
 
 
 def written_sections(output: Path, words: str, verified: Sequence[Section] = ()) -> list[Section]:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from demask.cli.options import NetworkOptions
 from demask.cli.ports import NAMELESS, NetworkInput, fitted, matched
 from demask.errors import BadInput, NotExportable, RefusedFile
 from demask.files.arrays import read_arrays
@@ -40,6 +41,7 @@ OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv,
 }
+PLAIN = NetworkOptions()
 # Sizes that are tried for what an ONNX file leaves open: of images, lines of text at the end; of
 # other axes.
 TRIED = (((224, 224), 16), ((320, 320), 512), ((640, 640), 4096), ((48, 320), 16), ((32, 320), 16))
@@ -68,39 +70,17 @@ class NetworkFile:
         return self.args or _drawn(self.model, _shapes_of(self.model))
 
 
-@dataclass(frozen=True, slots=True)
-class ExampleOptions:
-    """The options of a command for example inputs. sizes: "name=number". inputs: "file" or
-    "name=file". static: fix all sizes to the example's; "inner": all but those of axis 0. fix:
-    "name=value" of inputs that are constants."""
-
-    sizes: Sequence[str] = ()
-    inputs: Sequence[str] = ()
-    static: bool | str = False
-    fix: Sequence[str] = ()
-
-    @property
-    def is_plain(self) -> bool:
-        return not (self.sizes or self.inputs or self.static)
-
-
-def read_network(
-    path: Path,
-    sizes: Sequence[str] | None = None,
-    inputs: Sequence[str] | None = None,
-    static: bool | str = False,
-    fix: Sequence[str] | None = None,
-) -> NetworkFile:
-    """The network in a .pt2 file, an archive of demask or an ONNX file, with example inputs as
-    `ExampleOptions` says; raises BadInput for anything else."""
-    options = ExampleOptions(sizes or (), inputs or (), static, fix or ())
-    if path.suffix == ".onnx" or fix:
-        return _read_onnx(path, options)
+def read_network(path: Path, options: NetworkOptions = PLAIN, *, inner: bool = False) -> NetworkFile:
+    """The network in a .pt2 file, an archive of demask or an ONNX file, with example inputs as the
+    options say; raises BadInput for anything else. inner: as for `NetworkOptions.read`."""
+    static: bool | str = options.static or (inner and "inner")
+    if path.suffix == ".onnx" or options.fix:
+        return _read_onnx(path, options, static)
     model = read_model(path)
     if static == "inner":
-        inner = [n for port in ports_of(NetworkFile(model, ())) for n in port.sizes[1:]]
-        options = replace(options, static=static if any(isinstance(n, str) for n in inner) else False)
-    if options.is_plain:
+        sizes = [n for port in ports_of(NetworkFile(model, ())) for n in port.sizes[1:]]
+        static = static if any(isinstance(n, str) for n in sizes) else False
+    if not (options.sizes or options.inputs or static):
         args = () if isinstance(model, ExportedProgram) else _drawn(model, _shapes_of(model))
         return NetworkFile(model, args)
     ports = ports_of(NetworkFile(model, ()))
@@ -108,8 +88,7 @@ def read_network(
     shapes = _sized(ports, _chosen(options.sizes, ports, path), arrays, _shapes_of(model))
     drawings = _drawn(model, shapes)
     args = tuple(arrays.get(p.name, x) for p, x in zip(ports, drawings, strict=True))
-    fixed = _fixed(model, args, options.static) if options.static else model
-    return NetworkFile(fixed, args)
+    return NetworkFile(_fixed(model, args, static) if static else model, args)
 
 
 def ports_of(network: NetworkFile) -> tuple[NetworkInput, ...]:
@@ -162,12 +141,12 @@ def example(port: NetworkInput, shape: Sequence[int], domain: Any = None) -> Ten
 # ----------------------------------------------------------------------------------------- ONNX
 
 
-def fixed_network(path: Path, fix: Sequence[str]) -> OnnxModule:
+def fixed_network(path: Path, fix: Sequence[str] | None) -> OnnxModule:
     """The network in an ONNX file, with constants in place of inputs as `--fix` says."""
     if path.suffix != ".onnx":
         raise BadInput(f"--fix is for .onnx files, got {path}: leave it out")
     values: dict[str, Any] = {}
-    for text in fix:
+    for text in fix or ():
         name, _, value = text.partition("=")
         try:
             number = json.loads(value)
@@ -189,13 +168,13 @@ def fixes_of(path: Path, fix: Sequence[str] | None) -> list[str]:
     return [text for text in fix if text.partition("=")[0] in names]
 
 
-def _read_onnx(path: Path, options: ExampleOptions) -> NetworkFile:
+def _read_onnx(path: Path, options: NetworkOptions, static: bool | str) -> NetworkFile:
     module = fixed_network(path, options.fix)
     ports = tuple(map(_port, cast(Interface, module.interface).inputs))
     arrays, chosen = _input_arrays(options.inputs, ports), _chosen(options.sizes, ports, path)
     args = _running(module, ports, chosen, arrays)
-    if options.static:
-        module.interface = _static(module.interface, args, options.static)
+    if static:
+        module.interface = _static(module.interface, args, static)
     model = as_demasked(capture(module, args))
     domains = expected_domains(model)
     names = [spec.name for spec in cast(Provenance, model.demasked).inputs]
@@ -206,11 +185,11 @@ def _read_onnx(path: Path, options: ExampleOptions) -> NetworkFile:
     return NetworkFile(model, args, None if options.fix else path)
 
 
-def read_to_edit(path: Path, options: ExampleOptions) -> NetworkFile:
+def read_to_edit(path: Path, options: NetworkOptions) -> NetworkFile:
     """The network in an ONNX file that can be edited, if not captured: with ops that demask has no
     function for, or text. ONNX Runtime runs it, or nothing."""
     try:
-        return read_network(path, options.sizes, options.inputs, options.static, options.fix)
+        return read_network(path, options)
     except (BadInput, NotExportable) as error:
         if path.suffix != ".onnx" or options.fix or isinstance(error, RefusedFile):
             raise
@@ -281,9 +260,9 @@ def _dynamic(ports: Sequence[NetworkInput]) -> Iterator[str]:
     return (size for port in ports for size in port.sizes if isinstance(size, str))
 
 
-def _chosen(sizes: Sequence[str], ports: Sequence[NetworkInput], path: Path) -> dict[str, int]:
+def _chosen(sizes: Sequence[str] | None, ports: Sequence[NetworkInput], path: Path) -> dict[str, int]:
     known, chosen = set(_dynamic(ports)), {}
-    for text in sizes:
+    for text in sizes or ():
         name, _, number = text.rpartition("=")
         if not name or not number.isdecimal() or not 0 < int(number[:20]) <= MAX_EXAMPLE:
             raise BadInput(f"expected --size NAME=NUMBER, such as --size batch=8, got {text!r}")
@@ -294,10 +273,10 @@ def _chosen(sizes: Sequence[str], ports: Sequence[NetworkInput], path: Path) -> 
     return chosen
 
 
-def _input_arrays(inputs: Sequence[str], ports: Sequence[NetworkInput]) -> dict[str, Tensor]:
+def _input_arrays(inputs: Sequence[str] | None, ports: Sequence[NetworkInput]) -> dict[str, Tensor]:
     """The example inputs in files, by the name of the input."""
     by_name: dict[str, Tensor] = {}
-    for text in inputs:
+    for text in inputs or ():
         name, _, file = text.partition("=")
         if name not in {port.name for port in ports}:
             name, file = "", text

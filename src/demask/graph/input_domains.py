@@ -11,18 +11,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.records import Limit
 
 Form = Literal["any", "mask", "one-hot", "sorted", "distinct"]
 FORMS: tuple[Form, ...] = ("any", "mask", "one-hot", "sorted", "distinct")
 Domains = Mapping[int, "Domain"]  # by number of the leaf among a call's inputs
 NOTHING: Domains = MappingProxyType({})
+FITTING = Limit("a number of 64 bits", lambda number: number is None or abs(number) < 2**63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,10 @@ class Domain:
     "sorted" numbers do not fall along the last axis, "distinct" ones differ along it.
     """
 
-    low: float | None = None
-    high: float | None = None
+    low: Annotated[float | None, FITTING] = None
+    high: Annotated[float | None, FITTING] = None
     form: Form = "any"
-    axis: int = -1
+    axis: Annotated[int, Limit("an axis", range(-64, 64).__contains__)] = -1
     ascending: bool = False
 
     @classmethod
@@ -69,22 +71,10 @@ class Domain:
             return cls(low, high, "distinct", ascending=ascending)
         return cls(low, high, "sorted" if ascending else "any")
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Domain:
-        """The domain of what `dataclasses.asdict` returns, read from JSON. Raises ValueError for
-        other data."""
-        low, high = (None if data[key] is None else data[key] for key in ("low", "high"))
-        axis, ascending = data["axis"], data["ascending"]
-        numbers = [n for n in (low, high) if n is not None]
-        if (
-            any(type(n) not in (int, float) or not abs(n) < 2**63 for n in numbers)
-            or (len(numbers) == 2 and numbers[0] > numbers[1])
-            or data["form"] not in FORMS
-            or not (type(axis) is int and -64 <= axis < 64)
-            or not isinstance(ascending, bool)
-        ):
-            raise ValueError(f"expected a domain of inputs, got {data!r:.80}")
-        return cls(low, high, data["form"], axis, ascending)
+    @property
+    def is_range(self) -> bool:
+        """Whether the smallest number is not above the largest."""
+        return self.low is None or self.high is None or self.low <= self.high
 
     def draw(self, like: Tensor, draw: torch.Generator) -> Tensor:
         """Seeded random values of the domain with the shape, dtype and device of a tensor."""

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Annotated, Any
 
 from demask.errors import BadInput
 from demask.graph.input_domains import Domain
+from demask.records import OMITTED, Limit, Stored, decode, encode
 
 Positions = tuple[int, ...] | None
+Scale = Annotated[float, Limit("finite scales above 0", lambda scale: 0 < scale < inf)]
+ZeroPoint = Annotated[int, Limit("zero points of 32 bits", lambda point: abs(point) < 2**31)]
+Number = Annotated[int, Limit("integers of 31 bits", lambda number: 0 <= number < 2**31)]
+Attribute = Annotated[str, Limit("an attribute's name", str.isidentifier)]
+RANGE = Limit("low <= high", lambda domain: domain.is_range)
+# JSON has no infinity.
+Seconds = Annotated[float, Stored(lambda s: s if s < inf else None, lambda s: inf if s is None else float(s))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,14 @@ class ModuleSizes:
         return {name: cls((a[0], b[0]), (a[1], b[1])) for name, (a, b) in pairs.items()}
 
 
+def _module_sizes(data: Any) -> ModuleSizes:
+    parameters_before, parameters_after, macs_before, macs_after = decode(tuple[int, ...], data, "sizes")
+    return ModuleSizes((parameters_before, parameters_after), (macs_before, macs_after))
+
+
+FourSizes = Annotated[ModuleSizes, Stored(lambda row: [*row.parameters, *row.macs], _module_sizes)]
+
+
 def removed_parameters(modules: Mapping[str, ModuleSizes]) -> dict[str, int]:
     """Parameters removed by module, without modules of which none is."""
     counts = {path: sizes.parameters[0] - sizes.parameters[1] for path, sizes in modules.items()}
@@ -116,12 +132,7 @@ class InputSpec:
     sizes: tuple[int | str, ...]
     dtype: str
     example: tuple[int, ...]
-    domain: Domain | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """A dictionary that JSON can represent, without a domain of any numbers."""
-        data = asdict(self)
-        return data if self.domain is not None else {k: v for k, v in data.items() if k != "domain"}
+    domain: Annotated[Annotated[Domain, RANGE] | None, OMITTED] = None
 
 
 NAMELESS = ("", "?", "-1", "None")  # what exporters write for unnamed dynamic sizes
@@ -144,8 +155,8 @@ class QuantizationGrid:
 
     dtype: str
     axis: int
-    scales: tuple[float, ...]
-    zero_points: tuple[int, ...]
+    scales: tuple[Scale, ...]
+    zero_points: tuple[ZeroPoint, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +185,7 @@ class TuneDecision:
 
     place: str
     chosen: str
-    seconds: Mapping[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """A dictionary that JSON can represent, with None in the place of infinity."""
-        seconds = {name: value if value < inf else None for name, value in self.seconds.items()}
-        return {"place": self.place, "chosen": self.chosen, "seconds": seconds}
+    seconds: Mapping[str, Seconds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,58 +238,18 @@ class Provenance:
     densities: Mapping[str, float] = field(default_factory=dict)
     form: str = "graph"
     graph_reasons: tuple[str, ...] = ()
-    numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    modules: Mapping[str, ModuleSizes] = field(default_factory=dict)
+    numbers: Mapping[str, Mapping[Attribute, Number | tuple[Number, ...]]] = field(default_factory=dict)
+    modules: Mapping[str, FourSizes] = field(default_factory=dict)
     batch: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary that JSON can represent; `from_dict` is the inverse."""
-        return {
-            "cuts": {name: asdict(cut) for name, cut in self.cuts.items()},
-            "reasons": [asdict(reason) for reason in self.reasons],
-            "effects": dict(self.effects),
-            "notes": list(self.notes),
-            "inputs": [spec.to_dict() for spec in self.inputs],
-            "before": asdict(self.before),
-            "after": asdict(self.after),
-            "removed": dict(self.removed),
-            "guards": list(self.guards),
-            "values": dict(self.values),
-            "decisions": [decision.to_dict() for decision in self.decisions],
-            "speed": None if self.speed is None else asdict(self.speed),
-            "interface": None if self.interface is None else asdict(self.interface),
-            "densities": dict(self.densities),
-            "form": self.form,
-            "graph_reasons": list(self.graph_reasons),
-            "numbers": {path: dict(values) for path, values in self.numbers.items()},
-            "modules": {path: [*row.parameters, *row.macs] for path, row in self.modules.items()},
-            "batch": self.batch,
-        }
+        return encode(Provenance, self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Provenance:
-        """The inverse of `to_dict`. Raises KeyError, TypeError or ValueError for other data."""
-        return cls(
-            cuts={name: _cut(cut) for name, cut in data["cuts"].items()},
-            reasons=tuple(Reason(**reason) for reason in data["reasons"]),
-            effects=dict(data["effects"]),
-            notes=tuple(data["notes"]),
-            inputs=tuple(_input(spec) for spec in data["inputs"]),
-            before=Sizes(**data["before"]),
-            after=Sizes(**data["after"]),
-            removed=dict(data["removed"]),
-            guards=tuple(str(guard) for guard in data.get("guards", ())),
-            values={str(k): str(v) for k, v in data.get("values", {}).items()},
-            decisions=tuple(_decision(row) for row in data.get("decisions", ())),
-            speed=None if data.get("speed") is None else _speed(data["speed"]),
-            interface=None if data.get("interface") is None else _interface(data["interface"]),
-            densities={str(k): float(v) for k, v in data.get("densities", {}).items()},
-            form=str(data.get("form", "graph")),
-            graph_reasons=tuple(map(str, data.get("graph_reasons", ()))),
-            numbers={str(k): _numbers(v) for k, v in data.get("numbers", {}).items()},
-            modules={str(k): _module_sizes(v) for k, v in data.get("modules", {}).items()},
-            batch=int(data.get("batch", 0)),
-        )
+    def from_dict(cls, data: Any) -> Provenance:
+        """The inverse of `to_dict`. Raises BadInput for other data."""
+        return decode(Provenance, data, "provenance")
 
 
 def provenance_of(network: Any) -> Provenance:
@@ -295,59 +261,3 @@ def provenance_of(network: Any) -> Provenance:
             "attribute `demasked`; call demask.demask(model, args) and pass its result"
         )
     return provenance
-
-
-def _numbers(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Integers or tuples of integers, by name."""
-    numbers: dict[str, Any] = {}
-    for name, value in data.items():
-        row = value if isinstance(value, (list, tuple)) else [value]
-        if not all(type(n) is int and 0 <= n < 2**31 for n in row) or not name.isidentifier():
-            raise ValueError(f"expected integers, got {name} = {value!r:.40}")
-        numbers[str(name)] = tuple(row) if isinstance(value, (list, tuple)) else value
-    return numbers
-
-
-def _module_sizes(data: Sequence[Any]) -> ModuleSizes:
-    a, b, c, d = map(int, data)
-    return ModuleSizes((a, b), (c, d))
-
-
-def _decision(data: Mapping[str, Any]) -> TuneDecision:
-    seconds = {str(name): inf if value is None else float(value) for name, value in data["seconds"].items()}
-    return TuneDecision(str(data["place"]), str(data["chosen"]), seconds)
-
-
-def _speed(data: Mapping[str, Any]) -> Speed:
-    baseline, result = (tuple(map(float, data[key])) for key in ("given", "result"))
-    return Speed(**{**data, "given": baseline, "result": result})
-
-
-def _interface(data: Mapping[str, Any]) -> Interface:
-    inputs, outputs = (tuple(map(_port, data[key])) for key in ("inputs", "outputs"))
-    metadata = {str(k): str(v) for k, v in data["metadata"].items()}
-    grids = {str(k): _grid(v) for k, v in data.get("grids", {}).items()}
-    return Interface(inputs, outputs, str(data["name"]), str(data["doc"]), metadata, grids)
-
-
-def _grid(data: Mapping[str, Any]) -> QuantizationGrid:
-    scales, points = tuple(map(float, data["scales"])), tuple(map(int, data["zero_points"]))
-    if not all(0 < scale < inf for scale in scales) or any(abs(p) >= 2**31 for p in points):
-        raise ValueError("expected finite scales above 0, and zero points of 32 bits")
-    return QuantizationGrid(str(data["dtype"]), int(data["axis"]), scales, points)
-
-
-def _port(data: Mapping[str, Any]) -> OnnxPort:
-    sizes = data["sizes"]
-    return OnnxPort(str(data["name"]), str(data["dtype"]), None if sizes is None else tuple(sizes))
-
-
-def _cut(data: Mapping[str, Any]) -> Cut:
-    positions = tuple(None if axis is None else tuple(map(int, axis)) for axis in data["kept"])
-    return Cut(str(data["source"]), tuple(map(int, data["shape"])), positions)
-
-
-def _input(data: Mapping[str, Any]) -> InputSpec:
-    domain = None if data.get("domain") is None else Domain.from_dict(data["domain"])
-    sizes, example = tuple(data["sizes"]), tuple(data["example"])
-    return InputSpec(data["name"], sizes, data["dtype"], example, domain)

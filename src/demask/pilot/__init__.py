@@ -1,7 +1,6 @@
 """A cheap run first: what it saw conditions the run that follows."""
 
 from demask.pilot.chains.exact_conditions import Certified, Columns, unconditioned
-from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.compare import Comparison, compare
 from demask.pilot.condition import condition
 from demask.pilot.conditions.base import Condition, Conditioned, Decision
@@ -44,7 +43,6 @@ __all__ = [
     "Guarantee",
     "LowRank",
     "Missed",
-    "Order",
     "PacketReader",
     "Precision",
     "Regions",

@@ -23,7 +23,6 @@ from demask.machine.benchmark import ALLOWED, PAIRS
 from demask.machine.timing import sample_seconds
 from demask.ops import TABLE, Table
 from demask.pilot.chains.exact_conditions import Certified, Columns
-from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.conditions.base import Condition, Conditioned, Decision, parsed
 from demask.pilot.conditions.channel_conditions import ConstantChannels, PilotValue, Precision, Skip
 from demask.pilot.conditions.regions import Regions
@@ -33,7 +32,7 @@ from demask.pilot.routing.route import Route
 from demask.pilot.simplifiers.simplify import Simplifier
 from demask.tune.race import speed_of
 
-KINDS = (Columns, Certified, Skip, ConstantChannels, PilotValue, Precision, Order, Route, Regions)
+KINDS = (Columns, Certified, Skip, ConstantChannels, PilotValue, Precision, Route, Regions)
 CHOSEN = (Skip, ConstantChannels, PilotValue, Precision, Route)  # whose first parameter a guarantee chooses
 KNOBS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # shares that are computed, the most careful first
 WHOLE = "the network, whole"
@@ -71,12 +70,12 @@ def condition(
             text, such as "bits:4", a network with the same inputs, an ExecutionData (magnitudes of
             channels) of earlier inputs, or None (the default) for conditions that need none.
         condition: a condition or its text: "columns" (the default), "certified", "skip:0.5",
-            "constant:0.5", "value:0.5", "precision:0.5:bits=4", "order:0.001", "route:0.8",
-            "regions:0.1". Parameters follow as "name=value", as in "skip:threshold=0.1".
+            "constant:0.5", "value:0.5", "precision:0.5:bits=4", "route:0.8", "regions:0.1".
+            Parameters follow as "name=value", as in "skip:threshold=0.1".
         check: whether to time the result and the model in turns, 30 times each; default True. Speed
             is the median time of the model divided by that of the result. Where the lower 95 %
             bound of the speed is below 0.97, the result may be slower: a copy of the model is
-            returned, and `conditioned.decisions` says so. `Order` is not timed.
+            returned, and `conditioned.decisions` says so.
         calibration: batches of examples (each a tensor or a tuple of arguments), for a condition
             that is named without its parameter: "skip", "constant", "value", "precision" or
             "route". The most aggressive value (the one that leaves out most work) of `knobs` that
@@ -125,7 +124,7 @@ def condition(
         chosen = condition_of(condition)
         module = chosen.applied(model, *example, pilot, table)
     about: Any = module.conditioned
-    if not check or isinstance(chosen, Order) or about.decisions[:1] == _DENSE:
+    if not check or about.decisions[:1] == _DENSE:
         return module
     why = slower(model, module, example, clock)
     return dense(model, about, why) if why else module

@@ -39,7 +39,6 @@ from demask.pilot.chains.chain_op import ROWS
 from demask.pilot.chains.chain_plan import ChainLayer
 from demask.pilot.chains.exact_conditions import GAIN, Picked, choose, inputs_of_chains, layers_of, values_of
 from demask.pilot.chains.find import LinearChain, find_chains, remove_dropout
-from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.condition import condition_of
 from demask.pilot.conditions.base import text
 from demask.pilot.explain_checks import check_arguments, check_inputs
@@ -370,8 +369,6 @@ def _line(network: _ExplainedNetwork, pilot: str, condition: str, machine: Chain
         if text(kind) in EXACT:
             exact = _exact(network, pilot, text(kind), machine)
             return replace(exact, condition=condition)
-        if isinstance(kind, Order):
-            raise BadInput("an order takes the time or the bytes of its limit; there is nothing to predict")
         return _tried(network, pilot, condition, loss)
     except (DemaskError, NotImplementedError) as error:
         return ExplainedPair(pilot, condition, None, None, None, False, False, f"refused: {error}"[:200])

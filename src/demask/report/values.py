@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from demask.graph.provenance import ALIKE_WOULD, GIVEN, GRAPH_WOULD, WHOLE, Sizes, Speed, TuneDecision
 from demask.pages import Timeline
+from demask.records import Stored, encode
 
 NOTHING = "nothing left to remove"
 
@@ -52,6 +53,10 @@ class ModuleRow:
     seconds: tuple[float | None, float | None] = (None, None)
 
 
+def _spans(timeline: Timeline | None) -> list[list[Any]] | None:
+    return timeline and [[span.name, span.bytes] for span in timeline.spans]
+
+
 @dataclass(frozen=True, slots=True)
 class ReportValues:
     """The values of a report, which text and page print; `Report` documents them."""
@@ -70,7 +75,7 @@ class ReportValues:
     zeros: Mapping[str, int] = field(default_factory=dict)
     batch: int = 1
     modules: tuple[ModuleRow, ...] = ()
-    timeline: Timeline | None = None
+    timeline: Annotated[Timeline | None, Stored(_spans, lambda _: None)] = None
 
     @property
     def better(self) -> str:
@@ -137,25 +142,8 @@ class ReportValues:
         It has two keys more: `summary` and `nothing_removed`. Times of candidates that did not run
         are None.
         """
-        return {
-            "summary": self.summary,
-            "nothing_removed": self.nothing_removed,
-            "before": asdict(self.before),
-            "after": asdict(self.after),
-            "removed": dict(self.removed),
-            "scatters": dict(self.scatters),
-            "declined": [asdict(decline) for decline in self.declined],
-            "notes": list(self.notes),
-            "speed": None if self.speed is None else asdict(self.speed),
-            "decisions": [decision.to_dict() for decision in self.decisions],
-            "densities": dict(self.densities),
-            "form": self.form,
-            "graph_reasons": list(self.graph_reasons),
-            "zeros": dict(self.zeros),
-            "batch": self.batch,
-            "modules": [asdict(row) for row in self.modules],
-            "timeline": self.timeline and [[s.name, s.bytes] for s in self.timeline.spans],
-        }
+        head = {"summary": self.summary, "nothing_removed": self.nothing_removed}
+        return head | encode(ReportValues, self)
 
 
 def share(part: float, total: float) -> str:

@@ -14,6 +14,7 @@ from demask.kernels.cpu import zero_proof as certify
 from demask.kernels.llvm.isa import AVX2, Isa, host
 from demask.pilot.chains import packing
 from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
+from demask.pilot.simplifiers.rounding import quantized
 from demask.sparse.plan.tape import NoPlan
 
 MODES = ("certified", "two")
@@ -150,6 +151,13 @@ def test_constants_bound_what_they_name():
     assert (np.sqrt((off**2).sum(1)) <= held["norm"]).all()
     assert (held["scale"] * np.abs(q.astype(np.float64)).sum(1) <= held["size"]).all()
     assert (np.abs(weight).max(1) <= held["largest"]).all()
+
+
+def test_weights_are_rounded_as_by_the_simplifier():
+    weight = torch.randn((37, 67), generator=torch.Generator().manual_seed(3))
+    q, scale = packing.quantised(weight.numpy())
+    assert torch.equal(torch.from_numpy(q) * torch.from_numpy(scale)[:, None], quantized(weight, 8))
+    assert not packing.quantised(np.full((2, 3), 1e-44, np.float32))[0].any()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -56,6 +56,10 @@ HOSTILE = {
     "machine's keys": lambda d: d["machine"].pop("lanes"),
     "sizes": lambda d: d["sizes"].update(activations=2**60),
     "sizes of weights": lambda d: d["sizes"].update(weights=2**33),
+    "sizes that no machine has": lambda d: (
+        d["machine"].update(activation_bytes=2**47),
+        d["sizes"].update(activations=2**40),
+    ),
     "sizes, negative": lambda d: d["sizes"].update(activations=-64),
     "sizes, odd": lambda d: d["sizes"].update(activations=63),
     "ports": lambda d: _first(d, "inputs", ["x", [2**50]]),

@@ -9,23 +9,19 @@ import typer
 
 import demask
 from demask.cli.failures import CHECK_FAILED
-from demask.cli.options import Fix, Imports, Inputs, Json, Model, Report, Sizes, Static, import_modules, plain, show
+from demask.cli.options import Fix, Imports, Inputs, Model, NetworkOptions, ShowOptions, Sizes, import_modules, plain
 from demask.pages import Page
 from demask.progress import progress
 
 
 def inspect(
     model: Model,
-    as_json: Json = False,
-    page: Report = None,
-    imports: Imports = None,
-    sizes: Sizes = None,
-    inputs: Inputs = None,
-    static: Static = False,
-    fix: Fix = None,
     rewrites: Annotated[
         bool, typer.Option("--rewrites", help="Also print every change on the way to the smallest graph, and why.")
     ] = False,
+    *,
+    display: ShowOptions,
+    options: NetworkOptions,
 ) -> None:
     """Print what could be removed from MODEL: sizes, masked share per module, ops without a rule.
 
@@ -41,10 +37,10 @@ def inspect(
     """
     with progress("loading") as step:
         from demask.cli.commands.inspection import RewriteInspection, inspect_edit, inspect_network
-        from demask.cli.read_network import ExampleOptions, read_to_edit
+        from demask.cli.read_network import read_to_edit
 
-        import_modules(imports)
-        network = read_to_edit(model, ExampleOptions(sizes or (), inputs or (), static, fix or ()))
+        import_modules(options.imports)
+        network = read_to_edit(model, options)
         parts: list[Any] = []
         data: dict[str, Any] = {}
         if network.model is not None:
@@ -60,14 +56,14 @@ def inspect(
             edit = inspect_edit(network.file, network.args)
             parts, data = [*parts, edit], data | {"edit": edit.to_dict()}
     sections = [section for part in parts for section in part.page().sections]
-    show(Page("demask inspect", sections), data, as_json, page)
+    display.show(Page("demask inspect", sections), data)
 
 
 def verify(
     a: Annotated[Path, typer.Argument(metavar="A", help="The original: a file, as of slim.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="The other.")],
-    as_json: Json = False,
-    page: Report = None,
+    *,
+    display: ShowOptions,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -84,16 +80,15 @@ def verify(
     with progress("loading") as step:
         import demask
         from demask.cli.read_inputs import check_same_inputs
-        from demask.cli.read_network import fixes_of, read_network
+        from demask.cli.read_network import fixes_of
 
-        import_modules(imports)
+        first = NetworkOptions(imports, sizes, inputs, fix=fix).read(a)
         # Another ONNX file has sizes of its own to choose; others are called with those of A.
         theirs = (sizes, inputs) if b.suffix == ".onnx" else (None, None)
-        first = read_network(a, sizes, inputs, fix=fix)
-        second = read_network(b, *theirs, fix=fixes_of(b, fix))
+        second = NetworkOptions(None, *theirs, fix=fixes_of(b, fix)).read(b)
         check_same_inputs(first, second)
         step("comparing")
         verification = demask.verify(first.model, second.module, first.args, check=False)
-    show(verification, plain(verification), as_json, page)
+    display.show(verification, plain(verification))
     if not verification.ok:
         raise typer.Exit(CHECK_FAILED)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from demask.cli.options import Fix, Imports, Inputs, Json, Model, Report, Sizes, Static, import_modules, show
+from demask.cli.options import Model, NetworkOptions, ShowOptions
 from demask.pages import Lines
 from demask.progress import progress
 
@@ -45,17 +45,7 @@ class ZooEntry:
         )
 
 
-def halo(
-    model: Model,
-    tile: Roi = 512,
-    as_json: Json = False,
-    page: Report = None,
-    imports: Imports = None,
-    sizes: Sizes = None,
-    inputs: Inputs = None,
-    static: Static = False,
-    fix: Fix = None,
-) -> None:
+def halo(model: Model, tile: Roi = 512, *, display: ShowOptions, options: NetworkOptions) -> None:
     """Print how far beyond a tile MODEL reads, exactly, and what to enter in other tools.
 
     With less, tiles differ from the whole image. Where a call reads the whole image, such as group
@@ -69,11 +59,9 @@ def halo(
     with progress("loading") as step:
         import torch
 
-        from demask.cli.read_network import read_network
         from demask.traverse import halo
 
-        import_modules(imports)
-        network = read_network(model, sizes, inputs, static, fix)
+        network = options.read(model)
         step("following what each output reads")
         example = network.example
         result = halo(network.model, example)
@@ -84,7 +72,7 @@ def halo(
     entries = list(_entries(result, shapes, shape, tile))
     data = result.to_dict() | {"entries": [asdict(entry) for entry in entries]}
     others = Lines([*map(str, entries)], "In other tools")
-    show(result.page().followed_by(others), data, as_json, page)
+    display.show(result.page().followed_by(others), data)
 
 
 def _entries(result: Any, shapes: Sequence[tuple[int, ...]], output: tuple[int, ...], tile: int) -> Iterator[ZooEntry]:

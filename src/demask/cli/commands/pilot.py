@@ -7,22 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from demask.cli.groups import CommandsByJob, CommandWithNext
-from demask.cli.options import (
-    Fix,
-    Imports,
-    Inputs,
-    Json,
-    Model,
-    Picture,
-    Report,
-    Sizes,
-    Static,
-    check_output,
-    check_plot,
-    import_modules,
-    show,
-)
+from demask.cli.groups import CommandsByJob, add_command
+from demask.cli.options import Model, NetworkOptions, Picture, ShowOptions, check_output, import_modules
 from demask.errors import BadInput
 from demask.pages import Lines, OnPage
 from demask.progress import progress
@@ -50,7 +36,6 @@ def start() -> None:
     """
 
 
-@app.command(cls=CommandWithNext)
 def compare(
     model: Model,
     data: Data,
@@ -65,13 +50,9 @@ def compare(
     pairs: Annotated[int, typer.Option(min=0, help="Calls timed in turns; 0: none.")] = 15,
     batch: Batch = 32,
     plot: Picture = None,
-    as_json: Json = False,
-    page: Report = None,
-    imports: Imports = None,
-    sizes: Sizes = None,
-    inputs: Inputs = None,
-    static: Static = False,
-    fix: Fix = None,
+    *,
+    display: ShowOptions,
+    options: NetworkOptions,
 ) -> None:
     """Print how close simplified versions of MODEL come to it on DATA, and what they cost.
 
@@ -85,19 +66,15 @@ def compare(
       demask pilot compare model.pt2 images.npy
       demask pilot compare model.pt2 images.npy --by bits:8 --by downsample:2:area --json
     """
-    if plot is not None:
-        check_plot(plot)
     with progress("loading") as step:
         from demask.cli.read_inputs import read_inputs
-        from demask.cli.read_network import read_network
         from demask.pilot.compare import DEFAULT
         from demask.pilot.compare import compare as compared
 
-        import_modules(imports)
-        network = read_network(model, sizes, inputs, static, fix)
+        network = options.read(model)
         calls = read_inputs(data, network, batch)
         comparison = compared(network.model, calls, by=by or DEFAULT, pairs=pairs, progress=step)
-    show(comparison, comparison.to_dict(), as_json, page)
+    display.show(comparison, comparison.to_dict())
     if plot is not None:
         with progress("drawing"):
             from demask.pilot.draw_comparison import draw
@@ -105,7 +82,6 @@ def compare(
             draw(comparison, plot)
 
 
-@app.command(cls=CommandWithNext)
 def collect(
     model: Model,
     data: Data,
@@ -122,13 +98,9 @@ def collect(
     measure: Annotated[str, typer.Option(metavar="mean|max", help="Of |value|.")] = "mean",
     batch: Batch = 32,
     plot: Picture = None,
-    as_json: Json = False,
-    page: Report = None,
-    imports: Imports = None,
-    sizes: Sizes = None,
-    inputs: Inputs = None,
-    static: Static = False,
-    fix: Fix = None,
+    *,
+    display: ShowOptions,
+    options: NetworkOptions,
 ) -> None:
     """Write execution data: one magnitude per channel, unit, head, token or tile of each layer.
 
@@ -140,22 +112,21 @@ def collect(
       demask pilot collect model.demask images.npy -o data.safetensors --memory 64MiB
     """
     check_output(output, suffixes=(".safetensors",))
-    if plot is not None:
-        check_plot(plot)
     with progress("loading") as step:
         from demask.cli.read_inputs import read_inputs
-        from demask.cli.read_network import NetworkFile, read_network
+        from demask.cli.read_network import NetworkFile
         from demask.files.archive.archive import outline
         from demask.pilot.data.collect import collect as collected
 
-        import_modules(imports)
         sliced = memory is not None
         if sliced and model.suffix != ".demask":
             raise BadInput(
                 f"--memory reads weights from a .demask file, got {model}; write one "
                 f"with: demask slim {model} -o model.demask"
             )
-        network = NetworkFile(outline(model).slim, ()) if sliced else read_network(model, sizes, inputs, static, fix)
+        if sliced:
+            import_modules(options.imports)
+        network = NetworkFile(outline(model).slim, ()) if sliced else options.read(model)
         calls = read_inputs(data, network, batch)
         source: Any = model if sliced else network.model
         collection = collected(
@@ -169,23 +140,18 @@ def collect(
     written = {"output": str(output), "per": per, "source": collection.source, "mean": rows}
     written |= {"slices": collection.slices, "held": collection.held}
     line = Lines([f"written to {output}"], is_close=True)
-    show(collection.page().followed_by(line), written, as_json, page)
+    display.show(collection.page().followed_by(line), written)
 
 
-@app.command(cls=CommandWithNext)
 def explain(
     model: Model,
     data: Data,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch's threads; default: as many as it takes.")] = None,
     loss: Annotated[float, typer.Option(min=0.0, max=1.0, help="The share of answers that may differ.")] = 0.01,
     batch: Batch = 1,
-    as_json: Json = False,
-    page: Report = None,
-    imports: Imports = None,
-    sizes: Sizes = None,
-    inputs: Inputs = None,
-    static: Static = False,
-    fix: Fix = None,
+    *,
+    display: ShowOptions,
+    options: NetworkOptions,
 ) -> None:
     """Print what conditions would gain and lose for MODEL on this machine, and what not to use.
 
@@ -198,26 +164,22 @@ def explain(
     """
     with progress("loading") as step:
         from demask.cli.read_inputs import read_inputs
-        from demask.cli.read_network import read_network
         from demask.pilot.explain import explain as explained
 
-        import_modules(imports)
-        network = read_network(model, sizes, inputs, static, fix)
+        network = options.read(model)
         calls = read_inputs(data, network, batch)
         step("predicting")
         explanation = explained(network.module, calls, threads=threads, loss=loss)
-    show(explanation, explanation.to_dict(), as_json, page)
+    display.show(explanation, explanation.to_dict())
 
 
-@app.command(cls=CommandWithNext)
 def condition(
     model: Model,
     condition: Annotated[
         str,
         typer.Option(
             metavar="CONDITION",
-            help="columns, certified, skip:0.5, constant:0.5, value:0.5, precision:0.5:bits=4, "
-            "order:deadline=0.001, route:0.8, regions:….",
+            help="columns, certified, skip:0.5, constant:0.5, value:0.5, precision:0.5:bits=4, route:0.8, regions:….",
         ),
     ] = "columns",
     pilot: Annotated[
@@ -232,13 +194,9 @@ def condition(
     unchecked: Annotated[
         bool, typer.Option("--unchecked", help="Return it even if it may be slower than MODEL.")
     ] = False,
-    as_json: Json = False,
-    page: Report = None,
-    imports: Imports = None,
-    sizes: Sizes = None,
-    inputs: Inputs = None,
-    static: Static = False,
-    fix: Fix = None,
+    *,
+    display: ShowOptions,
+    options: NetworkOptions,
 ) -> None:
     """Condition MODEL, time it against MODEL, and print what is done at each layer, and why.
 
@@ -255,13 +213,11 @@ def condition(
     with progress("loading") as step:
         import demask
         from demask.cli.read_inputs import read_inputs
-        from demask.cli.read_network import read_network
         from demask.graph.result.demasked_module import Demasked
         from demask.pilot import condition as apply
         from demask.report.lifetimes import memory_timeline
 
-        import_modules(imports)
-        network = read_network(model, sizes, inputs, static, fix)
+        network = options.read(model)
         step("conditioning")
         example = network.example if data is None else read_inputs(data, network, 1)[0]
         conditioned: Any = apply(network.module, example, pilot=pilot, condition=condition, check=not unchecked)
@@ -279,7 +235,8 @@ def condition(
     written = Lines([f"written to {output}"] * (output is not None), is_close=True)
     timeline = memory_timeline(conditioned)
     shown = about.page().followed_by(OnPage([timeline] if timeline else []), written)
-    show(shown, said | ({"output": str(output)} if output else {}), as_json, page)
+    display.show(shown, said | ({"output": str(output)} if output else {}))
 
 
-__all__ = ["app"]
+for _command in (compare, collect, explain, condition):
+    add_command(app, _command.__name__, _command)

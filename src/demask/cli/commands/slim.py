@@ -11,19 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from demask.cli.options import (
-    Fix,
-    Imports,
-    Inputs,
-    Json,
     Model,
-    Report,
-    Sizes,
-    Static,
+    NetworkOptions,
+    ShowOptions,
     Switch,
     Tolerance,
     check_output,
     import_modules,
-    show,
     show_written,
     verify_and_write,
     written_sections,
@@ -96,13 +90,9 @@ def slim(
             "what nothing here can run."
         ),
     ] = Switch.on,
-    as_json: Json = False,
-    page: Report = None,
-    imports: Imports = None,
-    sizes: Sizes = None,
-    inputs: Inputs = None,
-    static: Static = False,
-    fix: Fix = None,
+    *,
+    display: ShowOptions,
+    options: NetworkOptions,
 ) -> None:
     """Write a network that computes the same as MODEL without the work that was masked away.
 
@@ -135,10 +125,10 @@ def slim(
             "--opset": opset,
             "--threads": threads,
             "--tolerance": tolerance is not None,
-            "--size": sizes,
-            "--input": inputs,
-            "--static": static,
-            "--fix": fix,
+            "--size": options.sizes,
+            "--input": options.inputs,
+            "--static": options.static,
+            "--fix": options.fix,
         }
         if wrong := [name for name, value in others.items() if value]:
             raise BadInput(f"{' and '.join(wrong)}: for files; {model} is a folder")
@@ -161,7 +151,7 @@ def slim(
                 check=check is Switch.on,
                 progress=step,
             )
-        show(report, report.to_dict(), as_json, page)
+        display.show(report, report.to_dict())
         return
     others = {
         "--for": loader,
@@ -177,34 +167,33 @@ def slim(
         raise BadInput(f"--in-place is for .onnx files, got {model}: give --output FILE")
     output = model if output is None else output
     check_output(output, suffixes=(".pt2", ".demask", ".onnx"))
-    options = {
+    for_onnx = {
         "--minimal": minimal,
         "--threads": threads,
         "--tolerance": tolerance is not None,
         "--opset": opset,
         "--check": check is Switch.off,
     }
-    if output.suffix != ".onnx" and any(options.values()):
-        raise BadInput(f"{' and '.join(k for k, v in options.items() if v)}: for .onnx results, leave them out")
+    if output.suffix != ".onnx" and any(for_onnx.values()):
+        raise BadInput(f"{' and '.join(k for k, v in for_onnx.items() if v)}: for .onnx results, leave them out")
     with progress("loading") as step:
         import demask
-        from demask.cli.read_network import ExampleOptions, read_network, read_to_edit
+        from demask.cli.read_network import read_to_edit
 
-        import_modules(imports)
         if output.suffix == ".onnx":
             from demask.machine.allocator import return_freed_blocks
             from demask.optimize_onnx import deploy
 
             return_freed_blocks()
-            example = ExampleOptions(sizes or (), inputs or (), static, fix or ())
-            network = read_to_edit(model, example)
+            import_modules(options.imports)
+            network = read_to_edit(model, options)
             args, file = network.args, network.file
             # A file is edited first. That takes less memory without the network in it.
             stays = network if file is None else None
             del network
             gc.collect()  # graphs have cycles
             deployed = deploy(
-                lambda: (stays or read_to_edit(model, example)).model,
+                lambda: (stays or read_to_edit(model, options)).model,
                 args,
                 output,
                 file=file,
@@ -217,15 +206,15 @@ def slim(
             )
             shown = partial(_print_deployed, deployed, output)
         else:
-            network = read_network(model, sizes, inputs, static, fix)
+            network = options.read(model)
             step("demasking")
             result = demask.demask(network.model, network.args, result="graph")
             verification = verify_and_write(network, result, output, step)
             shown = partial(show_written, result, output, verification)
-    shown(as_json, page)
+    shown(display)
 
 
-def _print_deployed(deployed: Any, output: Path, as_json: bool, page: Any) -> None:
+def _print_deployed(deployed: Any, output: Path, display: ShowOptions) -> None:
     import demask
 
     edited = deployed.edited
@@ -244,4 +233,4 @@ def _print_deployed(deployed: Any, output: Path, as_json: bool, page: Any) -> No
             record["speed"] = asdict(deployed.speed)
     data = {"output": str(output), "report": record, "error": deployed.error, "checked": deployed.checked}
     written = written_sections(output, deployed.checked)
-    show(deployed.page().followed_by(*written), data, as_json, page)
+    display.show(deployed.page().followed_by(*written), data)

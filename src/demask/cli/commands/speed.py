@@ -7,23 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from demask.cli.options import (
-    Fix,
-    Imports,
-    Inputs,
-    Json,
-    Model,
-    Picture,
-    Report,
-    Sizes,
-    Static,
-    check_output,
-    check_plot,
-    import_modules,
-    show,
-    show_written,
-    verify_and_write,
-)
+from demask.cli.options import Model, NetworkOptions, Picture, ShowOptions, check_output, show_written, verify_and_write
 from demask.progress import progress
 
 
@@ -54,13 +38,9 @@ def optimize(
             metavar="bf16|int8", help="Store the weights of sparse layers with fewer bits; the error is reported."
         ),
     ] = None,
-    as_json: Json = False,
-    page: Report = None,
-    imports: Imports = None,
-    sizes: Sizes = None,
-    inputs: Inputs = None,
-    static: Static = False,
-    fix: Fix = None,
+    *,
+    display: ShowOptions,
+    options: NetworkOptions,
 ) -> None:
     """Write the network that computes the same as MODEL and was measured fastest on this machine.
 
@@ -78,17 +58,15 @@ def optimize(
     check_output(output, suffixes=(".demask", ".pt2"))
     with progress("loading") as step:
         import demask
-        from demask.cli.read_network import read_network
         from demask.machine.allocator import fix_allocator
 
-        import_modules(imports)
-        network = read_network(model, sizes, inputs, static, fix)
+        network = options.read(model)
         fix_allocator()
         result = demask.optimize(
             network.model, network.args, threads=threads, precision=precision, cache=cache, progress=step
         )
         verification = verify_and_write(network, result, output, step, exact=precision is None)
-    show_written(result, output, verification, as_json, page)
+    show_written(result, output, verification, display)
 
 
 def bench(
@@ -99,13 +77,9 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0, help="At most, per setting.")] = 60.0,
     with_compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Whether to time torch.compile.")] = True,
     plot: Picture = None,
-    as_json: Json = False,
-    page: Report = None,
-    imports: Imports = None,
-    sizes: Sizes = None,
-    inputs: Inputs = None,
-    static: Static = False,
-    fix: Fix = None,
+    *,
+    display: ShowOptions,
+    options: NetworkOptions,
 ) -> None:
     """Time MODEL, and MODEL demasked, optimized and compiled, on this machine; print one table.
 
@@ -117,19 +91,15 @@ def bench(
     Example:
       demask bench model.pt2 --threads 1 --batch 8 --plot bench.svg
     """
-    if plot is not None:
-        check_plot(plot)
     with progress("loading"):
         from demask.cli.bench import bench as benching
-        from demask.cli.read_network import read_network
 
-        import_modules(imports)
-        network = read_network(model, sizes, inputs, static, fix)
+        network = options.read(model)
         counts, batches = (tuple(dict.fromkeys(values or ())) for values in (threads, batch))
         settings = benching.BenchSettings(counts, batches, pairs, seconds, with_compile)
     with progress("demasking", settings.steps) as step:
-        measured = benching.bench(network, model.name, settings, step, modules=page is not None)
-    show(measured, measured.to_dict(), as_json, page)
+        measured = benching.bench(network, model.name, settings, step, modules=display.page is not None)
+    display.show(measured, measured.to_dict())
     if plot is not None:
         with progress("drawing"):
             from demask.cli.bench.plot import draw

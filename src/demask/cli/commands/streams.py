@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from demask.cli.failures import INTERRUPTED
-from demask.cli.options import Fix, Imports, Json, Model, Report, import_modules, show
+from demask.cli.options import Fix, Imports, Model, ShowOptions, import_modules
 from demask.errors import BadInput
 from demask.installation import install_command
 from demask.machine.byte_sizes import BUDGET
@@ -92,8 +92,8 @@ def stream(
         Path | None, typer.Option(metavar="DIR", help="Where intermediate maps go. Default: the folder of OUT.")
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan, and run nothing.")] = False,
-    as_json: Json = False,
-    page: Report = None,
+    *,
+    display: ShowOptions,
     imports: Imports = None,
     fix: Fix = None,
 ) -> None:
@@ -135,13 +135,13 @@ def stream(
             client = stack.enter_context(_client(scheduler))
             job = prepare(network, source, destination, client=client, **options)
         if plan:
-            show(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()}, as_json, page)
+            display.show(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()})
             return
         done = _run(job, resume)
     data = done.to_dict() | {"output": str(destination), "plan": job.plan.to_dict()}
     written = Lines([f"written to {destination}"], is_close=True)
     tiles = OnPage(job.plan.page().sections)
-    show(done.page().followed_by(written, tiles), data, as_json, page)
+    display.show(done.page().followed_by(written, tiles), data)
 
 
 def _run(job: Any, resume: bool) -> Any:

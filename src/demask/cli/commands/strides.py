@@ -8,18 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from demask.cli.options import (
-    Fix,
-    Imports,
-    Inputs,
-    Json,
     Model,
-    Report,
-    Sizes,
-    Static,
+    NetworkOptions,
+    ShowOptions,
     check_output,
-    import_modules,
     plain,
-    show,
     verify_and_write,
     written_sections,
 )
@@ -41,13 +34,9 @@ def lower(
             "fhe, matrix_unit, or a .toml file of your own.",
         ),
     ] = "max_pool",
-    as_json: Json = False,
-    page: Report = None,
-    imports: Imports = None,
-    sizes: Sizes = None,
-    inputs: Inputs = None,
-    static: Static = False,
-    fix: Fix = None,
+    *,
+    display: ShowOptions,
+    options: NetworkOptions,
 ) -> None:
     """Write MODEL without strided convolutions, for a target that has none.
 
@@ -62,27 +51,15 @@ def lower(
     """
     check_output(output, suffixes=SUFFIXES)
     with progress("loading") as step:
-        from demask.cli.read_network import read_network
         from demask.stride import lower
 
-        import_modules(imports)
-        network = read_network(model, sizes, inputs, static or "inner", fix)
+        network = options.read(model, inner=True)
         step("lowering")
         result = lower(network.model, network.args, target=target)
-        _finish(network, result, output, step, as_json, page)
+        _finish(network, result, output, step, display)
 
 
-def raise_strides(
-    model: Model,
-    output: Output,
-    as_json: Json = False,
-    page: Report = None,
-    imports: Imports = None,
-    sizes: Sizes = None,
-    inputs: Inputs = None,
-    static: Static = False,
-    fix: Fix = None,
-) -> None:
+def raise_strides(model: Model, output: Output, *, display: ShowOptions, options: NetworkOptions) -> None:
     """Write MODEL with strided convolutions in place of those that are subsampled afterwards.
 
     A slice, a pool of single positions, or a mask and a pool becomes the stride of the convolution
@@ -95,17 +72,15 @@ def raise_strides(
     """
     check_output(output, suffixes=SUFFIXES)
     with progress("loading") as step:
-        from demask.cli.read_network import read_network
         from demask.stride import raise_strides
 
-        import_modules(imports)
-        network = read_network(model, sizes, inputs, static or "inner", fix)
+        network = options.read(model, inner=True)
         step("raising strides")
         result = raise_strides(network.model, network.args)
-        _finish(network, result, output, step, as_json, page)
+        _finish(network, result, output, step, display)
 
 
-def _finish(network: Any, result: Any, output: Path, step: Any, as_json: bool, page: Any) -> None:
+def _finish(network: Any, result: Any, output: Path, step: Any, display: ShowOptions) -> None:
     from demask.report import report
     from demask.report.module_sections import module_sections
     from demask.report.sections import sizes_table
@@ -123,7 +98,7 @@ def _finish(network: Any, result: Any, output: Path, step: Any, as_json: bool, p
         ),
     )
     data = {"output": str(output), "notes": notes, "verification": plain(verification)}
-    show(shown, data, as_json, page)
+    display.show(shown, data)
 
 
 __all__ = ["lower", "raise_strides"]

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from demask.cli.options import Json, Report, check_output, show
+from demask.cli.options import ShowOptions, check_output
 from demask.progress import progress
 
 
 def demo(
-    as_json: Json = False,
-    page: Report = None,
+    *,
+    display: ShowOptions,
     keep: Annotated[
         Path | None, typer.Option(metavar="FILE.pt2", help="Also write the masked network, to try things on.")
     ] = None,
@@ -38,4 +38,4 @@ def demo(
         digits = load_digits()
     with progress("training", demonstration.steps(digits)) as step:
         shown = demonstration.run(digits, step, runs, keep)
-    show(shown, shown.to_dict(), as_json, page)
+    display.show(shown, shown.to_dict())

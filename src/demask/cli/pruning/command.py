@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from demask.cli.options import Imports, Json, Report, check_output, import_modules, plain, show
+from demask.cli.options import Imports, ShowOptions, check_output, import_modules, plain
 from demask.errors import BadInput
 from demask.pages import Lines
 from demask.progress import progress
@@ -66,8 +66,8 @@ def prune(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Torch's threads. Default: one for digits, else torch's number.")
     ] = None,
-    as_json: Json = False,
-    page: Report = None,
+    *,
+    display: ShowOptions,
     imports: Imports = None,
 ) -> None:
     """Train a network on images, prune it while it trains, and write the small network.
@@ -121,7 +121,7 @@ def prune(
         save(result.network, output)
     more = {"output": str(output), "verification": plain(result.verification)}
     written = Lines([f"written to {output}"], is_close=True)
-    show(result.page().followed_by(written), more | result.to_dict(), as_json, page)
+    display.show(result.page().followed_by(written), more | result.to_dict())
 
 
 def _check(amount: float | None, macs: float | None, ms: float | None, normalize: str) -> None:

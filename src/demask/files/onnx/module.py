@@ -244,6 +244,7 @@ class OnnxModule(nn.Module):
     def _do(self, step: OnnxStep, plan: OnnxPlan, values: dict[str, Value], recorder: OnnxRecorder | None) -> None:
         node = step.node
         context: dict[str, Any] = {
+            "node": node,
             "version": step.version,
             "outputs": len(node.outputs),
             "run": lambda inner, inputs: self._run(

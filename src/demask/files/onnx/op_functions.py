@@ -2,9 +2,9 @@
 
 Positional parameters of a function take the node's inputs in order, or attributes of the same name:
 `axes` of Squeeze was an attribute before opset 13 and is an input since, so one function serves
-both. Keyword-only parameters take attributes, and five names of context: `version` (of the op set),
+both. Keyword-only parameters take attributes, and six names of context: `version` (of the op set),
 `outputs` (how many the node has), `run` (calls a subgraph), `device` (of new tensors), `as_tensor`
-(converts a `Value` to a tensor).
+(converts a `Value` to a tensor), `node` (for a function that takes its attributes from there).
 An annotation determines the type of an argument:
 
     Tensor   a tensor
@@ -39,7 +39,7 @@ Int = Any
 Float = Any
 Number = Any
 MAX_WORK = 2**22  # most elements of a result of arithmetic on host values
-CONTEXT = ("version", "outputs", "run", "device", "as_tensor")
+CONTEXT = ("version", "outputs", "run", "device", "as_tensor", "node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _bound(function: Any, node: OnnxNode, inputs: Sequence[Any], call: OnnxCall)
         args.pop()  # absent: the function's own default
     taken = {p.name for p in plain[: len(args)]}
     named = {}
-    for name, value in node.attributes.items():
+    for name, value in () if "node" in signature.context else node.attributes.items():
         parameter_named = signature.parameters.get(name)
         if parameter_named is None or name in taken or parameter_named is rest:
             raise BadInput(f"{node}: demask does not know its attribute {name!r}")

@@ -69,24 +69,19 @@ def joined(e: Emitter, low: Value, high: Value) -> Value:
     return e.fma(e.b.sitofp(high, e.vector), e.splat(256.0), e.b.sitofp(low, e.vector))
 
 
-def halves(e: Emitter, q: Value, signed: bool) -> list[Value]:
-    """The lower and upper four bits of every byte: 0 to 15 or, if signed, 16 times -8 to 7."""
-    b = e.b
-    if signed:
-        upper = whole(e, NIBBLES << 4)
-        return [b.and_(b.shl(q, whole(e, 4)), upper), b.and_(q, upper)]
-    return [b.and_(q, whole(e, NIBBLES)), b.and_(b.lshr(q, whole(e, 4)), whole(e, NIBBLES))]
+def halves(e: Emitter, q: Value) -> list[Value]:
+    """The lower and upper four bits of every byte, 0 to 15."""
+    return [e.b.and_(q, whole(e, NIBBLES)), e.b.and_(e.b.lshr(q, whole(e, 4)), whole(e, NIBBLES))]
 
 
 class Listed:
     """Sums products of listed groups of columns for the rows of a tile.
 
-    bits: 8 (4 columns per group) or 4 (8 columns); signed: see `halves`. ahead: groups prefetched
-    before they are read.
+    bits: 8 (4 columns per group) or 4 (8 columns). ahead: groups prefetched before they are read.
     """
 
-    def __init__(self, e: Emitter, f: Fields, instruction: str, bits: int, ahead: int, signed: bool):
-        self.e, self.dots, self.bits, self.ahead, self.signed = (e, Dots(e, instruction), bits, ahead, signed)
+    def __init__(self, e: Emitter, f: Fields, instruction: str, bits: int, ahead: int):
+        self.e, self.dots, self.bits, self.ahead = e, Dots(e, instruction), bits, ahead
         self.planes, self.groups = (f.slot("u0"), f.slot("u1")), f.slot("groups")
 
     def add(self, base: Value, k: Value, sums: Sequence[Sequence[Variable]]) -> None:
@@ -106,7 +101,7 @@ class Listed:
         ]
         for v, vector_sums in enumerate(sums):
             q = b.load(e.line(weights, v), typ=e.ints, align=e.isa.line)
-            parts = [q] if count == 1 else halves(e, q, self.signed)
+            parts = [q] if count == 1 else halves(e, q)
             for part, word in zip(parts, words, strict=True):
                 for plane, sum_ in enumerate(vector_sums):
                     sum_.set(self.dots.add(sum_.get(), word[plane], part))

@@ -225,7 +225,7 @@ class ZeroProofKernel:
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
         f, b = Fields(e, ZERO_PROOF.names), e.b
-        listed, count = (Listed(e, f, self.instruction, self.bits, self.ahead, signed=False), f.count("count"))
+        listed, count = Listed(e, f, self.instruction, self.bits, self.ahead), f.count("count")
         numbers, length = numbers_of(e, f), e.variable(I64, I64(0))
         line = self.vectors * e.isa.line
         with e.loop(f["begin"], f["end"], f["step"]) as tile:

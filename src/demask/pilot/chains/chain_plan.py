@@ -279,34 +279,7 @@ def padded(layer: ChainLayer, mode: str, isa: Isa) -> int:
     return packing.tiles(rows, vectors, isa) * vectors * isa.lanes
 
 
-class Runs:
-    """The compiled phases of a builder; several threads may run them at once."""
-
-    def __init__(self, builder: ChainPlanBuilder):
-        self.threads, self.slots, self.seen = builder.threads, builder.slots, builder.seen
-        self.ready = builder.tape.done(builder.isa)
-        self.spare: list[ChainMemory] = []
-
-    def take_memory(self) -> ChainMemory:
-        """Memory for one call, to be returned with `return_memory`."""
-        try:
-            return self.spare.pop()
-        except IndexError:
-            arena = TapeArena(self.slots.size)
-            for slot, offset in self.slots.offsets.items():
-                arena.slots[slot] = arena.address + offset
-            for slot, address in self.slots.fixed.items():
-                arena.slots[slot] = address
-            ready, tables = self.ready, np.array([arena.address], np.int64)
-            return ChainMemory(Job(ready.entries, ready.ends, ready.threads, tables), arena)
-
-    def return_memory(self, memory: ChainMemory) -> None:
-        """Reuse the memory for another call."""
-        if len(self.spare) < SPARE:
-            self.spare.append(memory)
-
-
-class ChainPlan(Runs):
+class ChainPlan:
     """plan(x float32 [n, columns], contiguous) -> float32 [n, rows]: the chain, row by row of x.
 
     Several threads may call it at once. Raises NoPlan where the kernels cannot run the chain:
@@ -329,15 +302,17 @@ class ChainPlan(Runs):
             builder.layer(layer, mode, x, out)
             x = out
         self.width = padded(layers[-1], modes[-1], isa)
-        super().__init__(builder)
         self.rows = layers[-1].weight.shape[0]
+        self.threads, self.slots, self.seen = builder.threads, builder.slots, builder.seen
+        self.ready = builder.tape.done(builder.isa)
+        self.spare: list[ChainMemory] = []
 
     def __call__(self, x: Tensor, seen: list[list[LayerCounts]] | None = None) -> Tensor:
         """The outputs float32 [n, rows]. seen: a list that gets, for each row of x, the counts of
         all layers."""
         count = x.shape[0]
         out = torch.empty((count, self.width))
-        memory = self.take_memory()
+        memory = self._take_memory()
         slots = memory.arena.slots
         address, out_address = x.data_ptr(), out.data_ptr()
         for row in range(count):
@@ -346,10 +321,28 @@ class ChainPlan(Runs):
             memory.job.run(self.threads)
             if seen is not None:
                 seen.append(self._read_counts(memory))
-        self.return_memory(memory)
+        self._return_memory(memory)
         if self.width == self.rows:
             return out
         return out[:, : self.rows] if count == 1 else out[:, : self.rows].contiguous()
+
+    def _take_memory(self) -> ChainMemory:
+        """Memory for one call, to be returned with `_return_memory`."""
+        try:
+            return self.spare.pop()
+        except IndexError:
+            arena = TapeArena(self.slots.size)
+            for slot, offset in self.slots.offsets.items():
+                arena.slots[slot] = arena.address + offset
+            for slot, address in self.slots.fixed.items():
+                arena.slots[slot] = address
+            ready, tables = self.ready, np.array([arena.address], np.int64)
+            return ChainMemory(Job(ready.entries, ready.ends, ready.threads, tables), arena)
+
+    def _return_memory(self, memory: ChainMemory) -> None:
+        """Reuse the memory for another call."""
+        if len(self.spare) < SPARE:
+            self.spare.append(memory)
 
     def _read_counts(self, memory: ChainMemory) -> list[LayerCounts]:
         """The counts of the last call that used this memory."""

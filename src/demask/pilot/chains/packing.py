@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from demask.kernels.cpu.low_bit_linear import ROW
 from demask.kernels.cpu.zero_proof import CONSTANTS, UNIT
 from demask.kernels.llvm.isa import Isa
 from demask.pilot.simplifiers.rounding import levels
@@ -78,17 +77,11 @@ class Whole:
 
 
 def quantised(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(q int8 in -127 … 127 [rows, columns], scale float32 [rows]): one scale per row."""
-    q, scale = whole_levels(weight, 8, None)
-    return q[:, 0], scale[:, 0]
-
-
-def whole_levels(weight: np.ndarray, bits: int, group: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """(q int8 [rows, groups, columns of a group], scale float32 [rows, groups]) of a matrix [rows,
-    columns], as `rounding.levels` returns them. Scales below 1e-35 and their q become 0: the other
-    terms of the bounds cover them."""
-    parts, per = levels(torch.from_numpy(weight), bits, group)
-    q, scale = parts.numpy(), per[..., 0].numpy()
+    """(q int8 in -127 … 127 [rows, columns], scale float32 [rows]) of a matrix, as `rounding.levels`
+    returns them with one scale per row. Scales below 1e-35 and their q become 0: the other terms of
+    the bounds cover them."""
+    parts, scales = levels(torch.from_numpy(weight), 8)
+    q, scale = parts[:, 0].numpy(), scales[:, 0, 0].numpy()
     q[scale < SMALLEST] = 0
     scale[scale < SMALLEST] = 0
     return q.astype(np.int8), scale
@@ -189,35 +182,3 @@ def planes(
     if bits == 8:
         return eight(weight, bias, vectors, isa), None
     return four_and_four(weight, bias, vectors, isa)
-
-
-@dataclass(frozen=True, slots=True)
-class Few:
-    """Weights of few bits as `kernels.cpu.low_bit_linear` reads them.
-
-    weights: [tiles, groups of columns, rows of a tile, 4]; scales float32 [tiles, groups that have
-    one, rows of a tile]; constants float32 [vectors of rows, ROW, lanes].
-    """
-
-    weights: np.ndarray
-    scales: np.ndarray
-    constants: np.ndarray
-
-
-def few(weight: np.ndarray, bias: np.ndarray | None, bits: int, group: int | None, vectors: int, isa: Isa) -> Few:
-    """float32 [rows, columns] in 8 or 4 bits, with a scale per row or per `group` columns."""
-    (rows, columns), size = weight.shape, vectors * isa.lanes
-    q, scale = whole_levels(weight, bits, group)
-    total = (q.sum(2, dtype=np.int64) * scale.astype(np.float64)).sum(1)
-    if bits == 4:  # as 16 q, in the upper halves of bytes
-        scale = scale / np.float32(16)
-    count = tiles(rows, vectors, isa)
-    per = np.zeros((count * size, scale.shape[1]), np.float32)
-    per[:rows] = scale
-    row = np.zeros((count * size, len(ROW)), np.float32)
-    row[:rows, 0], row[:rows, 1] = total, 0 if bias is None else bias
-    parts = grouped(q.reshape(rows, -1)[:, :columns], 32 // bits, vectors, isa)
-    if bits == 4:
-        parts = parts[..., :4] & 15 | parts[..., 4:] << 4
-    by_tiles = in_huge_pages(per.reshape(count, size, -1).transpose(0, 2, 1))
-    return Few(in_huge_pages(parts), by_tiles, by_vectors(row, isa))

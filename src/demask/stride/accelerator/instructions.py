@@ -34,12 +34,12 @@ from demask.machine.arena import Block, align_size, plan_arena
 from demask.machine.byte_sizes import format_bytes
 from demask.ops import TABLE, Table
 from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Span, TextTable, Timeline
+from demask.records import decode, encode
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
-from demask.stride.accelerator import instruction_json as stored
 from demask.stride.accelerator.emit_compute import RULES
 from demask.stride.accelerator.emitter import Listing, UnitStep, ValueRef, emit
-from demask.stride.accelerator.instruction_json import Ports
+from demask.stride.accelerator.instruction_json import FORMAT, Ports, Steps, Weights, check
 from demask.stride.accelerator.machine import (
     ACTIVATIONS,
     HOST,
@@ -330,8 +330,8 @@ class Instructions(PageSource):
     machine: Machine
     inputs: Ports
     outputs: Ports
-    weights: Mapping[str, Tensor]
-    instructions: tuple[Instruction, ...]
+    weights: Weights
+    instructions: Steps
     sizes: Mapping[str, int]
     notes: tuple[str, ...] = ()
 
@@ -375,9 +375,7 @@ class Instructions(PageSource):
 
         Weights are base64 text of their little-endian float32 bytes.
         """
-        return stored.encode(
-            self.machine, self.inputs, self.outputs, self.weights, self.instructions, self.sizes, self.notes
-        )
+        return {"format": FORMAT, **encode(Instructions, self)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Instructions:
@@ -389,7 +387,10 @@ class Instructions(PageSource):
         Raises:
             BadInput: `data` is damaged, or the instructions cannot run on their machine.
         """
-        return cls(**stored.decode(data))
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise BadInput(f"instruction list: expected the format {FORMAT!r}, got {data!r:.80}")
+        fields = {name: value for name, value in data.items() if name != "format"}
+        return check(decode(Instructions, fields, "instruction list", exact=True))
 
     def page(self) -> Page:
         """What `print`, `to_html` and notebooks show, as sections."""

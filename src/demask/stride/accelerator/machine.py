@@ -12,16 +12,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from demask.errors import BadInput
+from demask.records import Limit, Stored, decode
 
 HOST, WEIGHTS, ACTIVATIONS = "host", "weights", "activations"
 BUFFERS = (HOST, WEIGHTS, ACTIVATIONS)
 CROSSINGS = ("weights", "inputs", "outputs")  # between host and device
 UNITS = ("dma", "matrix", "vector", "pool", "move")
 WORD = 4  # bytes of a float32, the machine's only number type
+MAX_RANK, MAX_TEXT = 16, 1000
+MAX_BYTES = 2**34  # of one buffer, which the interpreter allocates
 Setting = int | float | tuple[int, ...]
+Text = Annotated[str, Limit(f"at most {MAX_TEXT} characters", lambda text: len(text) <= MAX_TEXT)]
+Shape = Annotated[
+    tuple[Annotated[int, Limit("a size", range(1, 2**40).__contains__)], ...],
+    Limit(f"at most {MAX_RANK} axes", lambda shape: len(shape) <= MAX_RANK),
+    Limit(f"at most {MAX_BYTES} bytes", lambda shape: math.prod(shape) * WORD <= MAX_BYTES),
+]
+Buffer = Annotated[str, Limit(f"one of {BUFFERS}", BUFFERS.__contains__)]
+Address = Annotated[int, Limit(f"a multiple of {WORD}", lambda address: address >= 0 and address % WORD == 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +128,36 @@ class BufferOperand:
         return f"{place} {self.value} ({', '.join(map(str, self.shape))})"
 
 
+def _write_operand(operand: BufferOperand) -> list[Any]:
+    return [operand.value, operand.buffer, operand.address, list(operand.shape)]
+
+
+def _read_operand(data: Any) -> BufferOperand:
+    return BufferOperand(*decode(tuple[Text, Buffer, Address, Shape], data, "operand", exact=True))
+
+
+def _write_setting(value: Setting) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return value if math.isfinite(value) else str(value)
+
+
+def _read_setting(data: Any) -> Setting:
+    if data in ("inf", "-inf", "nan"):
+        return float(data)
+    integer = Annotated[int, Limit("an integer of 48 bits", lambda n: abs(n) < 2**48)]
+    numbers = Annotated[tuple[integer, ...], Limit(f"at most {MAX_RANK}", lambda row: len(row) <= MAX_RANK)]
+    return data if type(data) is float else decode(integer | numbers, data, "setting")
+
+
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One step of one unit: op, operands, result and settings."""
 
-    op: str
-    reads: tuple[BufferOperand, ...]
-    writes: BufferOperand
-    settings: Mapping[str, Setting] = field(default_factory=dict)
+    op: Text
+    reads: tuple[Annotated[BufferOperand, Stored(_write_operand, _read_operand)], ...]
+    writes: Annotated[BufferOperand, Stored(_write_operand, _read_operand)]
+    settings: Mapping[Text, Annotated[Setting, Stored(_write_setting, _read_setting)]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +228,6 @@ def crossing(instruction: Instruction) -> str | None:
     if any(operand.buffer == HOST for operand in instruction.reads):
         return "weights" if instruction.writes.buffer == WEIGHTS else "inputs"
     return None
-
-
-def machine_of(data: Any) -> Machine:
-    """The machine of a JSON object. Raises BadInput if it is damaged."""
-    names = set(Machine.__slots__)
-    if not isinstance(data, dict) or set(data) != names:
-        raise BadInput(f"machine: expected an object with {sorted(names)}, got {data!r:.80}")
-    return Machine(**data)
 
 
 def _ceil_div(amount: int, size: int) -> int:

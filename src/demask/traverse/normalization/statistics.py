@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from demask.errors import BadInput
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import schema, traits
+from demask.records import decode, encode
 
 aten = torch.ops.aten
 IMAGE, TILE = "image", re.compile(r"tile:(\d+)")
@@ -68,19 +69,12 @@ class FrozenStatistics:
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dictionary of JSON types."""
-        return asdict(self)
+        return encode(FrozenStatistics, self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> FrozenStatistics:
         """The inverse of `to_dict`."""
-        try:
-            norms = tuple(
-                NormMoments(str(row["name"]), tuple(map(float, row["mean"])), tuple(map(float, row["variance"])))
-                for row in data["norms"]
-            )
-            return cls(norms, int(data["tiles"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadInput("statistics: expected what `FrozenStatistics.to_dict` returns") from error
+        return decode(FrozenStatistics, data, "statistics, as `FrozenStatistics.to_dict` returns them")
 
 
 Statistics = str | FrozenStatistics

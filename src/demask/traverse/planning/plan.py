@@ -6,15 +6,16 @@ A plan can be printed, stored in a file, and rejected before anything runs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from demask.errors import BadInput
 from demask.machine.byte_sizes import format_bytes
 from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Span, TextTable, Timeline
+from demask.records import Limit, decode, encode
 
 LAYERWISE, BANDS, FRUSTUMS, BARRIER = "layer-wise", "bands", "frustums", "barrier"
 MODES = (LAYERWISE, BANDS, FRUSTUMS, BARRIER)
+Count = Annotated[int, Limit("a count", range(2**62).__contains__)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +55,20 @@ class Segment:
         (('conv2d', 'relu'), 'layer-wise', 36864)
     """
 
-    mode: str
+    mode: Annotated[str, Limit(f"one of {MODES}", MODES.__contains__)]
     nodes: tuple[str, ...]
     keeps: tuple[str, ...]
     spills: tuple[str, ...] = ()
     over: Mapping[str, str] = field(default_factory=dict)
-    rows: int = 0
-    columns: int = 0
-    steps: int = 1
-    workers: int = 1
-    bytes: int = 0
-    macs: int = 0
-    traffic: int = 0
-    stripe: int = 0
-    stored: int = 0
+    rows: Count = 0
+    columns: Count = 0
+    steps: Count = 1
+    workers: Count = 1
+    bytes: Count = 0
+    macs: Count = 0
+    traffic: Count = 0
+    stripe: Count = 0
+    stored: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +105,14 @@ class TilePlan(PageSource):
     """
 
     segments: tuple[Segment, ...]
-    budget: int
-    peak: int
-    live: int
-    overhead: int
-    macs: int
-    macs_untiled: int
-    traffic: int
-    sizes: tuple[tuple[int, ...], ...]
+    budget: Count
+    peak: Count
+    live: Count
+    overhead: Count
+    macs: Count
+    macs_untiled: Count
+    traffic: Count
+    sizes: tuple[tuple[Count, ...], ...]
     images: bool = False
     notes: tuple[str, ...] = ()
 
@@ -122,7 +123,7 @@ class TilePlan(PageSource):
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dictionary of JSON types, each segment as a dictionary."""
-        return asdict(self)
+        return encode(TilePlan, self)
 
     @classmethod
     def from_dict(cls, data: Any) -> TilePlan:
@@ -137,13 +138,7 @@ class TilePlan(PageSource):
         Raises:
             BadInput: an entry is missing, or has another type or value than `to_dict` writes.
         """
-        try:
-            segments = tuple(_segment(row) for row in data["segments"])
-            numbers = {key: _number(data[key]) for key in _NUMBERS}
-            sizes = tuple(tuple(map(_number, row)) for row in data["sizes"])
-            return cls(segments, sizes=sizes, images=_flag(data["images"]), notes=_words(data["notes"]), **numbers)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadInput(f"the plan of the network is damaged: {error!r}") from error
+        return decode(TilePlan, data, "the plan of the network is damaged")
 
     def page(self) -> Page:
         """What `print`, `to_html` and notebooks show, as sections."""
@@ -181,7 +176,6 @@ class TilePlan(PageSource):
 
 
 CLOSE = 3  # a budget of at most so many times the peak is drawn with it
-_NUMBERS = ("budget", "peak", "live", "overhead", "macs", "macs_untiled", "traffic")
 
 
 def _row(k: int, segment: Segment) -> tuple[str, ...]:
@@ -206,39 +200,3 @@ def _row(k: int, segment: Segment) -> tuple[str, ...]:
 
 def _span(nodes: tuple[str, ...]) -> str:
     return nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]} ({len(nodes)})"
-
-
-def _segment(row: Any) -> Segment:
-    mode = _word(row["mode"])
-    if mode not in MODES:
-        raise ValueError(f"mode {mode!r}")
-    names = {key: _words(row[key]) for key in ("nodes", "keeps", "spills")}
-    numbers = {key: _number(row[key]) for key in ("rows", "columns", "steps", "workers", "bytes", "macs", "traffic")}
-    numbers |= {key: _number(row.get(key, 0)) for key in ("stripe", "stored")}
-    over = {_word(a): _word(b) for a, b in row["over"].items()}
-    fields: dict[str, Any] = {**names, **numbers}
-    return Segment(mode, over=over, **fields)
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(f"expected a count, got {value!r:.40}")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise ValueError(f"expected true or false, got {value!r:.40}")
-    return value
-
-
-def _words(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, (list, tuple)):
-        raise ValueError(f"expected a list of words, got {values!r:.40}")
-    return tuple(map(_word, values))
-
-
-def _word(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"expected a word, got {value!r:.40}")
-    return value

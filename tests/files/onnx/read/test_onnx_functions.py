@@ -100,6 +100,44 @@ def test_a_tree_with_another_transform_is_refused() -> None:
         trees.tree_ensemble(torch.ones(2, 1), **leaf, post_transform=3)
 
 
+ML = "ai.onnx.ml"
+ROWS = torch.tensor([[1.0, -2.0, 0.5], [torch.nan, 5.0, 2.0]])
+SVM = {"coefficients": [1.0, -0.5], "support_vectors": [0.5, 1.0, -1.0, 2.0, 0.0, 1.0], "n_supports": 2, "rho": [0.25]}
+REFERENCE = {
+    "FeatureVectorizer": (ROWS, {"inputdimensions": [3]}),
+    "Imputer": (ROWS, {"imputed_value_floats": [1.0, 2.0, 3.0], "replaced_value_float": torch.nan}),
+    "OneHotEncoder": (torch.tensor([[2, 7], [3, 2]]), {"cats_int64s": [2, 3]}),
+    **{
+        f"SVMRegressor {kind}": (ROWS.nan_to_num(), {**SVM, "kernel_type": kind, "kernel_params": [0.3, 0.2, 2.0]})
+        for kind in ("LINEAR", "POLY", "RBF", "SIGMOID")
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_what_the_reference_computes_is_that_of_the_runtime(name: str) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    x, attributes = REFERENCE[name]
+    call = helper.make_node(name.partition(" ")[0], ["x"], ["y"], domain=ML, **attributes)
+    kind = helper.np_dtype_to_tensor_dtype(x.numpy().dtype)
+    ports = [helper.make_tensor_value_info("x", kind, x.shape)], [helper.make_tensor_value_info("y", 1, None)]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(ML, 3)]
+    model = helper.make_model(helper.make_graph([call], "g", *ports), opset_imports=opsets, ir_version=8)
+    (expected,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
+    net = OnnxModule(parse_model(model, Path()))
+    torch.testing.assert_close(net(x), torch.from_numpy(expected), equal_nan=True)
+    with pytest.raises(BadInput, match="numbers that a capture does not have"):
+        torch.export.export(net, (x,))
+
+
+def test_other_attributes_and_endless_sizes_are_refused() -> None:
+    for attributes in ({"name": "other", "sample_size": 3}, {}):
+        call = helper.make_node("MelWeightMatrix", ["x"] * 5, ["y"])
+        call.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
+        with pytest.raises(BadInput, match="MelWeightMatrix"):
+            network_of(call, 18)(torch.tensor(2**50))
+
+
 def test_a_call_that_is_traced_is_not_recorded(monkeypatch) -> None:
     net = network_of(node("Relu", ["x"], ["y"]), 18)
     assert key_of([X], net) is not None

@@ -7,6 +7,7 @@ import torch
 
 import demask
 import test_cli
+from demask.cli.options import NetworkOptions
 from demask.cli.read_network import read_network
 from demask.errors import BadInput, NotExportable
 from onnx_files import BOOL, FLOAT, INT64, constant, helper, node, value, weights
@@ -166,4 +167,4 @@ def test_commands_refuse_what_does_not_fit(run, path, words, said):
 
 def test_constants_are_for_onnx_files(tmp_path):
     with pytest.raises(BadInput, match=r"--fix is for \.onnx files"):
-        read_network(tmp_path / "model.pt2", fix=["rate=16000"])
+        read_network(tmp_path / "model.pt2", NetworkOptions(fix=["rate=16000"]))

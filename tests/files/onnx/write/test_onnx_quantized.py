@@ -497,7 +497,7 @@ def test_odd_grids_in_an_archive_are_refused():
     port = {"inputs": [], "outputs": [], "name": "", "doc": "", "metadata": {}}
     assert good(data | {"interface": port | {"grids": {"w": base}}}).interface.grids["w"].axis == 0
     for odd in ({"scales": [float("nan")]}, {"scales": [-1.0]}, {"zero_points": [2**63]}):
-        with pytest.raises(ValueError, match="expected finite scales"):
+        with pytest.raises(ValueError, match=r"expected (finite scales|zero points)"):
             good(data | {"interface": port | {"grids": {"w": base | odd}}})
 
 

@@ -1,7 +1,7 @@
 """Table of ONNX ops and their PyTorch functions, one file per family."""
 
 from demask.files.onnx.op_functions import join_tables
-from demask.files.onnx.ops.data import control, index, ml, move, sequence, text, training, trees
+from demask.files.onnx.ops.data import control, index, ml, move, reference, sequence, text, trees
 from demask.files.onnx.ops.math import activation, cast, math, random, reduce, select
 from demask.files.onnx.ops.nn import attention, image, linear, norms, pool, quantized, recurrent, resize, signal
 
@@ -25,7 +25,7 @@ ENTRIES = join_tables(
     sequence.OPS,
     text.OPS,
     quantized.OPS,
-    training.OPS,
+    reference.OPS,
     ml.OPS,
     trees.OPS,
     image.OPS,

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from demask.errors import BadInput
 from demask.files.onnx.op_functions import Ops, Value
 from demask.files.onnx.ops.data.patterns import compile_pattern
-from demask.files.onnx.values import Host, numbers_of
+from demask.files.onnx.values import Host
 
 OPS = Ops()
 
@@ -97,60 +95,3 @@ def regex_full_match(x: Value, *, pattern: str) -> Host:
     array = texts(x)
     matches = compile_pattern(pattern).matches(list(array.flat))
     return Host.of(np.array(matches, dtype=bool).reshape(array.shape))
-
-
-@OPS("TfIdfVectorizer")
-def tf_idf(
-    x: Value,
-    *,
-    max_gram_length: int,
-    max_skip_count: int,
-    min_gram_length: int,
-    mode: str,
-    ngram_counts: Sequence[int],
-    ngram_indexes: Sequence[int],
-    pool_int64s: Sequence[int] = (),
-    pool_strings: Sequence[str] = (),
-    weights: Sequence[float] = (),
-    device: torch.device,
-) -> Tensor:
-    """Occurrences of n-grams of a pool in each row: counts (TF, TFIDF) or presence (IDF), times
-    weights except for TF."""
-    if mode not in ("TF", "IDF", "TFIDF"):
-        raise BadInput(f"expected mode TF, IDF or TFIDF, got {mode!r}")
-    grams = _grams(pool_strings or pool_int64s, ngram_counts)
-    shape = x.array.shape if isinstance(x, Host) else x.shape  # type: ignore[union-attr]
-    rows = np.array(numbers_of(x), dtype=object).reshape(-1, shape[-1] if shape else 1)
-    occurrences = np.zeros((len(rows), max(ngram_indexes) + 1), dtype=np.float32)
-    for counts, row in zip(occurrences, rows.tolist(), strict=True):
-        for gram in _row_grams(row, min_gram_length, max_gram_length, max_skip_count):
-            if gram in grams:
-                counts[ngram_indexes[grams[gram]]] += 1
-    if mode == "IDF":
-        occurrences = (occurrences > 0).astype(np.float32)
-    if mode != "TF" and weights:
-        scale = np.zeros(occurrences.shape[1], dtype=np.float32)
-        scale[list(ngram_indexes)] = weights
-        occurrences = occurrences * scale
-    return torch.from_numpy(occurrences if len(shape) == 2 else occurrences[0]).to(device)
-
-
-def _grams(pool: Sequence[Any], starts: Sequence[int]) -> dict[tuple[Any, ...], int]:
-    """The index of each n-gram; the pool lists those of size 1 first, then size 2, and so on."""
-    indices: dict[tuple[Any, ...], int] = {}
-    index = 0
-    for size, (start, end) in enumerate(zip(starts, [*starts[1:], len(pool)], strict=True), 1):
-        for position in range(start, end - size + 1, size):
-            indices[tuple(pool[position : position + size])] = index
-            index += 1
-    return indices
-
-
-def _row_grams(row: list[Any], least: int, most: int, skips: int) -> Any:
-    """The n-grams of a row, with up to `skips` elements skipped between two of a gram."""
-    for step in range(1, skips + 2):
-        sizes = range(max(least, 2) if step > 1 else least, most + 1)  # one element skips nothing
-        for size in sizes:
-            reach = (size - 1) * step + 1
-            for start in range(len(row) - reach + 1):
-                yield tuple(row[start : start + reach : step])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.files.onnx.op_functions import Float, Int, Ops
+from demask.files.onnx.op_functions import Int, Ops
 from demask.files.onnx.ops.math.cast import dtype_of
 
 OPS = Ops()
@@ -77,28 +77,3 @@ def _window(*weights: float) -> Any:
 OPS("BlackmanWindow")(_window(0.42, -0.5, 0.08))
 OPS("HammingWindow")(_window(25 / 46, -21 / 46))
 OPS("HannWindow")(_window(0.5, -0.5))
-
-
-@OPS("MelWeightMatrix")
-def mel_weights(
-    num_mel_bins: Int,
-    dft_length: Int,
-    sample_rate: Int,
-    lower_edge_hertz: Float,
-    upper_edge_hertz: Float,
-    *,
-    output_datatype: int = 1,
-    device: torch.device,
-) -> Tensor:
-    """Weights of frequencies in bands of equal width on the mel scale, [frequencies, bands]: each
-    band is a triangle between the centers of its neighbors."""
-    low, high = (2595 * math.log10(1 + f / 700) for f in (lower_edge_hertz, upper_edge_hertz))
-    mels = [low + (high - low) / (num_mel_bins + 2) * k for k in range(num_mel_bins + 2)]
-    edges = [int((dft_length + 1) * 700 * (10 ** (m / 2595) - 1) // sample_rate) for m in mels]
-    weights = torch.zeros(dft_length // 2 + 1, num_mel_bins, dtype=torch.float64)
-    for k, (left, center, right) in enumerate(zip(edges, edges[1:], edges[2:], strict=False)):
-        for f in range(left, center + 1):
-            weights[f, k] = (f - left) / (center - left) if center > left else 1
-        for f in range(center, right):
-            weights[f, k] = (right - f) / (right - center)
-    return weights.to(dtype_of(output_datatype)).to(device)
