@@ -25,6 +25,7 @@ LAYERS = (
     ("machine",),
     ("kernels",),
     ("graph",),
+    ("judge",),
     ("facts",),
     ("shrink", "tune", "files"),
     ("pages",),

@@ -23,7 +23,7 @@ from demask.errors import Mismatch
 from demask.failures import strict
 from demask.graph.normalize.program_equality import find_difference
 from demask.graph.result.resize import update_attributes
-from demask.numerics import compare
+from demask.judge import compare
 from demask.shrink.pipeline import canonicalize, capture_program
 from micro import MICROS, Micro
 from rounds import rounds
