@@ -21,6 +21,7 @@ LAYOUT = (
     ("compat",),
     ("ops",),
     ("graph",),
+    ("judge",),
     ("facts",),
     ("machine",),
     ("rewrites",),

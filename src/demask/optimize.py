@@ -38,6 +38,7 @@ from demask.graph.provenance import (
 )
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import Demasked, build
+from demask.judge import Verdict, pair_up
 from demask.machine.benchmark import ALLOWED
 from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
@@ -393,19 +394,16 @@ def _describe_loss(race: CandidateRace, name: str, precision: str) -> str:
     """Description of how far the outputs of a lossy candidate are from exact ones."""
     if name not in race.exact:
         return f"precision={precision!r} has no effect: the fastest candidate has no sparse layer"
-    largest = relative = 0.0
+    verdict = Verdict()
     for seed in range(DRAWS + 1):
         inputs, draw = (race.args, race.kwargs), torch.Generator().manual_seed(seed)
         if seed:
             inputs = pytree.tree_map_only(Tensor, partial(draw_like, draw=draw), inputs)
         exact, lossy = (race.outputs(module, inputs) for module in (race.exact[name], race.modules[name]))
-        for a, b in zip(exact, lossy, strict=True):
-            if isinstance(a, Tensor) and a.is_floating_point() and a.numel():
-                gap, size = float((a - b).abs().max()), float(a.abs().max())
-                largest, relative = max(largest, gap), max(relative, gap / size if size else gap)
+        verdict += Verdict.of(pair_up(exact, lossy), "")
     return (
         f"weights of sparse layers are stored as {precision}: outputs differ from exact ones "
-        f"by {largest:.2g} at most, {relative:.2g} of the largest, on the example and {DRAWS} "
+        f"by {verdict.gap:.2g} at most, {verdict.relative:.2g} of the largest, on the example and {DRAWS} "
         "random inputs like it"
     )
 

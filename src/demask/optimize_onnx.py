@@ -20,7 +20,7 @@ from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import described, is_strict, public
 from demask.files.atomic_write import check_writable
 from demask.files.onnx import from_onnx
-from demask.files.onnx.check import UNCHECKED, Judge, Verdict, first_line, session
+from demask.files.onnx.check import UNCHECKED, FileVerdict, Judge, first_line, session
 from demask.files.onnx.edit.convert import opset_of
 from demask.files.onnx.edit.edit_file import EditedFile, edit_file, file_with, save_edited
 from demask.files.onnx.edit.names import foreign_nodes
@@ -65,7 +65,7 @@ MULTIPLES = (1, 4, 16)  # also measured if ONNX Runtime is installed
 ROUNDS, SECONDS = 8, 10.0
 EDITED = "the file, edited"
 PLAIN = "the file, edited without new nodes"
-ORIGINAL = Verdict(0.0, "nothing")  # of the original file itself
+ORIGINAL = FileVerdict(0.0, "nothing")  # of the original file itself
 NOISE = 1.05  # exported tensors have to be smaller by more than this than those of the edit
 EXPORT = 1.25  # an export has to be this much faster: it loses the file's nodes, names and op set
 ProgressCallback = Callable[[str], object]
@@ -175,8 +175,8 @@ def optimize_onnx(
         check: whether to compare what is written with the original network. False also writes files
             that nothing here can run. Default: True.
         tolerance: largest allowed difference / largest value of the output, above 0. Default: None,
-            for 84 units in the last place (1e-5 for float32) or, if that is larger, what rounding
-            moves the original.
+            for 64 units in the last place (1 % at most) or, if that is larger, what rounding moves
+            the original.
         table: the table of ops. Default: `demask.ops.TABLE`.
         progress: function that is called with a short text at each step. Default: does nothing.
 
@@ -514,7 +514,7 @@ class _OnnxCandidate:
     slim: Demasked | None = None
     program: Program | None = None
     borders: bool = True
-    verdict: Verdict = UNCHECKED
+    verdict: FileVerdict = UNCHECKED
 
 
 @dataclass
@@ -542,7 +542,7 @@ class _OnnxCandidates:
         assert self.judge_for is not None
         return self.judge_for()
 
-    def compared(self, data: bytes) -> Verdict:
+    def compared(self, data: bytes) -> FileVerdict:
         """How far a file differs. Raises Mismatch if too far, BadInput where nothing runs it."""
         try:
             return self.judge.compare(data)

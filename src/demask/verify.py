@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from demask.graph.capture.functionalize import functionalize
 from demask.graph.capture.module_state import KeepsState
 from demask.graph.capture.shared_captures import share_captures
 from demask.graph.example_inputs import batch_axes, draw_examples, resize_batch
-from demask.graph.example_runs import copy_inputs
+from demask.graph.example_runs import copy_inputs, run_seeded
 from demask.graph.input_domains import Domains, domains_of, state_domains
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import own_state, structural_copy, without_caches
@@ -32,17 +32,20 @@ from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked, build_plain
 from demask.graph.result.uncalled_modules import is_holder
 from demask.graph.rounding import narrows
-from demask.numerics import (
-    RELATIVE,
+from demask.judge import (
+    DRAWN,
     ULPS,
-    compare,
-    find_narrow_casts,
-    is_about_as_exact,
+    Pair,
+    Verdict,
+    by_name,
+    draw_inputs,
+    flips_of,
     named_leaves,
-    to_computable,
-    to_double,
-    to_wide,
+    pair_up,
+    to_single,
+    tolerance,
 )
+from demask.numerics import find_narrow_casts, to_computable, to_double, to_wide
 from demask.ops import TABLE, Table
 from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.shrink import demask
@@ -64,10 +67,11 @@ class Verification(PageSource):
         max_abs, max_rel: largest difference over all runs in float64: absolute, and relative to the
             largest absolute value of the output.
         dtype: floating dtype of the models, such as "float32".
-        ok: whether the networks are equal. Floats must be finite, and equal to 1e-10 in float64 (64
-            ulps of `dtype` where constants are rounded) and, in a narrower `dtype`, to 64 ulps or 8
-            times the rounding error of the first network. Other outputs, complex ones too, must be
-            the same. An ulp is the unit in the last place of the output's largest value.
+        ok: whether the networks are equal. Floats must be equal to 1e-10 in float64 (64 ulps of
+            `dtype` where constants are rounded) and, in a narrower `dtype`, to 64 ulps (1 % at most,
+            or one ulp) or 8 times the rounding error of the first network; NaN and infinities must be
+            at the same elements, and some output has to be a number. Other outputs must be the same.
+            An ulp is the unit in the last place of the output's largest value.
         ulps: largest difference in `dtype`, in ulps. Default: 0.
         runs: number of calls whose outputs were compared.
         vacuous: names of outputs that did not depend on the inputs: their equality proves nothing.
@@ -75,8 +79,9 @@ class Verification(PageSource):
         failure: the first difference that was too large, as text; "" for none.
         layers: names of the layers that were compared in float64, one by one, where copies of the
             networks in float64 take too much memory; `max_abs` and `max_rel` are of these. Else ().
-        coverage: text that says which parts were compared in float64 in that case, and how many
-            random inputs the first network rejects, which are not compared; else "".
+        coverage: text that says which parts were compared in float64 in that case, how many random
+            inputs the first network rejects, which are not compared, and how many numbers of the
+            outputs are NaN or infinite in both; else "".
 
     Example:
         >>> import demask, torch
@@ -164,30 +169,24 @@ def verify(
     if isinstance(getattr(slim, "demasked", None), Provenance):  # its cache has fewer heads
         model, slim = _without_cache(model), _without_cache(slim)
     layers = _layers(model, slim) if _copies(model, slim) > memory() / SHARE else []
+    graph = slim if layers else _graph(slim)
+    own, narrow = _dtype(model, slim), find_narrow_casts(graph)
+    call = _Call(model, slim, args, kwargs, stated)
     if layers:
-        differences, narrow = _Differences(RELATIVE, tracked=False), find_narrow_casts(slim)
-        pairs = {False: _own(model, slim)}
+        comparison = _Comparison(own, narrow, graph)
+        comparison.compare_draws({False: _own(model, slim)}, call)
     else:
-        graph = _graph(slim)
-        left, right, allowed = _doubles(model, graph, args, kwargs, table)
-        differences, narrow = _Differences(allowed, tracked=True), find_narrow_casts(graph)
-        pairs = {True: (left, right), False: _own(model, slim)}
-    for seed, batch, call in _draws(model, slim, args, kwargs, stated):
-        for wide, (a, b) in pairs.items():
-            cast, where = pytree.tree_map(to_double, call) if wide else call, f"batch {batch}"
-            where, drawn = f"draw {seed}, {where}", bool(seed) or batch != AS_PASSED
-            differences.compare(a, b, cast, wide, narrow, where, drawn=drawn)
-    compared = _compare_layers(differences, model, slim, layers, (args, kwargs), table) if layers else ()
-    differences.compare_tokens(networks, kwargs.get("input_ids", args[0] if args else None))
-    dtype = str(_dtype(model, slim)).removeprefix("torch.")
-    result = differences.result(dtype, tuple(name for name, _ in narrow))
+        comparison = _compare_in_both(call, graph, own, narrow, table)
+    compared = _compare_layers(comparison, model, slim, layers, (args, kwargs), table) if layers else ()
+    comparison.compare_tokens(networks, kwargs.get("input_ids", args[0] if args else None))
+    result = comparison.result()
     if layers:
-        coverage = _coverage(compared, layers, _copies(model, slim), dtype)
+        coverage = _coverage(compared, layers, _copies(model, slim), result.dtype)
         coverage = "; ".join(filter(None, (coverage, result.coverage)))
         result = replace(result, layers=compared, coverage=coverage)
     if check and not result.ok:
         raise Mismatch(
-            f"the networks differ: {result.failure}. Expected at most {differences.allowed:.1e} "
+            f"the networks differ: {result.failure}. Expected at most {tolerance(1.0, comparison.eps):.1e} "
             f"relative in float64 and {ULPS:g} ulps in {result.dtype}; got {result.max_rel:.1e} "
             f"and {result.ulps:.3g}. "
             "If `slim` came from demask(), please report it with the model."
@@ -244,27 +243,54 @@ def _sample(names: Sequence[str]) -> list[str]:
     return [names[k] for k in sorted(chosen)]
 
 
+def _compare_in_both(call: _Call, graph: nn.Module, own: torch.dtype, narrow: Any, table: Table) -> _Comparison:
+    """The comparison of two networks in float64 and in their own dtype.
+
+    The second network contains constants that demasking computed, rounded to its own dtype. Where it differs
+    in float64, the first one is demasked in float64: if that yields the same tensors up to that rounding, they
+    replace the rounded ones, and only the graphs can differ. Otherwise (a network trained since, or of another
+    origin) the difference that rounding causes is allowed.
+    """
+
+    def pairs() -> dict[bool, tuple[nn.Module, nn.Module]]:
+        left, right = (_double(network, call.args, call.kwargs) for network in (call.model, graph))
+        return {True: (left, right), False: _own(call.model, call.slim)}
+
+    comparison = _Comparison(own, narrow, graph)
+    if (
+        comparison.compare_draws(pairs(), call, trial=own is not torch.float64).wide.difference
+        and own is not torch.float64
+    ):
+        networks, comparison = pairs(), _Comparison(own, narrow, graph)
+        refined = not find_narrow_casts(networks[True][1]) and _refined(
+            *networks[True], own, call.args, call.kwargs, table
+        )
+        comparison.eps = 0.0 if refined else torch.finfo(own).eps
+        comparison.compare_draws(networks, call)
+    return comparison
+
+
 def _compare_layers(
-    differences: _Differences, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Table
+    comparison: _Comparison, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Table
 ) -> tuple[str, ...]:
     """Names of sampled layers that were compared in float64, on inputs of their first call."""
     calls = record_first_calls(model, inputs[0], inputs[1], _sample(names))
-    own = _dtype(model, slim)
-    with share_captures():
-        for k, (name, layer_inputs) in enumerate(calls.items()):
-            left = _wide(model.get_submodule(name), layer_inputs)
-            right = _wide(slim.get_submodule(name), layer_inputs)
-            call = left, right, pytree.tree_map(to_double, layer_inputs), True, [], f"layer {name}"
-            trial = _Differences(RELATIVE, tracked=False)
-            trial.compare(*call)
+    for k, (name, layer_inputs) in enumerate(calls.items()):
+        left = _wide(model.get_submodule(name), layer_inputs)
+        right = _wide(slim.get_submodule(name), layer_inputs)
+        draw, where = pytree.tree_map(to_double, layer_inputs), f"layer {name}"
+        verdict = Verdict.of(comparison.pairs(left, right, draw, True, where), where)
+        if verdict.difference:
             with share_captures():  # else the cached capture would keep these copies in memory
-                exact = not trial.failure or _refined(left, right, own, *layer_inputs, table)
-            differences.allowed = RELATIVE if exact else ULPS * torch.finfo(own).eps
-            differences.compare(*call)
-            if differences.failure:
-                return tuple(calls)[: k + 1]
-            del left, right, call
-            gc.collect()  # graphs are reference cycles, which would stay in memory
+                exact = _refined(left, right, comparison.own, *layer_inputs, table)
+            comparison.eps = 0.0 if exact else torch.finfo(comparison.own).eps
+            verdict = Verdict.of(comparison.pairs(left, right, draw, True, where), where)
+            comparison.eps = 0.0
+        comparison.wide += verdict
+        if verdict.difference:
+            return tuple(calls)[: k + 1]
+        del left, right, draw
+        gc.collect()  # graphs are reference cycles, which would stay in memory
     return tuple(calls)
 
 
@@ -286,48 +312,94 @@ def _coverage(compared: Sequence[str], layers: Sequence[str], size: int, dtype: 
     )
 
 
-class _Differences:
-    """Collects differences over runs.
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Two networks, example inputs and the domains that a caller states."""
 
-    allowed: relative difference in float64. tracked: whether runs in float64 (True) or in the
-    networks' own dtype decide which outputs do not depend on the inputs.
+    model: Any
+    slim: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    stated: Domains
+
+
+@dataclass
+class _Comparison:
+    """Verdicts of runs in float64 (`wide`) and in the networks' own dtype (`proper`).
+
+    narrow: calls that cast to a narrower float. graph: of the second network. eps: of the type to which
+    constants of the network in float64 are rounded; 0: to none. seen: outputs of the first network, by name.
+    rejected: why it fails on drawn inputs.
     """
 
-    def __init__(self, allowed: float, *, tracked: bool) -> None:
-        self.allowed, self.tracked = allowed, tracked
-        self.max_abs = self.max_rel = self.ulps = 0.0
-        self.runs, self.failure = 0, ""
-        self.seen: dict[str, list[Tensor]] = {}
-        self.exact: dict[str, Tensor] = {}  # outputs in float64 for the latest inputs, by name
-        self.rejected: list[str] = []  # why the first network fails on drawn inputs
+    own: torch.dtype
+    narrow: list[tuple[str, torch.dtype]]
+    graph: nn.Module
+    eps: float = 0.0
+    wide: Verdict = field(default_factory=Verdict)
+    proper: Verdict = field(default_factory=Verdict)
+    seen: dict[str, list[Tensor]] = field(default_factory=dict)
+    rejected: list[str] = field(default_factory=list)
 
-    def compare(self, a, b, inputs, wide: bool, narrow, where: str, *, drawn: bool = False) -> None:
-        """Compare two networks on inputs (args, kwargs).
+    def compare_draws(
+        self, networks: Mapping[bool, tuple[nn.Module, nn.Module]], call: _Call, *, trial: bool = False
+    ) -> _Comparison:
+        """Compare on all draws. networks: in float64 (True) and in their own dtype. trial: whether to end at the
+        first difference in float64."""
+        graph, single = getattr(self.graph, "graph", None), None
+        for seed, batch, inputs in _draws(call):
+            where, drawn = f"draw {seed}, {batch if batch == AS_PASSED else f'batch {batch}'}", bool(seed)
+            pairs: dict[bool, list[Pair]] = {}
+            for is_wide, (a, b) in networks.items():
+                cast = pytree.tree_map(to_double, inputs) if is_wide else inputs
+                try:
+                    pairs[is_wide] = self.pairs(a, b, cast, is_wide, where)
+                except _Rejected as error:
+                    if not drawn:
+                        raise BadInput(str(error)) from error.__cause__
+                    self.rejected.append(described(error.__cause__ or error))
+            wide, proper = ({pair.name: pair for pair in pairs.get(key, ())} for key in (True, False))
+            narrow, eps = {name: pair.expected for name, pair in proper.items()}, torch.finfo(self.own).eps
+            if self.own is torch.float64 and any(not pair.is_same for pair in wide.values()):
+                single = single or _eval(call.model, share=False).float()
+                narrow, eps = (
+                    by_name(run_seeded(single, pytree.tree_map(to_single, inputs))),
+                    torch.finfo(torch.float32).eps,
+                )
+            for key, pair in (*wide.items(), *proper.items()):
+                if key in wide:
+                    both, flips = wide[key], flips_of(graph)
+                    pair.settle(both.expected, both.actual, narrow.get(key) if pair is both else None, eps, flips)
+            if batch == AS_PASSED:
+                for pair in pairs.get(True in networks, ()):
+                    if pair.kind == "output" and isinstance(pair.expected, Tensor):
+                        self.seen.setdefault(pair.name, []).append(to_computable(pair.expected))
+            if True in pairs:
+                self.wide += Verdict.of(pairs[True], f"in float64, {where}")
+            if False in pairs:
+                self.proper += Verdict.of(pairs[False], where)
+            if trial and self.wide.difference:
+                break
+        return self
 
-        wide: whether in float64. narrow: calls that cast to a narrower float. where: for messages.
-        drawn: whether the inputs are drawn: the first network may reject them.
-        """
+    def pairs(self, a: nn.Module, b: nn.Module, inputs: Any, wide: bool, where: str) -> list[Pair]:
+        """The outputs of two networks for (args, kwargs), and the inputs and buffers that they write to."""
         calls = copy_inputs(inputs), copy_inputs(inputs)
         buffers = _versions(a), _versions(b)
         with torch.no_grad():
             try:
-                left = _outputs("the first network", a, calls[0], where)
-            except BadInput as error:
-                if not drawn:
-                    raise
-                self.rejected.append(described(error.__cause__ or error))
-                return
-            right = _outputs("the second network", b, calls[1], where)
-        named, other = named_leaves(left), named_leaves(right)
-        self.runs += 1
-        if len(named) != len(other):
-            self._fail(f"{len(named)} outputs against {len(other)} ({where})")
-            return
-        for (name, x), (_, y) in zip(named, other, strict=True):
-            self._leaf(name or "output", x, y, wide, narrow, where)
+                left = a(*calls[0][0], **calls[0][1])
+            except _FAILURES as error:
+                raise _Rejected(_failure("the first network", calls[0], where, error)) from error
+            try:
+                right = b(*calls[1][0], **calls[1][1])
+            except _FAILURES as error:
+                raise BadInput(_failure("the second network", calls[1], where, error)) from error
+        eps = self.eps if wide else max((torch.finfo(kind).eps for _, kind in self.narrow), default=0.0)
+        pairs = pair_up(left, right, eps=eps)
         for before, (name, x), (_, y) in zip(*map(named_leaves, (inputs, *calls)), strict=True):
             if any(isinstance(v, Tensor) and not torch.equal(v, before[1]) for v in (x, y)):
-                self._leaf(f"{name} after the call", x, y, wide, narrow, where, "input")
+                pairs.append(Pair(f"{name} after the call", x, y, eps, kind="input"))
         written = {
             name
             for network, versions in zip((a, b), buffers, strict=True)
@@ -338,42 +410,8 @@ class _Differences:
         for name in written & both[0].keys() & both[1].keys():
             x, y = both[0][name], both[1][name]
             if x.shape == y.shape:
-                self._leaf(f"{name} after the call", x, y, wide, narrow, where, "buffer")
-
-    def _leaf(self, name: str, x: Any, y: Any, wide: bool, narrow, where: str, kind: str = "output") -> None:
-        difference = compare(x, y)
-        if difference.text:
-            self._fail(f"{kind} {name} {difference.text} ({where})")
-            return
-        if not isinstance(x, Tensor):
-            return
-        resized = "batch 1" in where or "batch 3" in where
-        if kind == "output" and wide is self.tracked and not resized:
-            self.seen.setdefault(name, []).append(to_computable(x))
-        if not difference.is_finite:
-            self._fail(f"{kind} {name} is not finite ({where})")
-        elif x.is_complex() and difference.gap:
-            self._fail(f"{kind} {name} ({x.dtype}) is not equal ({where})")
-        elif x.is_floating_point() and wide:
-            self.exact[name] = to_computable(x)
-            self.max_abs = max(self.max_abs, difference.gap)
-            self.max_rel = max(self.max_rel, difference.relative)
-            if difference.relative > self.allowed:
-                self._fail(f"{kind} {name} by {difference.relative:.1e} relative in float64 ({where})")
-        elif x.is_floating_point():
-            eps = max((torch.finfo(kind).eps for _, kind in narrow), default=0.0)
-            ulps = difference.ulps(eps)
-            self.ulps = max(self.ulps, ulps)
-            rounded = difference.is_rounding(eps)
-            if not rounded and not self._is_rounding(name, to_computable(x), to_computable(y)):
-                self._fail(f"{kind} {name} by {ulps:.3g} ulps in {x.dtype} ({where})")
-
-    def _is_rounding(self, name: str, x: Tensor, y: Tensor) -> bool:
-        """Whether the second network is as exact as the first, which may round badly itself."""
-        exact = self.exact.get(name)
-        if exact is None or exact.shape != x.shape:
-            return False
-        return is_about_as_exact(exact, x, y)
+                pairs.append(Pair(f"{name} after the call", x, y, eps, kind="buffer"))
+        return pairs
 
     def compare_tokens(self, networks: tuple[Any, Any], ids: Any) -> None:
         """Compare a few generated tokens, with caches, if both networks generate text."""
@@ -392,17 +430,14 @@ class _Differences:
                 tokens = _eval(b).generate(ids, **options)  # type: ignore[operator]
             except BadInput:  # a part is a graph, which rejects calls unlike the example
                 return
-        self.runs += 1
-        if not torch.equal(expected, tokens):
-            self._fail(f"the first {TOKENS} generated tokens differ")
+        same = torch.equal(expected, tokens)
+        self.proper += Verdict("" if same else f"the first {TOKENS} generated tokens differ", runs=1)
 
-    def _fail(self, text: str) -> None:
-        self.failure = self.failure or text
-
-    def result(self, dtype: str, narrowed: tuple[str, ...]) -> Verification:
+    def result(self) -> Verification:
         """The verification of all runs so far."""
+        dtype, total = str(self.own).removeprefix("torch."), self.wide + self.proper
         vacuous = tuple(
-            name
+            name or "output"
             for name, values in self.seen.items()
             if len(values) > 1 and all(torch.equal(values[0], v) for v in values[1:])
         )
@@ -413,17 +448,32 @@ class _Differences:
             else ""
         )
         return Verification(
-            self.max_abs,
-            self.max_rel,
+            self.wide.gap,
+            self.wide.relative,
             dtype,
-            not self.failure,
-            self.ulps,
-            self.runs,
+            not total.failure,
+            self.proper.ulps,
+            total.runs,
             vacuous,
-            narrowed,
-            self.failure,
-            coverage=rejected,
+            tuple(name for name, _ in self.narrow),
+            total.failure,
+            coverage="; ".join(filter(None, (rejected, total.remark))),
         )
+
+
+_FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
+
+
+class _Rejected(Exception):
+    """The first network fails on inputs."""
+
+
+def _failure(name: str, inputs: Any, where: str, error: Exception) -> str:
+    shapes = [tuple(t.shape) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+    return (
+        f"{name} fails on inputs of shapes {shapes} ({where}): {described(error)}. "
+        "Both must take the same inputs: pass args, kwargs that both accept"
+    )
 
 
 def _versions(network: nn.Module) -> dict[str, tuple[int, int]]:
@@ -431,17 +481,6 @@ def _versions(network: nn.Module) -> dict[str, tuple[int, int]]:
     return {
         name: (id(buffer), buffer._version) for name, buffer in network.named_buffers() if not buffer.is_inference()
     }
-
-
-def _outputs(name: str, network: nn.Module, inputs: Any, where: str) -> Any:
-    try:
-        return network(*inputs[0], **inputs[1])
-    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-        shapes = [tuple(t.shape) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
-        raise BadInput(
-            f"{name} fails on inputs of shapes {shapes} ({where}): {described(error)}. "
-            "Both must take the same inputs: pass args, kwargs that both accept"
-        ) from error
 
 
 def _own(model, slim) -> tuple[nn.Module, nn.Module]:
@@ -457,21 +496,6 @@ def _eval(module: nn.Module, share: bool = True) -> nn.Module:
     for part in copied.modules():
         part.training = False
     return own_state(copied) if share else copied
-
-
-def _doubles(model, slim, args, kwargs, table: Table) -> tuple[nn.Module, nn.Module, float]:
-    """Both networks in float64, and the relative difference that is then allowed.
-
-    `slim` contains the constants that demasking computed, rounded to its own dtype. If demasking
-    the model in float64 yields the same tensors up to that rounding, they replace the rounded ones,
-    and only the graphs can differ. Otherwise (a network trained since, or of another origin) the
-    difference that rounding causes is allowed.
-    """
-    own = _dtype(model, slim)
-    left, right = (_double(network, args, kwargs) for network in (model, slim))
-    if own is torch.float64 or (not find_narrow_casts(right) and _refined(left, right, own, args, kwargs, table)):
-        return left, right, RELATIVE
-    return left, right, ULPS * torch.finfo(own).eps
 
 
 def _double(network: Any, args: Any, kwargs: Any) -> nn.Module:
@@ -496,7 +520,7 @@ def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, 
         twin: Any = demask(left, *inputs, table=table, check=False, result="graph")
     except DemaskError:
         return False
-    exact, rounded, eps = twin.state_dict(), right.state_dict(), ULPS * torch.finfo(own).eps
+    exact, rounded, eps = twin.state_dict(), right.state_dict(), tolerance(1.0, torch.finfo(own).eps)
     cuts, whole = twin.demasked.cuts, left.state_dict()
     if exact.keys() != rounded.keys():
         return False
@@ -540,22 +564,19 @@ def _literals(rounded: fx.Graph, exact: fx.Graph, eps: float) -> bool:
     return True
 
 
-def _draws(model: Any, slim: nn.Module, args: Any, kwargs: Any, stated: Domains) -> Iterator[tuple[int, Any, Any]]:
+def _draws(call: _Call) -> Iterator[tuple[int, Any, Any]]:
     """(seed, batch, inputs): the example (AS_PASSED); random inputs, also at batches 1 and 3."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    domains = domains_of(leaves, stated)
-    axes = batch_axes(getattr(slim, "demasked", None), leaves)
+    example = (call.args, call.kwargs)
+    leaves, spec = pytree.tree_flatten(example)
+    domains = domains_of(leaves, call.stated)
+    axes = batch_axes(getattr(call.slim, "demasked", None), leaves)
     # One network may be for one size only, the other for any.
-    if isinstance(getattr(model, "demasked", None), Provenance):
-        axes = [a & b for a, b in zip(axes, batch_axes(model.demasked, leaves), strict=True)]
-    for seed in range(4):
-        draw = torch.Generator().manual_seed(seed)
-        drawn = [
-            domain.draw(leaf, draw) if seed and isinstance(leaf, Tensor) else leaf
-            for leaf, domain in zip(leaves, domains, strict=True)
-        ]
-        yield seed, AS_PASSED, pytree.tree_unflatten(drawn, spec)
+    if isinstance(getattr(call.model, "demasked", None), Provenance):
+        axes = [a & b for a, b in zip(axes, batch_axes(call.model.demasked, leaves), strict=True)]
+    for seed, draw in enumerate(draw_inputs(example, domains, [(DRAWN, 1), (DRAWN, 2), (DRAWN, 3)])):
+        yield seed, AS_PASSED, draw.inputs
         if seed == 1 and any(axes):
+            drawn = pytree.tree_leaves(draw.inputs)
             for batch in (1, 3):
                 sized = [resize_batch(x, where, batch) for x, where in zip(drawn, axes, strict=True)]
                 if rows := _rows(drawn, axes):  # positions along the batch fit the smaller one

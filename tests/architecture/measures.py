@@ -25,6 +25,7 @@ LAYERS = (
     ("machine",),
     ("kernels",),
     ("graph",),
+    ("judge",),
     ("facts",),
     ("rewrites",),
     ("shrink", "tune", "files"),

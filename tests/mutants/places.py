@@ -27,19 +27,15 @@ PLACES: tuple[tuple, ...] = (
     # tune, optimize
     ("tune/passes/one_pixel_as_linear.py", "optimize tune",
      ("connective", "plain = all(isinstance(n, int) and n == 1 for n in sizes)")),
-    ("tune/race.py", "optimize", ("connective",
-     "return not isinstance(leaf, Tensor) or bool(torch.isfinite(to_computable(leaf)).all())")),
-    ("optimize.py", "sparse_files tune optimize", ("off by one", "if layer.stored < layer.weights"),
-     ("sign", "gap, size = float((a - b).abs().max()), float(a.abs().max())")),
+    ("optimize.py", "sparse_files tune optimize", ("off by one", "if layer.stored < layer.weights")),
     # machine, verify, report, compat
     ("machine/arena.py", "arena",
      ("extreme", "return ArenaPlan(tuple(offsets), align_size(max(ends, default=0)))")),
     ("machine/byte_sizes.py", "byte_sizes", ("connective",
      "size = int(whole) * unit + int(rest or 0) * unit // 10 ** len(rest)")),
-    ("verify.py", "verify", ("connective", "elif x.is_complex() and difference.gap:")),
+    ("judge.py", "numerics verify",
+     ("extreme", "ulp = ulp_size(self.size, max(eps, self.eps))")),
     ("records.py", "records", ("connective", "_need(type(data) is type(inner[0]) and data in inner, f\"one of {inner}\", data, where)")),
-    ("numerics.py", "numerics verify",
-     ("extreme", "return in_units(self.gap, self.size, max(eps, self.eps))")),
     ("report/sections.py", "report", ("connective", 'if report.form == "class" and not reasons:')),
     ("compat/fake_shapes.py", "fake_shapes", ("guard", "if self.op is _BATCH_NORM:")),
     # files

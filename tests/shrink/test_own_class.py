@@ -22,7 +22,7 @@ import micro_sequences  # noqa: F401
 from demask.errors import Mismatch
 from demask.failures import strict
 from demask.graph.result.resize import update_attributes
-from demask.numerics import compare
+from demask.judge import compare
 from demask.shrink.own_class.proof import find_difference
 from demask.shrink.pipeline import canonicalize, capture_program
 from micro import MICROS, Micro

@@ -3,17 +3,19 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import demask
+from demask import judge
 from demask.facts.analysis import Analysis
+from demask.graph.example_runs import run_seeded
 from demask.graph.module_copy import structural_copy
 from demask.graph.program import copy_tensors
 from demask.ops import TABLE
-from demask.shrink import check
 from demask.shrink.own_class import build
 from demask.shrink.pipeline import capture_program, shrink_program
 
@@ -116,7 +118,7 @@ def test_a_network_that_is_not_the_class_is_freed(residual, monkeypatch):
 def test_networks_in_double_are_freed(residual, monkeypatch):
     """One of twice the size at a time, even where the garbage collector does not run."""
     network, args = residual
-    held, to_wide = [], check.to_wide
+    held, to_wide = [], judge.to_wide
 
     def watched(wide):
         alive = [t for refs in held for ref in refs if (t := ref()) is not None]
@@ -124,12 +126,15 @@ def test_networks_in_double_are_freed(residual, monkeypatch):
         held.append([weakref.ref(t) for t in tensors_of(to_wide(wide))])
         return wide
 
-    monkeypatch.setattr(check, "to_wide", watched)
+    monkeypatch.setattr(judge, "to_wide", watched)
     graph = demask.demask(network, args, result="graph")
-    draws = check._example_draw(network, (args, {}))
+    draw = judge.Draw("the example", (args, {}))
+    expected = [(draw, run_seeded(network, draw.inputs))]
+    copies = [partial(structural_copy, graph, share=False)] * 2
+    explain = judge.InFloat64(copies[0], expected, copies[1])
     gc.disable()
     try:
-        assert check._is_rounding(lambda: structural_copy(graph, share=False), graph, draws)
+        explain(0, judge.pair_up(expected[0][1], expected[0][1]))
         assert len(held) == 2
     finally:
         gc.enable()

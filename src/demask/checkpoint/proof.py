@@ -17,7 +17,7 @@ from demask.checkpoint.slices import example_of
 from demask.checkpoint.streamed import StreamedModel
 from demask.errors import BadInput, Mismatch, NotExportable
 from demask.failures import described
-from demask.numerics import RELATIVE, ULPS, compare, named_leaves
+from demask.judge import compare, named_leaves, tolerance
 from demask.progress import ProgressStep
 
 TOKENS = 32  # generated one by one
@@ -104,7 +104,7 @@ def prove(
         except Exception as error:
             raise Mismatch(f"the result cannot be run: {described(error)}") from error
         relative, text = _difference(expected[-1], actual)
-        limit = ULPS * torch.finfo(torch.float32).eps
+        limit = tolerance(1.0, torch.finfo(torch.float32).eps)
         if relative > limit and not text:
             step(f"comparing text {k} in float64")
             try:
@@ -114,7 +114,7 @@ def prove(
                     f"the result differs by {relative:.1e} in float32, and float64 cannot be run: {described(error)}"
                 ) from error
             relative, text = _difference(exact, _run(slim, example, torch.float64))
-            used, limit = torch.float64, RELATIVE
+            used, limit = torch.float64, tolerance(1.0, torch.finfo(torch.float64).eps)
             if rounds and relative > limit:
                 limit = _difference(exact, _run(original, example, None, rows))[0]
         if text or not relative <= limit:

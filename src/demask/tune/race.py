@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
@@ -15,17 +15,15 @@ from torch.utils import _pytree as pytree
 from demask.errors import Mismatch
 from demask.failures import is_strict
 from demask.graph.example_runs import Inputs, copy_in_eval
-from demask.graph.input_domains import Domains
+from demask.graph.input_domains import Domains, domains_of
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, Speed
 from demask.graph.result.demasked_module import build_plain
+from demask.judge import Expected, InFloat64, draw_inputs, expected_outputs, judge
 from demask.machine.benchmark import ALLOWED, PAIRS, lower_bound, wait_for_device
 from demask.machine.describe import describe_machine
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, sample_seconds
-from demask.numerics import compare, is_about_as_exact, to_computable, to_double, to_wide
-from demask.shrink.check import draw_inputs
-from demask.shrink.on_device import CPU
 from demask.tune.candidates import Candidate
 
 LOOKS, ROUNDS, SECONDS = 5, 15, 20.0  # rounds of the screening and of the final; seconds at most
@@ -45,15 +43,14 @@ def clone_inputs(inputs: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
 
 
-@dataclass(slots=True)
+@dataclass
 class CandidateRace:
     """Candidate networks and the original one, timed in turns on one example.
 
     args, kwargs: copies of the caller's inputs, since a network may write to its inputs. baseline:
     the original network. program: of the baseline, if it was captured whole. modules, candidates:
     by name of the candidate. exact: exact versions of lossy candidates. screening: median seconds
-    of the first, short timing. expected: name, inputs and outputs of the baseline for each input to
-    compare on. wide: outputs of the baseline in float64, by name of the inputs, computed on demand.
+    of the first, short timing. stated: domains of inputs, by the caller.
     """
 
     baseline: nn.Module
@@ -66,8 +63,6 @@ class CandidateRace:
     candidates: dict[str, Candidate] = field(default_factory=dict)
     exact: dict[str, nn.Module] = field(default_factory=dict)
     screening: dict[str, float] = field(default_factory=dict)
-    expected: list[tuple[str, Inputs, list[Any]]] = field(default_factory=list)
-    wide: dict[str, list[Any]] = field(default_factory=dict)
     stated: Domains = field(default_factory=dict)
 
     def times(self) -> dict[str, float]:
@@ -100,37 +95,25 @@ class CandidateRace:
         with torch.no_grad(), set_threads(self.threads):
             return sample_seconds(contenders, pairs, WARMUP, seconds=seconds)
 
-    def outputs(self, module: nn.Module, inputs: Inputs | None = None) -> list[Any]:
-        """The flattened outputs of a network for the example, or for other inputs."""
+    def outputs(self, module: nn.Module, inputs: Inputs | None = None) -> Any:
+        """The outputs of a network for the example, or for other inputs."""
         args, kwargs = clone_inputs((self.args, self.kwargs) if inputs is None else inputs)
         with torch.no_grad(), set_threads(self.threads):
-            return pytree.tree_leaves(module(*args, **kwargs))
+            return module(*args, **kwargs)
 
-    def compared_on(self) -> list[tuple[str, Inputs, list[Any]]]:
-        """Name, inputs and baseline outputs of the example and of random inputs like it, without
-        inputs for which the baseline raises or returns values that are not finite."""
-        drawn = draw_inputs((self.args, self.kwargs), self.stated)
-        for name, inputs in drawn if not self.expected else ():
-            try:
-                outputs = self.outputs(self.baseline, inputs)
-            except Exception:
-                if not self.expected:  # the example
-                    raise
-                continue
-            if not self.expected or all(map(_is_finite, outputs)):
-                self.expected.append((name, inputs, outputs))
-        return self.expected
+    @cached_property
+    def expected(self) -> Expected:
+        """The example and random inputs like it, with the baseline's outputs."""
+        example = self.args, self.kwargs
+        draws = draw_inputs(example, domains_of(pytree.tree_leaves(example), self.stated))
+        return expected_outputs(partial(self.outputs, self.baseline), draws)
 
-    def is_rounding(self, name: str, inputs: Inputs, k: int, expected: Tensor, output: Tensor) -> bool:
-        """Whether output `k` is about as near to the float64 output as the baseline's is. Rounding
-        changes outputs of an ill-conditioned network by much."""
-        if name not in self.wide:
-            self.wide[name] = self._widened(inputs)
-        wide = self.wide[name]
-        exact = wide[k] if k < len(wide) else None
-        if not isinstance(exact, Tensor) or exact.shape != expected.shape:
-            return False
-        return is_about_as_exact(exact, expected, output)
+    @cached_property
+    def explain(self) -> InFloat64:
+        """Which differences are rounding, by the baseline in float64."""
+        program = self.program
+        new = partial(copy_in_eval, self.baseline, share=False) if program is None else partial(build_plain, program)
+        return InFloat64(new, self.expected, graph=None if program is None else program.graph)
 
     def speed(self, name: str) -> tuple[Speed, bool]:
         """Speed of a candidate relative to the baseline, and whether it is certainly slower (the
@@ -156,24 +139,9 @@ class CandidateRace:
         return []
 
     def difference(self, network: nn.Module) -> str:
-        """Description of the first output that differs by more than rounding, on the example or on
-        random inputs like it; "" for none."""
-        for name, inputs, expected in self.compared_on():
-            outputs = self.outputs(network, inputs)
-            for k, (a, b) in enumerate(zip(expected, outputs, strict=True)):
-                if text := _gap(a, b, partial(self.is_rounding, name, inputs, k)):
-                    return f"output {k} {text}, on {name}"
-        return ""
-
-    def _widened(self, inputs: Inputs) -> list[Any]:
-        try:
-            wide = self.baseline if self.program is None else build_plain(self.program)
-            wide = to_wide(copy_in_eval(wide, share=False))
-            args, kwargs = pytree.tree_map(_double_on_cpu, inputs)
-            with torch.no_grad():
-                return pytree.tree_leaves(wide(*args, **kwargs))
-        except Exception:  # of any type: then units in the last place decide
-            return []
+        """Why a network does not count as the baseline: the first output that differs by more than
+        rounding, on the example or on random inputs like it; "" if it does."""
+        return judge(partial(self.outputs, network), self.expected, self.explain).failure
 
 
 def rounds_until_clear(
@@ -186,26 +154,6 @@ def rounds_until_clear(
         more = measure(pairs - FEW)
         rounds = {each: seconds + more[each] for each, seconds in rounds.items()}
     return rounds
-
-
-def _is_finite(leaf: Any) -> bool:
-    return not isinstance(leaf, Tensor) or bool(torch.isfinite(to_computable(leaf)).all())
-
-
-def _double_on_cpu(leaf: Any) -> Any:
-    return to_double(leaf).to(CPU) if isinstance(leaf, Tensor) else leaf
-
-
-def _gap(expected: Any, output: Any, is_rounding: Callable[[Tensor, Tensor], bool]) -> str:
-    """Description of how an output differs from the expected one; "" if only by rounding."""
-    difference = compare(expected, output)
-    if difference.text:
-        return difference.text
-    if difference.has_other_infinities:
-        return "has other values that are not finite"
-    if not difference.is_rounding() and not is_rounding(expected, output):
-        return f"by {difference.ulps():.3g} units in the last place"
-    return ""
 
 
 def speed_of(baseline: list[float], result: list[float]) -> Speed:

@@ -94,7 +94,7 @@ def test_whole_numbers_differ_only_where_rounding_moves_them():
     judge.draws = judge.draws[:1]
     judge.cases = judge.draws
     judge.compare(steps([-1, 0, 0, 0]))
-    with pytest.raises(Mismatch, match="differs: "):
+    with pytest.raises(Mismatch, match="not equal: "):
         judge.compare(steps([-1, 0, 1, 0]))
 
 

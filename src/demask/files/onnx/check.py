@@ -1,10 +1,10 @@
-"""The one judge of ONNX files: whether a file computes what its original does, by running both.
+"""Whether an ONNX file computes what its original does, by running both, by the rule of `demask.judge`.
 
 The original is another file or a network of torch. Inputs are the example, zeros, ones, and tiny,
 large, negative and random numbers, at the example's sizes and, where the file leaves sizes open, at
-larger ones. An output may differ by UNITS in the last place of its largest value (1 % at most, or
-one unit), or by what rounding alone moves the original's: where all scores of a detector are near
-1e-5, a sigmoid that is accurate to the last digit of 1 is 1 % off.
+larger ones. A runtime has no float64, so the explanation of a larger difference is noise: what rounding
+alone moves the original's outputs. Where all scores of a detector are near 1e-5, a sigmoid that is accurate
+to the last digit of 1 is 1 % off.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, Mismatch
 from demask.files.onnx.read.reader import installed
-from demask.files.onnx.values import numpy_of
-from demask.graph.input_domains import Domain
+from demask.files.onnx.values import BITS, TORCH, numpy_of
+from demask.graph.input_domains import NOTHING, Domain, domains_of
 from demask.graph.rounding import Rounding
+from demask.judge import DRAWN, FLIPS, Draw, Pair, Verdict, by_name, compare, draw_inputs, pair_up
 from demask.machine.allocator import release_free_memory
 from demask.ops import Table
 
-UNITS = 84  # in the last place of the largest value: 1e-5 in float32, for sums in another order
-SEEDS = 3  # roundings of the inputs and weights of a file
-FLIPS = 2  # steps of a quantized value: a sum halfway between two rounds to either
+SEEDS = 3  # roundings of the inputs, weights and calls of a file
 ATTRIBUTES = float(np.finfo(np.float32).eps)  # relative; attributes of ONNX ops are float32
-LARGE, TINY = 1e4, 1e-9
+FLOATS = {1: 2.0**-23, 10: 2.0**-10, 11: 2.0**-52, 16: 2.0**-7}  # epsilon by ONNX's number of the type
+ROUNDS = ("Add", "Sub", "Mul", "Div", "MatMul", "Gemm", "Conv", "ConvTranspose")  # calls that get noise
+KINDS = ("zeros", "ones", "tiny numbers", "large numbers", "negative numbers", DRAWN)
 RUNTIME, REFERENCE = "ONNX Runtime", "the reference implementation of onnx"
 AROUND = "ONNX Runtime, around the ops that nothing here runs"
 VISIBLE = 1e-2  # of the example's outputs: a difference that a warning names, though rounding
@@ -50,10 +51,9 @@ QUANTIZED = (
     "QLinearMatMul",
     "QuantizeLinear",
 )
-Outputs = list[Any]  # arrays; lists and dicts for sequences and maps
+Outputs = list[Any]  # tensors; lists and dicts for sequences and maps
 Inputs = Sequence[Tensor]
 Filled = Callable[[Sequence[Tensor]], tuple[Any, Any]]
-Change = Callable[[Tensor], Tensor]
 
 
 # ------------------------------------------------------------------------------------- runtimes
@@ -199,59 +199,6 @@ def first_line(error: Exception) -> str:
 # --------------------------------------------------------------------------------------- inputs
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Inputs of one call. kind: description of the inputs, for messages."""
-
-    kind: str
-    inputs: tuple[Tensor, ...]
-
-
-def draws(example: Sequence[Tensor], domains: Sequence[Domain] | None = None) -> list[Draw]:
-    """The example and inputs of its shapes; integers, which may be indices, differ from the
-    example's in the last of them alone, within its range.
-
-    domains: of each input. Numbers of any size are drawn for floating-point inputs whose domain has
-    no bounds; for others those of the domain. Default: what the example shows.
-    """
-    domains = [Domain.of(x) for x in example] if domains is None else domains
-    kinds: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
-        "zeros": lambda x, _: torch.zeros_like(x),
-        "ones": lambda x, _: torch.ones_like(x),
-        "tiny numbers": lambda x, draw: _normal(x, draw, TINY),
-        "large numbers": lambda x, draw: _normal(x, draw, 16 if _is_half(x) else LARGE),
-        "negative numbers": lambda x, draw: _normal(x, draw, 1, torch.Tensor.abs, torch.neg),
-        "random numbers": lambda x, draw: _normal(x, draw, 1),
-    }
-    results = [Draw("the example", tuple(x.detach() for x in example))]
-    for seed, (kind, fill) in enumerate(kinds.items()):
-        draw, is_last = torch.Generator().manual_seed(seed), kind == "random numbers"
-        if not is_last and not any(x.is_floating_point() for x in example):
-            continue
-        inputs = [
-            (domain.draw(x, draw) if is_last else x)
-            if not x.is_floating_point()
-            else fill(x.detach(), draw)
-            if domain == Domain()
-            else domain.draw(x, draw)
-            for x, domain in zip(example, domains, strict=True)
-        ]
-        results.append(Draw(kind, tuple(inputs)))
-    return results
-
-
-def _normal(x: Tensor, draw: torch.Generator, scale: float, *then: Change) -> Tensor:
-    """Normal numbers of x's shape and dtype. then: applied in float32, as some dtypes lack ops."""
-    numbers = torch.randn(x.shape, generator=draw) * scale
-    for change in then:
-        numbers = change(numbers)
-    return numbers.to(x)
-
-
-def _is_half(x: Tensor) -> bool:
-    return x.dtype == torch.float16
-
-
 def inputs_of(model: Any) -> list[Any]:
     """The ValueInfoProtos of the inputs of a ModelProto, without those that it stores."""
     stored = {tensor.name for tensor in model.graph.initializer}
@@ -319,12 +266,29 @@ def _nudged(inputs: Inputs, seed: int) -> list[Tensor]:
     return nudged
 
 
-def _with_nudged_weights(source: str | bytes, seed: int) -> str | bytes:
-    """The bytes of a file with every weight rounded to one of its neighbors, at random. Weights are
-    floats of several axes: vectors may be sizes and factors of these. Zeros stay zeros."""
-    from onnx import numpy_helper
+def _with_noise(source: str | bytes, seed: int) -> str | bytes:
+    """The bytes of a file with every weight rounded to one of its neighbors, and the output of every sum and product
+    multiplied by one plus or minus a rounding error, at random. Both are floats of several axes: vectors may
+    be sizes and factors of these. Zeros stay zeros."""
+    from onnx import helper, numpy_helper, shape_inference
 
     proto, draw = _loaded(source), np.random.default_rng(seed)
+    nodes = []
+    with contextlib.suppress(Exception):  # inference refuses files of more than 2 GiB
+        inferred = shape_inference.infer_shapes(proto).graph
+        types = {v.name: v.type.tensor_type for v in (*inferred.value_info, *inferred.output)}
+        for node in proto.graph.node:
+            nodes.append(node)
+            for k, name in enumerate(node.output):
+                kind = types[name].elem_type if name in types and len(types[name].shape.dim) > 1 else 0
+                if kind in FLOATS and node.op_type in ROUNDS:
+                    node.output[k], part, eps = f"{name} exact", f"{name} noise", f"{name} epsilon"
+                    size = FLOATS[kind] * draw.choice([-1, 1])
+                    proto.graph.initializer.append(helper.make_tensor(eps, kind, [], [size]))
+                    nodes.append(helper.make_node("Mul", [node.output[k], eps], [part]))
+                    nodes.append(helper.make_node("Add", [node.output[k], part], [name]))
+        del proto.graph.node[:]
+        proto.graph.node.extend(nodes)
     for tensor in proto.graph.initializer:
         array = numpy_helper.to_array(tensor)
         if array.dtype.kind == "f" and array.ndim > 1:
@@ -360,7 +324,7 @@ class Original(Protocol):
 
 class NetworkOriginal:
     """A network of torch. filled: returns its args and kwargs for input tensors. table: of its
-    ops. steps: relative size of FLIPS steps of its coarsest quantized values, 0 without any."""
+    ops. steps: relative size of two steps of its coarsest quantized values, 0 without any."""
 
     by: str | None = None
     failure = ""
@@ -373,7 +337,7 @@ class NetworkOriginal:
         args, kwargs = self.filled([x.clone() for x in inputs])
         try:
             with torch.no_grad():
-                return _arrays(self.network(*args, **kwargs))
+                return _tensors(self.network(*args, **kwargs))
         except Exception as error:  # whatever a network raises of inputs that it does not take
             self.failure = first_line(error)
             return None
@@ -382,7 +346,7 @@ class NetworkOriginal:
         """In float64, then with every call rounded; none from one that fails on, as an index may be
         out of range then."""
         with contextlib.suppress(Exception):
-            yield from map(_arrays, self.rounding.runs(*self.filled(inputs)))
+            yield from map(_tensors, self.rounding.runs(*self.filled(inputs)))
 
     def slack(self, cases: Sequence[Draw], *, optimized: bool) -> float:
         """Without bound where the runtime replaces quantized ops by coarser kernels of its own: a
@@ -408,17 +372,17 @@ class FileOriginal:
         """seed: of the rounding of the weights; 0 for none."""
         try:
             if (one := self._runners.get((seed, optimized))) is None:
-                source = _with_nudged_weights(self.source, seed) if seed else self.source
+                source = _with_noise(self.source, seed) if seed else self.source
                 one = runner(source, optimized=optimized, by=self.by)
                 self._runners[seed, optimized] = one
-            return one(inputs)
+            return _torch_of(one(inputs))
         except Exception as error:  # a runtime's exceptions share no base class
             self.failure = f"{self.by}: {first_line(error)}"
             return None
 
     def roundings(self, inputs: Inputs, *, optimized: bool) -> Iterator[Outputs | None]:
-        """Without the runtime's optimizations, then with inputs and weights rounded to their
-        neighbors: a sum in another order is one of such weights."""
+        """Without the runtime's optimizations, then with inputs, weights and the outputs of calls rounded to
+        their neighbors: a sum in another order is one of such weights."""
         if optimized:
             yield self.outputs(inputs, optimized=False)
         for seed in range(SEEDS):
@@ -430,32 +394,48 @@ class FileOriginal:
         if not self.is_quantized or not optimized:
             return 0.0
         if self._own_error is None:
-            self._own_error = FLIPS / 255
+            self._own_error = FLIPS
             for case in cases:
                 a, b = (self.outputs(case.inputs, optimized=on) for on in (False, True))
-                errors = [_error(*pair) for pair in zip(a or (), b or (), strict=False)]
+                errors = [pair.difference.relative for pair in pair_up(a or [], b or [])]
                 self._own_error = max([self._own_error, *(e for e in errors if e < math.inf)])
         return self._own_error
 
 
-def _arrays(outputs: Any) -> Outputs:
-    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return [numpy_of(leaf) for leaf in leaves]
+def _tensors(outputs: Any) -> Outputs:
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def _torch_of(value: Any) -> Any:
+    """What a runtime returns, with tensors in place of arrays; text as lists."""
+    if isinstance(value, list):
+        return [_torch_of(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _torch_of(each) for key, each in value.items()}
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype in TORCH:
+        return torch.from_numpy(np.array(value))
+    dtype = getattr(torch, value.dtype.name, None)
+    if isinstance(dtype, torch.dtype) and dtype.itemsize == value.dtype.itemsize and value.dtype.itemsize in BITS:
+        return torch.from_numpy(np.array(value).view(f"i{value.dtype.itemsize}")).view(dtype)
+    return value.tolist() if value.dtype.kind in "OSU" else torch.from_numpy(value.astype(np.float32))
 
 
 # --------------------------------------------------------------------------------------- verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FileVerdict:
     """error: the largest difference from the original, relative to the largest value of its output;
     None if nothing was compared. by: what ran the files. visible, on: the largest difference
-    relative to the outputs of the example, too, and the inputs on which it is."""
+    relative to the outputs of the example, too, and the inputs on which it is. remark: of the outputs."""
 
     error: float | None
     by: str
     visible: float = 0.0
     on: str = ""
+    remark: str = ""
 
     @property
     def warning(self) -> str:
@@ -470,10 +450,11 @@ class Verdict:
     def __str__(self) -> str:
         if self.error is None:
             return "unchecked: not compared with the original"
-        return f"largest difference {self.error:.2g} of the largest output, in {self.by}"
+        remark = f"; {self.remark}" if self.remark else ""
+        return f"largest difference {self.error:.2g} of the largest output, in {self.by}{remark}"
 
 
-UNCHECKED = Verdict(None, "nothing")
+UNCHECKED = FileVerdict(None, "nothing")
 
 
 class Judge:
@@ -485,7 +466,7 @@ class Judge:
             ValueInfoProtos.
         example: example inputs, in the order of the file's.
         tolerance: largest allowed difference / largest value of the output. Default: None, for
-            UNITS in the last place or what rounding moves.
+            that of the dtype or what rounding moves.
         domains: of the inputs. Default: what the example shows.
     """
 
@@ -498,7 +479,8 @@ class Judge:
         domains: Sequence[Domain] | None = None,
     ):
         self.original, self.tolerance, self.inputs = original, tolerance, inputs
-        self.draws = draws(example, domains)
+        example = tuple(x.detach() for x in example)
+        self.draws = list(draw_inputs(example, domains or domains_of(example, NOTHING), [(kind, 0) for kind in KINDS]))
         self._expected: dict[tuple[int, bool], Outputs | None] = {}
 
     @classmethod
@@ -538,7 +520,7 @@ class Judge:
         longer = longer_inputs(self.inputs, self._feeds(draw), double=double, names=names)
         return Draw(f"{draw.kind}, larger sizes", tuple(longer.values()))
 
-    def compare(self, data: bytes) -> Verdict:
+    def compare(self, data: bytes) -> FileVerdict:
         """The largest difference of a file. Inputs on which the original fails are left out.
 
         Raises:
@@ -554,181 +536,59 @@ class Judge:
             if by is None:
                 raise
             raise Mismatch(f"the file does not load: {error}") from error
-        begin, compared, worst, visible, on = time.monotonic(), 0, 0.0, 0.0, ""
-        steady: set[int] = set()  # outputs that were compared
+        begin, compared, verdict, visible, on = time.monotonic(), 0, Verdict(), 0.0, ""
+        steady: set[str] = set()  # outputs that were compared
         for k in range(len(self.cases)):
             if compared and file.by == REFERENCE and time.monotonic() - begin > REFERENCE_SECONDS:
                 break
             compared += 1
             for one in (unoptimized, file):
-                if one is not None:
-                    errors = self._errors(k, one, optimized=one is file)
-                    steady |= {index for index, error in enumerate(errors) if error is not None}
-                    worst = max([worst, *(e for e in errors if e is not None and e < math.inf)])
-                    seen = self._visible(k, errors, optimized=one is file)
-                    if seen > visible:
-                        visible, on = seen, self.cases[k].kind
-        count = len(self._expected[0, True] or ())
-        if missing := set(range(count)) - steady:
+                if one is None or (pairs := self._pairs(k, one, optimized=one is file)) is None:
+                    continue
+                verdict += Verdict.of(pairs, f"on {self.cases[k].kind}")
+                if verdict.difference:
+                    raise Mismatch(verdict.difference)
+                for pair in pairs:
+                    if not pair.is_unsteady:
+                        steady.add(pair.name)
+                        seen = pair.difference.gap / (max(pair.difference.size, self._sizes.get(pair.name, 0.0)) or 1.0)
+                        if pair.difference.eps and seen > visible:
+                            visible, on = seen, self.cases[k].kind
+        if missing := self._sizes.keys() - steady:
             raise Mismatch(f"output {min(missing)} cannot be compared: rounding alone moves its sizes on all inputs")
+        if verdict.failure:
+            raise Mismatch(f"the comparison {verdict.failure}")
         words = "" if compared == len(self.cases) else f" on {compared} of {len(self.cases)} inputs"
-        return Verdict(worst, file.by + words, visible, on)
+        return FileVerdict(verdict.relative, file.by + words, visible, on, verdict.remark)
 
-    def _visible(self, k: int, errors: Sequence[float | None], *, optimized: bool) -> float:
-        """The largest difference on one of the cases, relative to the outputs of the example where
-        these are larger."""
-        worst, runs = 0.0, [self._expected[i, optimized] or () for i in (k, 0)]
-        for error, *arrays in zip(errors, *runs, strict=False):
-            if error and error < math.inf:
-                here, example = map(_largest, arrays)
-                worst = max(worst, error * here / (max(here, example) or 1.0))
-        return worst
+    @cached_property
+    def _sizes(self) -> dict[str, float]:
+        """The largest values of the example's outputs, by name."""
+        outputs = by_name(self._expected[0, True])
+        return {name: compare(x, x).size for name, x in outputs.items()}
 
-    def _errors(self, k: int, file: Runner, *, optimized: bool) -> list[float | None]:
-        """The difference of each output on one of the cases; None where it says nothing. Raises
-        Mismatch if one is too large."""
+    def _pairs(self, k: int, file: Runner, *, optimized: bool) -> list[Pair] | None:
+        """The outputs of the original and a file on one of the cases; None where the original fails. Raises
+        Mismatch where the file does."""
         draw = self.cases[k]
         if (k, optimized) not in self._expected:
-            expected = self.original.outputs(draw.inputs, optimized=optimized)
-            self._expected[k, optimized] = expected
+            self._expected[k, optimized] = self.original.outputs(draw.inputs, optimized=optimized)
         if (expected := self._expected[k, optimized]) is None:
             if k == 0:
                 raise BadInput(f"the original fails on {draw.kind}: {self.original.failure}")
-            return []
-        slack = self.tolerance
-        if slack is None:
-            slack = self.original.slack(self.cases, optimized=optimized)
+            return None
         try:
-            outputs = file(draw.inputs)
+            outputs = _torch_of(file(draw.inputs))
         except Exception as error:  # a runtime's exceptions share no base class
             raise Mismatch(f"the file fails on {draw.kind}: {first_line(error)}") from error
-        if len(expected) != len(outputs):
-            raise Mismatch(f"{len(outputs)} outputs, expected {len(expected)} (on {draw.kind})")
-        units = UNITS if self.tolerance is None else 0
-        pairs = [_Pair(*pair, slack, units) for pair in zip(expected, outputs, strict=True)]
-        if self.tolerance is None and not all(pair.is_equal for pair in pairs):
+        if self.tolerance is not None:
+            return pair_up(expected, outputs, relative=self.tolerance, only=True)
+        pairs = pair_up(expected, outputs, relative=self.original.slack(self.cases, optimized=optimized))
+        if not all(pair.is_same for pair in pairs):
             for run in self.original.roundings(draw.inputs, optimized=optimized):
-                for pair, other in zip(pairs, run or (), strict=False):  # it can only explain more
-                    pair.move(other)
-                if all(pair.is_equal for pair in pairs):
+                others = by_name(run or [])
+                for pair in pairs:
+                    pair.move(others.get(pair.name))  # it can only explain more
+                if all(pair.is_same for pair in pairs):
                     break
-        for index, pair in enumerate(pairs):
-            if not pair.is_equal:
-                raise Mismatch(f"output {index} {pair.describe()} (on {draw.kind})")
-        return [None if pair.is_unsteady else pair.error for pair in pairs]
-
-
-class _Pair:
-    """An output of the original (a) and of a file (b).
-
-    error: their largest difference, relative to the largest |a|. allowed: how large it may be.
-    moves: elements that rounding changes, of those that have no small changes: whole numbers, and
-    numbers that become infinite. is_unsteady: whether rounding changes the sizes of a.
-    """
-
-    def __init__(self, a: Any, b: Any, slack: float, units: int):
-        self.a, self.b, self.slack, self.is_unsteady = a, b, slack, False
-        self.moves = np.zeros(np.shape(a) if isinstance(a, np.ndarray) else (), bool)
-        self.error = _error(a, b, slack)
-        is_float = isinstance(a, np.ndarray) and _is_float(a)
-        self.allowed = max(slack, _rounding(a.dtype, units)) if is_float else slack
-        self.is_equal = self.error <= self.allowed
-
-    def move(self, other: Any) -> None:
-        """Allow what another rounding of the original moves."""
-        a, b = self.a, self.b
-        if self.is_equal or not isinstance(a, np.ndarray) or not isinstance(other, np.ndarray):
-            return
-        if other.shape != a.shape:
-            self.is_equal = self.is_unsteady = True
-            return
-        with np.errstate(all="ignore"):
-            other = other.astype(a.dtype)
-        if _is_float(a):
-            self.moves |= np.isfinite(other) != np.isfinite(a)
-            moved = _error(self._steady(a), self._steady(other))
-            self.allowed = max(self.allowed, moved if moved < math.inf else 0.0)
-        else:
-            self.moves |= other != a
-        if a.shape == b.shape and a.dtype == b.dtype:
-            self.error = _error(self._steady(a), self._steady(b), self.slack)
-            self.is_equal = self.error <= self.allowed
-
-    def _steady(self, array: np.ndarray) -> np.ndarray:
-        return np.where(self.moves, np.zeros((), array.dtype), array)
-
-    def describe(self) -> str:
-        """How they differ, and where."""
-        a, b = self.a, self.b
-        if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
-            return "differs"
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"is {b.dtype} {b.shape}, expected {a.dtype} {a.shape}"
-        if _is_float(a):
-            with np.errstate(all="ignore"):
-                gaps = np.abs(a.astype(np.float64) - b)
-                gaps[np.isnan(gaps) & ~(np.isnan(a) & np.isnan(b))] = np.inf
-        else:
-            gaps = (a != b).astype(np.float64)
-        gaps[self.moves | np.isnan(gaps)] = 0
-        at = np.unravel_index(int(np.argmax(gaps)), a.shape)
-        place = f"{b[at]} at {tuple(map(int, at))}, expected {a[at]}"
-        if self.error == math.inf:
-            return f"differs: {place}"
-        return f"differs by {self.error:.2g} relative to its largest value: {place}; allowed are {self.allowed:.2g}"
-
-
-def _error(a: Any, b: Any, slack: float = 0.0) -> float:
-    """Largest |a - b| relative to the largest |a|; infinite where shapes, dtypes or values that
-    cannot be subtracted differ. slack: above 0, integers of 8 and 16 bits may be subtracted."""
-    if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
-        return 0.0 if _equal(a, b) else math.inf
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return math.inf
-    is_float = _is_float(a)
-    if not is_float and not (slack and a.dtype.kind in "iu" and a.dtype.itemsize < 4):
-        return 0.0 if np.array_equal(a, b) else math.inf
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    finite = np.isfinite(x)
-    if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
-        return math.inf
-    gap = float(np.abs(x[finite] - y[finite]).max(initial=0.0))
-    if math.isnan(gap):
-        return math.inf
-    return gap / (float(np.abs(x[finite]).max(initial=0.0)) or 1.0)
-
-
-def _is_float(a: np.ndarray) -> bool:
-    """Whether an array has floats; bfloat16 and those of 8 bits are of a kind of their own."""
-    return a.dtype.kind == "f" or (a.dtype.kind == "V" and "float" in a.dtype.name)
-
-
-def _largest(a: Any) -> float:
-    """The largest finite |a|; 0 for what is no array of floats."""
-    if not isinstance(a, np.ndarray) or not _is_float(a):
-        return 0.0
-    values = np.abs(a.astype(np.float64))
-    return float(values[np.isfinite(values)].max(initial=0.0))
-
-
-def _rounding(dtype: np.dtype, units: int) -> float:
-    """The difference that `units` in the last place are: at most VISIBLE, but one at least."""
-    return max(min(units, 1) * _epsilon(dtype), min(units * _epsilon(dtype), VISIBLE))
-
-
-def _epsilon(dtype: np.dtype) -> float:
-    """The distance from 1 to the next number."""
-    if dtype.isbuiltin == 1:  # one of 8 bits is of kind "f", too, and not known to numpy
-        return float(np.finfo(dtype).eps)
-    import ml_dtypes
-
-    return float(ml_dtypes.finfo(dtype).eps)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether sequences and mappings, as runtimes return them, are equal."""
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return np.array_equal(a, b)
-    return bool(a == b)
+        return pairs

@@ -15,7 +15,7 @@ from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Cut, Positions
 from demask.graph.result.computed_tensors import ComputedTensor, computed_tensors, remove_parametrizations
 from demask.graph.result.resize import module_at
-from demask.numerics import RELATIVE, ULPS
+from demask.judge import Pair
 from demask.shrink.emit.constant_store import cut
 
 Axes = tuple[Positions, ...]  # the positions that remain of each axis of a tensor
@@ -61,7 +61,7 @@ def find_source_cuts(computed: ComputedTensor, axes: Axes, value: Tensor) -> Map
     """
     uncut: dict[str, Axes] = {n: (None,) * t.ndim for n, t in computed.sources().items()}
     if all(axis is None for axis in axes):
-        return uncut if _is_close(computed.value(), value, _rounding(value)) else None
+        return uncut if Pair("", computed.value(), value).is_same else None
     try:
         with torch.random.fork_rng(devices=()):
             choice = _choose(computed, axes)
@@ -138,9 +138,9 @@ def _commutes(computed: ComputedTensor, choice: Mapping[str, Axes], axes: Axes, 
             actual = part.value(training=training)
         after = _cut_all(uncut.sources(), choice)  # buffers may have changed
         pairs = [(expected, actual), *((after[n], t) for n, t in part.sources().items())]
-        if not all(_is_close(a, b, RELATIVE) for a, b in pairs):
-            return False
-        if (training, k) == (False, 0) and not _is_close(expected, value, _rounding(value)):
+        if (training, k) == (False, 0):
+            pairs.append((expected.to(value.dtype), value))
+        if not all(Pair("", a, b).is_same for a, b in pairs):
             return False
     return True
 
@@ -177,19 +177,6 @@ def _cut_all(sources: Mapping[str, Tensor], choice: Mapping[str, Axes]) -> dict[
         name: nn.Parameter(part, sources[name].requires_grad) if isinstance(sources[name], nn.Parameter) else part
         for name, part in parts.items()
     }
-
-
-def _is_close(a: Tensor, b: Tensor, relative: float) -> bool:
-    """Whether tensors agree, relative to the largest element."""
-    if a.shape != b.shape or not a.is_floating_point():
-        return a.shape == b.shape and torch.equal(a, b)
-    largest = a.abs().max().item() if a.numel() else 0.0
-    return torch.allclose(a.double(), b.double(), rtol=0, atol=relative * largest, equal_nan=True)
-
-
-def _rounding(value: Tensor) -> float:
-    """How far the result of sums in another order may be off, relative to its largest element."""
-    return ULPS * torch.finfo(value.dtype).eps
 
 
 def _ascending(positions: Positions) -> Positions:

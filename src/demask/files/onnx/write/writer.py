@@ -24,7 +24,7 @@ from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import is_strict, public, warn_caller
 from demask.files.archive.node_codec import WRITE
 from demask.files.atomic_write import check_writable, write
-from demask.files.onnx.check import FLIPS, REFERENCE, Judge, NetworkOriginal, inputs_of, onnxruntime
+from demask.files.onnx.check import REFERENCE, Judge, NetworkOriginal, inputs_of, onnxruntime
 from demask.files.onnx.quantized_weights import opset_for, quantize_constants, translations
 from demask.files.onnx.read.reader import installed
 from demask.files.onnx.write.canonical_calls import canonicalize
@@ -45,6 +45,7 @@ from demask.graph.provenance import Interface, OnnxPort, Provenance, Sizes
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked, build
 from demask.installation import install_command
+from demask.judge import FLIPS
 from demask.ops import TABLE, Table, schema
 from demask.ops.quantization import DTYPES
 
@@ -256,7 +257,7 @@ def _step(slim: fx.GraphModule) -> float:
     """Allowed relative difference of the coarsest quantized values; 0 for other networks."""
     calls = slim.graph.find_nodes(op="call_function", target=torch.ops.demask.quantize.default)
     sizes = [DTYPES[schema.arguments(node)["dtype"]].itemsize for node in calls]
-    return FLIPS / (2 ** (8 * min(sizes)) - 1) if sizes else 0.0
+    return 255 * FLIPS / (2 ** (8 * min(sizes)) - 1) if sizes else 0.0
 
 
 def _draws_numbers(slim: fx.GraphModule) -> bool:
