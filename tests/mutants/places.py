@@ -197,7 +197,7 @@ PLACES: tuple[tuple, ...] = (
     ("pilot/routing/calibrate.py", "pilot_route",
      ("connective", "if len(sizes) != 1 or 0 in sizes:")),
     ("pilot/simplifiers/downsample.py", "pilot_simplify",
-     ("connective", 'if self.mode == "area" and x.meta["val"].shape[-1] >= sizes[-1]:')),
+     ("connective", 'if self.mode == "area" and fake(x).shape[-1] >= sizes[-1]:')),
     ("pilot/simplifiers/rounding.py", "pilot_simplify",
      ("sign", "return torch.ldexp(mantissa.sign() * 0.5, exponent + up)"),
      ("rounding", "return padded.reshape(count, -(-columns // width), width)")),

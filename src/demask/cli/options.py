@@ -124,7 +124,7 @@ Tolerance = Annotated[
     typer.Option(
         metavar="RATIO",
         help="For .onnx: the largest difference allowed, relative to the largest value of an "
-        "output. Default: 84 units in the last place (1e-5 for float32) or, if that is more, what "
+        "output. Default: 64 units in the last place (1 % at most) or, if that is more, what "
         "rounding moves the network itself.",
     ),
 ]

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from demask.ops.schema import fake
-
 _KNOWN = "demask: every node has its value"  # in `meta` of a graph module
 _EXPORTING = threading.RLock()
 _LISTED: dict[int, Any] = {}  # by opset: the exporter's list of ONNX functions
@@ -48,7 +46,7 @@ def use_known_values(module: fx.GraphModule) -> None:
         with self._set_current_node(n):
             if rule := rule_of(n, self.type_promotion_table):
                 self._maybe_promote_node(n, rule)
-        return fake(n)
+        return n.meta["val"]
 
     run_node.plain = run  # type: ignore[attr-defined]
     kind.run_node = run_node
