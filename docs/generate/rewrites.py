@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from demask.ops.entry import op_name
 from demask.rewrites.normalize import NORMALIZE
+from demask.rewrites.onnx import ONNX
 from demask.rewrites.rule import Pass, Phase, Rule
 from docs.generate import DOCS
 
 PATH = DOCS / "rewrites.md"
-PHASES = (NORMALIZE,)
+PHASES = (NORMALIZE, ONNX)
 HEAD = """# Rewrites
 
 One entry per rewrite: a program changed into one that computes the same. Made from the phases in
@@ -36,7 +37,7 @@ def row(entry: Rule | Pass) -> str:
 def section(phase: Phase) -> str:
     """The table of a phase."""
     head = "| rewrite | ops (`aten.`) | what it does | exact | cases / refused |\n| --- | --- | --- | --- | --- |"
-    return f"## {phase.name.capitalize()}\n\n" + "\n".join([head, *map(row, phase.entries)])
+    return f"## {phase.name[:1].upper()}{phase.name[1:]}\n\n" + "\n".join([head, *map(row, phase.entries)])
 
 
 def page() -> str:

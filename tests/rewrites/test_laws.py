@@ -10,9 +10,10 @@ import torch
 from demask.ops import TABLE
 from demask.rewrites import laws
 from demask.rewrites.normalize import NORMALIZE, glu, squeeze_dim
+from demask.rewrites.onnx import ONNX
 from demask.rewrites.rule import Rule, case
 
-PHASES = (NORMALIZE,)
+PHASES = (NORMALIZE, ONNX)
 ENTRIES = {entry.name: entry for phase in PHASES for entry in phase.entries}
 RULES = {name: entry for name, entry in ENTRIES.items() if isinstance(entry, Rule)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -51,7 +51,7 @@ def rewrite(program: Program, phase: Phase, table: Table = NO_OPS, log: Log | No
     for kind, entries in groupby(phase.entries, type):
         if kind is Rule:
             editor = GraphEditor(program)
-            if apply_rules(editor, [entry for entry in entries if isinstance(entry, Rule)], log, phase.name):
+            if apply_rules(editor, Phase(phase.name, tuple(entries)), log):
                 program = editor.finish()
             continue
         for entry in entries:
@@ -62,17 +62,20 @@ def rewrite(program: Program, phase: Phase, table: Table = NO_OPS, log: Log | No
     return program
 
 
-def apply_rules(editor: GraphEditor, rules: Sequence[Rule], log: Log, phase: str = "") -> int:
-    """Apply rules to the calls of a graph, in its order; the number of calls that were replaced."""
+def apply_rules(editor: GraphEditor, phase: Phase, log: Log | None = None) -> int:
+    """Apply a phase of rules alone to the calls of a graph, in its order and in place; the number of
+    calls that were replaced."""
+    log = Log() if log is None else log
     by_op: dict[Any, list[Rule]] = {}
-    for each in rules:
+    for each in phase.entries:
+        assert isinstance(each, Rule)
         for op in each.ops:
             by_op.setdefault(op, []).append(each)
     count = 0
     for node in editor.calls(*by_op):
         for each in by_op[node.target]:
-            what = f"{phase}, {each.name}, of {node.name} ({node.target})"
-            if log.attempt(what, partial(_apply_rule, editor, each, node, phase, log), False):
+            what = f"{phase.name}, {each.name}, of {node.name} ({node.target})"
+            if log.attempt(what, partial(_apply_rule, editor, each, node, phase.name, log), False):
                 count += 1
                 break
     return count

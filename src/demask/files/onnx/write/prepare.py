@@ -33,7 +33,6 @@ from demask.compat.fake_tensors import enable_python_dispatcher
 from demask.compat.fx_internals import signature_of
 from demask.compat.onnx_exporter import exporter_targets, use_known_values
 from demask.compat.tracing import decomposition_table, make_fx
-from demask.files.onnx.write.canonical_calls import canonicalize, takes_sizes
 from demask.files.onnx.write.recurrent_ops import wrap_recurrent
 from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.fake_values import mode_of
@@ -42,6 +41,8 @@ from demask.graph.result.demasked_module import Demasked
 from demask.ops import schema
 from demask.ops.schema import fake
 from demask.ops.traits import DECOMPOSED_WITH_NUMBERS, DROPOUTS
+from demask.rewrites.driver import apply_rules
+from demask.rewrites.onnx import ONNX
 
 aten = torch.ops.aten
 
@@ -62,20 +63,29 @@ def prepare(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | 
     if not _set_values(graph, slim):
         return None
     wrap_recurrent(graph)
-    canonicalize(graph)
+    apply_rules(GraphEditor.in_place(graph), ONNX)
     doubles = _lift_numbers(graph)
     registered = _registered() | {op.name() for op in translated if isinstance(op, OpOverload)}
     undefined = [
         node
         for node in graph.nodes
         if isinstance(node.target, OpOverload)
-        and (node.target.name() not in registered or (node.target in DECOMPOSED_WITH_NUMBERS and takes_sizes(node)))
+        and (node.target.name() not in registered or (node.target in DECOMPOSED_WITH_NUMBERS and _takes_sizes(node)))
     ]
     table = _decompositions(registered) if undefined else {}
     if not all(_decompose(graph, node, table) for node in undefined):
         return None
     drop_unread(graph)
     return _program(slim, graph, doubles)
+
+
+def _takes_sizes(node: fx.Node) -> bool:
+    """Whether a call takes tensors, and numbers computed from dynamic sizes."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    values = [n.meta.get("val") for n in leaves if isinstance(n, fx.Node)]
+    return any(isinstance(v, (torch.SymInt, torch.SymFloat)) for v in values) and any(
+        isinstance(v, Tensor) for v in values
+    )
 
 
 def _lift_numbers(graph: fx.Graph) -> dict[str, Tensor]:

@@ -27,7 +27,6 @@ from demask.files.atomic_write import check_writable, write
 from demask.files.onnx.check import REFERENCE, Judge, NetworkOriginal, inputs_of, onnxruntime
 from demask.files.onnx.quantized_weights import opset_for, quantize_constants, translations
 from demask.files.onnx.read.reader import installed
-from demask.files.onnx.write.canonical_calls import canonicalize
 from demask.files.onnx.write.clean import clean
 from demask.files.onnx.write.functions import functions
 from demask.files.onnx.write.prepare import prepare
@@ -36,6 +35,7 @@ from demask.files.onnx.write.size_conditions import refuse_sizes
 from demask.files.retrace import accepts, example, export_graph
 from demask.graph.capture.capture import capture
 from demask.graph.capture.functionalize import functionalize
+from demask.graph.editor import GraphEditor
 from demask.graph.input_domains import NOTHING, Domains, domains_of, state_domains
 from demask.graph.input_specs import input_specs
 from demask.graph.isolation import in_isolation
@@ -48,6 +48,8 @@ from demask.installation import install_command
 from demask.judge import FLIPS
 from demask.ops import TABLE, Table, schema
 from demask.ops.quantization import DTYPES
+from demask.rewrites.driver import apply_rules
+from demask.rewrites.onnx import ONNX
 
 ALIGNED = 4096  # bytes; alignment of weights in a separate file, so that they can be mapped
 MIN_EXTERNAL = 256  # bytes; smaller constants stay in the graph, as runtimes read sizes and axes
@@ -407,7 +409,7 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
                 raise
         exported = export_graph(slim)
         wrap_recurrent(exported.graph)
-        canonicalize(exported.graph)
+        apply_rules(GraphEditor.in_place(exported.graph), ONNX)
         return _exported(exported, opset)
     except ImportError as error:
         raise BadInput(f"writing ONNX needs onnxscript: {install_command('onnx')}") from error
