@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from benchmarks.common.catalog import DEV, Benchmark
 from benchmarks.common.ledger import RESULTS, Cell, Page, Run, Table, save
 from benchmarks.pilot.trained_networks import images, network
+from demask.machine.clock import Timing
 from demask.machine.describe import format_threads, load_average
 from demask.machine.threads import set_threads
-from demask.machine.timing import Timing
 from demask.ops import TABLE
 from demask.pilot.chains.ordered_chain import OrderedChain, OrderedLayer
 from demask.pilot.chains.ordered_graph import Order

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.machine.timing import Timing
+from demask.machine.clock import Timing
 from demask.pilot.conditions.base import text
 from demask.pilot.routing.confidence import Routed, picked, scores
 

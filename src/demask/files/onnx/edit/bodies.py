@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.errors import DemaskError
+from demask.errors import DemaskError, Mismatch
+from demask.failures import is_strict
 from demask.files.onnx.check import Judge
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.foreign import declared_types
@@ -67,7 +68,9 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
             if smaller is file:
                 continue
             judge.compare(smaller.SerializeToString())
-        except DemaskError:  # it stays as it is
+        except DemaskError as error:  # it stays as it is
+            if is_strict() and isinstance(error, Mismatch):
+                raise
             continue
         _put_back(body, smaller.graph, stored, taken)
     live = {n for node in new.graph.node for n in (*node.input, *graph_reads(node))}
