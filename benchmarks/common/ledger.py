@@ -19,8 +19,8 @@ from typing import Any
 
 import demask
 from benchmarks import ROOT
+from demask.machine.clock import Timing
 from demask.machine.describe import describe_machine, format_spread, load_average
-from demask.machine.timing import Timing
 
 RESULTS = ROOT / "benchmarks" / "results"
 LEDGER = RESULTS / "ledger.json"

@@ -16,7 +16,7 @@ from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.command import command
 from benchmarks.common.ledger import Page, Table
 from demask.graph.result.demasked_module import build
-from demask.machine.timing import Timing, time_alternately
+from demask.machine.clock import Timing, race
 from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.sparse.plan.segment_plan import Batch
@@ -125,7 +125,7 @@ def rows(chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: flo
             with torch.no_grad():
                 call, operands = bound(dict(zip(NAMES, arguments, strict=True)))
                 calls = {"call": partial(call, *operands), "kernels": kernels_of(arguments, count)}
-                timings = time_alternately(calls, pairs, seconds=seconds)
+                timings = Timing.of_each(race(calls, pairs, seconds=seconds))
             steps = len(SegmentProgram.parse(arguments[2]).steps)
             yield Row(name, count, steps, timings["call"], timings["kernels"])
             bar.advance(step)

@@ -27,7 +27,7 @@ from benchmarks.common.ledger import Cell, Page, Table
 from benchmarks.optimize.runtime import MASKED, call, faces
 from benchmarks.shrink import encoder
 from benchmarks.shrink.peers_called import compiled, openvino_module
-from demask.machine.timing import Timing, time_alternately
+from demask.machine.clock import Timing, race
 
 BENCHMARK = Benchmark(
     "optimize() against ONNX Runtime, OpenVINO and torch.compile, each on both networks",
@@ -183,7 +183,7 @@ def measured(
         calls[f"{NAME}, {form}"] = inductor(network, images)
     with torch.no_grad():
         error = difference(fast, model, images)
-        timings = time_alternately(calls, pairs, seconds=seconds)
+        timings = Timing.of_each(race(calls, pairs, seconds=seconds))
     return Row(name, threads, demask.report(fast).decisions[0].chosen, error, timings)
 
 

@@ -24,8 +24,8 @@ from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.command import command
 from benchmarks.common.ledger import Cell, Page, Table
 from benchmarks.shrink import encoder, residual
+from demask.machine.clock import Timing, race
 from demask.machine.describe import format_counts
-from demask.machine.timing import Timing, time_alternately
 from demask.optimize_onnx import deploy
 
 BENCHMARK = Benchmark(
@@ -128,7 +128,7 @@ def rows(chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: flo
                     kind: call(path, inputs, count)
                     for kind, path in (("original", original), ("minimal", minimal), ("result", result))
                 }
-                timings = time_alternately(calls, pairs, seconds=seconds)
+                timings = Timing.of_each(race(calls, pairs, seconds=seconds))
                 same = deployed.slim.demasked.after == deployed.slim.demasked.before
                 form = "as it was" if same else deployed.slim.demasked.decisions[0].chosen
                 yield Row(

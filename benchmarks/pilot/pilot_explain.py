@@ -26,8 +26,8 @@ from benchmarks.pilot.pilot_mlp import setting
 from benchmarks.pilot.trained_networks import DATA, TRANSFORMER
 from cifar import trained as residual
 from demask.machine.allocator import fix_allocator
+from demask.machine.clock import Timing
 from demask.machine.describe import format_threads, load_average
-from demask.machine.timing import Timing
 from demask.ops import TABLE
 from demask.pilot.chains.exact_conditions import GAIN
 from demask.pilot.condition import condition_of

@@ -37,8 +37,8 @@ from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.common.turns import settle
 from benchmarks.pilot.trained_networks import DATA, SPECS, TRANSFORMER, Bytes, documents, images, network
 from demask.machine.allocator import fix_allocator
+from demask.machine.clock import Timing
 from demask.machine.describe import load_average
-from demask.machine.timing import Timing
 from demask.ops import TABLE
 from demask.pilot.chains.exact_conditions import Certified, Columns, chained, unconditioned
 

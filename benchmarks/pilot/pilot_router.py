@@ -28,9 +28,9 @@ from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.inductor import NAME, inductor
 from benchmarks.common.ledger import RESULTS, Cell, Page, Run, Table, save
 from demask.machine.allocator import fix_allocator
+from demask.machine.clock import Timing, race
 from demask.machine.describe import format_threads, load_average
 from demask.machine.threads import set_threads
-from demask.machine.timing import Timing, sample_seconds, time_alternately
 from demask.pilot import Route, Router, by_mean, guarantee, splits
 from demask.pilot.guarantee import LEVEL, Outcomes, compared
 from demask.pilot.rate_bounds import upper_bound
@@ -180,7 +180,7 @@ def timed(contenders: list[Network], x: Tensor, rounds: int) -> None:
         return one
 
     calls = {f"{one.name}|{name}": call(engine) for one in contenders for name, engine in one.engines.items()}
-    for key, timing in time_alternately(calls, rounds, 2).items():
+    for key, timing in Timing.of_each(race(calls, rounds, 2)).items():
         name, _, engine = key.partition("|")
         next(one for one in contenders if one.name == name).times[engine] = timing
 
@@ -312,7 +312,7 @@ def streamed(cascades: list[Cascade], rows: list[Row], x: Tensor, rounds: int) -
     calls: dict[str, Callable[[], object]] = {"full": lambda: [network(part) for part in parts]}
     for name, (_, router) in routers.items():
         calls[name] = lambda router=router: list(router.stream(parts, batch=BATCH, fixed=True))
-    taken = sample_seconds(calls, rounds, 1)
+    taken = race(calls, rounds, 1)
     results = []
     for name, (row, router) in routers.items():
         ratios = [a / b for a, b in zip(taken["full"], taken[name], strict=True)]

@@ -28,10 +28,9 @@ from benchmarks.common.ledger import Page, Run, Table, save
 from demask.facts.analysis import Analysis
 from demask.graph.result.demasked_module import Demasked
 from demask.machine.allocator import fix_allocator
-from demask.machine.benchmark import ALLOWED, lower_bound
+from demask.machine.clock import ALLOWED, Timing, lower_bound, race
 from demask.machine.describe import format_threads, load_average
 from demask.machine.threads import set_threads
-from demask.machine.timing import Timing, sample_seconds
 from demask.ops import TABLE
 from demask.pilot.conditions.channel_conditions import Skip
 from demask.pilot.conditions.conditioned_values import observing, targets_of
@@ -129,7 +128,7 @@ def rows(count: int, keeps: Sequence[float], pairs: int, patterns: Sequence[str]
                     "compiled": compiled,
                     "this": lambda live=live, chosen=chosen: chosen(live(first), first),
                 }
-                taken = sample_seconds(calls, pairs)
+                taken = race(calls, pairs)
                 times = {who: Timing.of(seconds) for who, seconds in taken.items()}
                 yield Row(
                     pattern,

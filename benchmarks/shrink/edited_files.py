@@ -27,8 +27,8 @@ from benchmarks.common.catalog import Benchmark
 from benchmarks.common.ledger import Cell, Page, Run, Table, save, text_of
 from benchmarks.shrink.real_models import FIXED, PIXELS, RATE, error, graphs_of, sources
 from demask.files.onnx.edit.edit_file import edit_file, save_edited
+from demask.machine.clock import Timing, race
 from demask.machine.describe import load_average
-from demask.machine.timing import Timing, time_alternately
 from demask.ops import TABLE
 
 BENCHMARK = Benchmark(
@@ -217,7 +217,7 @@ def measured(name: str, path: Path, folder: Path) -> Row:
         except Exception as failed:
             reason = " ".join(str(failed).replace(f"{folder}/", "").split())
             row.failures[kind] = f"{type(failed).__name__}: {reason}"
-    row.calls = time_alternately(calls, seconds=SECONDS)
+    row.calls = Timing.of_each(race(calls, seconds=SECONDS))
     return row
 
 

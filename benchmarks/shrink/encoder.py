@@ -24,8 +24,8 @@ from benchmarks.common.catalog import DEV, Benchmark
 from benchmarks.common.command import command
 from benchmarks.common.inductor import NAME, inductor
 from benchmarks.common.ledger import Cell, Page, Table
+from demask.machine.clock import Timing, race
 from demask.machine.describe import format_counts
-from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "a MiniLM-sized encoder: masked, demasked, and built by hand",
@@ -163,7 +163,7 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                     for n, network in (("masked", model), ("result", slim))
                 }
                 with torch.no_grad():
-                    timings = time_alternately(calls, pairs, seconds=seconds)
+                    timings = Timing.of_each(race(calls, pairs, seconds=seconds))
                 times = [timings[name] for name in calls]
                 yield Row(attention, batch, length, count, demask.report(slim), difference, *times)
                 bar.advance(step)

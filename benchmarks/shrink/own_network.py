@@ -36,8 +36,8 @@ from benchmarks.traverse.traverse_memory import peaked
 from cifar import IMAGE, ResNet, masked
 from demask.graph.capture.capture import capture
 from demask.machine.allocator import fix_allocator
+from demask.machine.clock import Timing
 from demask.machine.describe import load_average
-from demask.machine.timing import Timing
 
 BENCHMARK = Benchmark(
     "results in the user's own class: seconds and memory of demask() and verify(), speed",

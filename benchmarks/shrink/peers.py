@@ -47,8 +47,8 @@ from benchmarks.shrink.peers_called import (
     relative,
 )
 from demask.machine.allocator import fix_allocator
+from demask.machine.clock import Timing, race
 from demask.machine.describe import format_counts, load_average
-from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "demask, torch-pruning, torch-simplify and OpenVINO on the same masks: speed and error",
@@ -168,7 +168,7 @@ def timed(case: Case, images: Tensor, threads: int, pairs: int, seconds: float) 
         for family in (TORCH, OPENVINO):
             ready = {w: o.ready(images, threads) for w in family if (o := case.outcomes[w]).ready}
             calls = {w: (lambda call=call: call(images)) for w, call in ready.items()}
-            timings |= time_alternately(calls, pairs, 2, seconds=seconds) if calls else {}
+            timings |= Timing.of_each(race(calls, pairs, 2, seconds=seconds)) if calls else {}
     return Row(case, len(images), threads, timings)
 
 

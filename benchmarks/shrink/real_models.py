@@ -28,8 +28,8 @@ import demask
 from benchmarks.common.catalog import Benchmark
 from benchmarks.common.inductor import NAME, forget, inductor
 from benchmarks.common.ledger import Cell, Page, Run, Table, save, text_of
+from demask.machine.clock import Timing, race
 from demask.machine.describe import load_average
-from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "pretrained networks from packages, from the first call to the last",
@@ -340,7 +340,7 @@ def _steps(row: Row, folder: Path, timed: bool) -> None:
         calls["ONNX Runtime"] = lambda: first.run(None, _feed(first, inputs, fixed))
     calls["ONNX Runtime, demasked"] = lambda: session.run(None, _feed(session, inputs))
     with torch.no_grad():
-        row.calls = time_alternately(calls, seconds=SECONDS)
+        row.calls = Timing.of_each(race(calls, seconds=SECONDS))
 
 
 def compiled(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], object]:
@@ -411,7 +411,7 @@ def tiles(source: Source, folder: Path) -> list[list[Cell]]:
     calls |= {budget: (lambda run=run: run(x)) for budget, run in tiled.items()}
     calls[NAME] = compiled(model, (x,))
     with torch.no_grad():
-        timings, expected = time_alternately(calls, seconds=SECONDS), _arrays(model(x))
+        timings, expected = Timing.of_each(race(calls, seconds=SECONDS)), _arrays(model(x))
         return [
             [
                 budget,

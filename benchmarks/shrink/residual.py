@@ -23,9 +23,9 @@ from benchmarks.common.command import command
 from benchmarks.common.inductor import NAME, inductor
 from benchmarks.common.ledger import Cell, Page, Table
 from demask.graph.capture.capture import capture
+from demask.judge import ULPS
+from demask.machine.clock import Timing, race
 from demask.machine.describe import format_counts
-from demask.machine.timing import Timing, time_alternately
-from demask.verify import ULPS
 from networks import randomised
 
 BENCHMARK = Benchmark(
@@ -117,7 +117,7 @@ def timed(models: dict[str, nn.Module], images: Tensor, threads: int, pairs: int
     calls: dict[str, Callable[[], object]] = {name: lambda model=model: model(images) for name, model in models.items()}
     calls |= {f"{name}, {NAME}": inductor(models[name], images) for name in ("masked", "result")}
     with torch.no_grad():
-        timings = time_alternately(calls, pairs, seconds=seconds)
+        timings = Timing.of_each(race(calls, pairs, seconds=seconds))
     return list(timings.values())
 
 

@@ -28,8 +28,8 @@ from benchmarks.common.catalog import DEV, Benchmark
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.traverse.traverse_memory import Failed, fresh, resident
 from demask.files.weight_file import WeightFile
+from demask.machine.clock import Timing
 from demask.machine.describe import load_average
-from demask.machine.timing import Timing
 
 BENCHMARK = Benchmark(
     "A masked language model of 1.1 B parameters in a folder: slim, against copying it",

@@ -58,8 +58,8 @@ from benchmarks.sparse.sparse_engines import (
     export,
 )
 from demask.machine.allocator import fix_allocator
+from demask.machine.clock import Timing
 from demask.machine.describe import format_threads, load_average
-from demask.machine.timing import Timing
 
 BENCHMARK = Benchmark(
     "unstructured zeros: optimize(), ONNX Runtime, torch, OpenVINO and DeepSparse",

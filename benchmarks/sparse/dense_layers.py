@@ -22,8 +22,8 @@ from benchmarks.common.ledger import Cell, Page, Table
 from benchmarks.optimize.runtime import call
 from benchmarks.shrink.peers_called import compiled, openvino_module
 from demask.kernels.thread_team import Job
+from demask.machine.clock import Timing, race
 from demask.machine.describe import format_threads
-from demask.machine.timing import Timing, time_alternately
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.segment_op import segment
 from demask.sparse.segment_program import SegmentProgram
@@ -174,7 +174,7 @@ def measured(name: str, threads: int, pairs: int, seconds: float, peak: limits.P
             ORT: call(path, (x,), threads),
             OPENVINO: lambda: run(x),
         }
-        timings = time_alternately(calls, pairs, seconds=seconds)
+        timings = Timing.of_each(race(calls, pairs, seconds=seconds))
     outputs = x if isinstance(layer, nn.ConvTranspose2d) else want
     positions = outputs.numel() // outputs.shape[1]
     return Row(name, threads, 2.0 * layer.weight.numel() * positions, error, peak, timings)

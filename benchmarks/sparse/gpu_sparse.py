@@ -30,7 +30,7 @@ import torch
 from benchmarks.common.catalog import SHARED_DATA, Benchmark
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.sparse.gpu_problems import Problem, layers, pruned
-from demask.machine.timing import Timing
+from demask.machine.clock import Timing
 
 BENCHMARK = Benchmark(
     "sparse products on a GPU: ours, cuBLAS, cuSPARSE, 2:4 and blocks",

@@ -28,8 +28,8 @@ import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.ledger import Page, Run, Table, save
 from demask.machine.allocator import fix_allocator
+from demask.machine.clock import Timing, race
 from demask.machine.describe import format_counts, load_average
-from demask.machine.timing import Timing, sample_seconds
 from demask.sparse import SparseConv2d, SparseLinear
 
 BENCHMARK = Benchmark(
@@ -170,7 +170,7 @@ class Timed:
 def timed(name: str, build: Callable[[], nn.Module], batch: Batch, pairs: int) -> Timed:
     """Steps of both twins on one batch, in turns."""
     dense, sparse = (partial(trainer.step, batch) for trainer in twins(build))
-    seconds = sample_seconds({"dense": dense, "sparse": sparse}, pairs, 2)
+    seconds = race({"dense": dense, "sparse": sparse}, pairs, 2)
     ratio = median(a / b for a, b in zip(seconds["dense"], seconds["sparse"], strict=True))
     timings = {who: Timing.of(taken) for who, taken in seconds.items()}
     return Timed(name, torch.get_num_threads(), **timings, ratio=ratio)

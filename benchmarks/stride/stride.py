@@ -21,7 +21,7 @@ from benchmarks.common.catalog import DEV, Benchmark
 from benchmarks.common.command import command
 from benchmarks.common.inductor import NAME, inductor
 from benchmarks.common.ledger import Cell, Page, Table
-from demask.machine.timing import Timing, time_alternately
+from demask.machine.clock import Timing, race
 
 BENCHMARK = Benchmark(
     "convolutions that are subsampled afterwards, and the same with strides restored",
@@ -111,7 +111,7 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                     COMPILED: inductor(raised, x),
                 }
                 with torch.no_grad():
-                    times = time_alternately(calls, pairs, seconds=seconds)
+                    times = Timing.of_each(race(calls, pairs, seconds=seconds))
                     expected = model(x)
                     gap = max(
                         float((expected - output).abs().max() / expected.abs().max())

@@ -26,9 +26,9 @@ from benchmarks.common.inductor import forget, inductor
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.traverse.traverse_memory import MIB, Failed, fresh, peaked
 from demask.files.weight_file import WeightFile
+from demask.machine.clock import Timing, race
 from demask.machine.describe import format_threads, load_average
 from demask.machine.threads import set_threads
-from demask.machine.timing import Timing, time_alternately
 from demask.traverse.batching.batch import Batched, batch, traffic
 
 BENCHMARK = Benchmark(
@@ -138,12 +138,12 @@ def file_rows(path: Path, pairs: int) -> list[list[Cell]]:
     seen = {way: measured(path, way) for way in WAYS}
     calls: dict[str, Callable[..., Any]] = {WAYS[0]: streamed(path, 16), WAYS[1]: streamed(path, 1)}
     # Pages that a process maps are not dropped: the file is mapped when this is done.
-    late = time_alternately({w: cold(path, lambda c=c: c(x)) for w, c in calls.items()}, 3, 0)
+    late = Timing.of_each(race({w: cold(path, lambda c=c: c(x)) for w, c in calls.items()}, 3, 0))
     calls[WAYS[2]] = layer()
     calls[WAYS[2]].load_state_dict(load_file(path), assign=True)
     with torch.inference_mode():
         results = {way: call(x) for way, call in calls.items()}
-        warm = time_alternately({w: lambda c=c: c(x) for w, c in calls.items()}, pairs, 1)
+        warm = Timing.of_each(race({w: lambda c=c: c(x) for w, c in calls.items()}, pairs, 1))
     expected = results[WAYS[2]]
     rows = []
     for way in WAYS:
@@ -193,7 +193,7 @@ def head_times(model: nn.Module, module: nn.Module, x: Tensor, pairs: int) -> li
 
     calls = {"single": single, "one batch": lambda: model(x), "compiled": inductor(model, x), "ours": lambda: module(x)}
     with torch.no_grad():
-        return [*time_alternately(calls, pairs, 1).values()]
+        return [*Timing.of_each(race(calls, pairs, 1)).values()]
 
 
 def traffic_rows() -> list[list[Cell]]:

@@ -25,8 +25,8 @@ import traverse_networks as shared
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from demask.cli.bench.plot import FASTER, ORIGINAL_COLOR, SLOWER, WORDS
+from demask.machine.clock import Timing
 from demask.machine.describe import load_average
-from demask.machine.timing import Timing
 from demask.traverse.halos.error_curve import Point
 from demask.traverse.halos.halo import Halo, halo
 

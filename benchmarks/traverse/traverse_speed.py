@@ -48,8 +48,8 @@ from benchmarks.traverse.traverse_memory import (
     work,
 )
 from demask.machine.allocator import fix_allocator
+from demask.machine.clock import Timing
 from demask.machine.describe import format_threads, load_average
-from demask.machine.timing import Timing
 from traverse_networks import named
 
 BENCHMARK = Benchmark(

@@ -120,7 +120,7 @@ class Difference:
 
     Attributes:
         text: a difference other than of the size of numbers (shape, dtype, unequal integers, NaN), or "".
-        size: the largest finite expected magnitude, in float64; of complex numbers, of their parts.
+        size: the largest finite expected magnitude, in float64.
         gap: the largest difference, in float64; infinite where one of two values is not finite.
         eps: machine epsilon of their dtype.
         elements, not_finite: how many numbers there are, and how many are the same, but not finite.
@@ -162,8 +162,8 @@ def compare(expected: Any, actual: Any) -> Difference:
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         own, other = (f"{x.dtype} {tuple(x.shape)}" for x in (actual, expected))
         return Difference(f"is {own}, expected {other}")
-    a, b, count = _real(expected), _real(actual).to(expected.device), expected.numel()
-    if not a.is_floating_point():
+    a, b, count = to_computable(expected), to_computable(actual).to(expected.device), expected.numel()
+    if not is_inexact(expected):
         same = torch.equal(a, b)
         size, gap = (0.0, 0.0) if same else _size_and_gap(a, b)
         return Difference("" if same else f"({expected.dtype}) is not equal", size, gap, elements=count)
@@ -174,23 +174,23 @@ def compare(expected: Any, actual: Any) -> Difference:
     text, infinite = "", 0.0
     if bool(others.any()):
         at = tuple(others.nonzero()[0].tolist())
-        text, infinite = f"has a number that is not finite: is {b[at]:.6g} at {at}, expected {a[at]:.6g}", math.inf
+        text = f"has a number that is not finite: {b[at].item():.6g} at {at}, expected {a[at].item():.6g}"
+        infinite = math.inf
     size, gap = _size_and_gap(a[finite & ~others], b[finite & ~others])
     unequal = int((~finite & ~others).sum())
     return Difference(text, size, max(gap, infinite), eps, count, unequal, bool(a.isnan().all()))
 
 
-def _real(x: Tensor) -> Tensor:
-    """A tensor that torch can compute with; complex numbers as their parts."""
-    x = to_computable(x)
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+def _wide(x: Tensor) -> Tensor:
+    """A tensor in float64, or complex numbers of such."""
+    return to_computable(x).to(torch.complex128 if x.is_complex() else torch.float64)
 
 
 def _size_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
     """max |a| and max |a - b| of finite numbers, computed in float64."""
     if not a.numel():
         return 0.0, 0.0
-    a, b = a.double(), b.double()
+    a, b = _wide(a), _wide(b)
     return float(a.abs().max()), float((a - b).abs().max())
 
 
@@ -292,7 +292,8 @@ class Pair:
             self.is_same = self.is_unsteady = True
             return
         other = other.to(a.dtype)
-        flips = _real(a).isfinite() != _real(other).isfinite() if is_inexact(a) else a.double() != other.double()
+        wide, moved = _wide(a), _wide(other)
+        flips = wide.isfinite() != moved.isfinite() if is_inexact(a) else wide != moved
         self.moves = flips if self.moves is None else self.moves | flips
         if is_inexact(a):
             self.allowed = max(self.allowed, compare(self._steady(a), self._steady(other)).gap)
@@ -302,7 +303,7 @@ class Pair:
 
     def _steady(self, x: Tensor) -> Tensor:
         """The values that rounding does not flip; 0 elsewhere."""
-        x = _real(x)
+        x = to_computable(x)
         return x if self.moves is None else x.masked_fill(self.moves, 0)
 
     def settle(self, exact: Any, other: Any, narrow: Any, narrow_eps: float, flips: float) -> None:
@@ -322,14 +323,14 @@ class Pair:
             return
         if self.difference.text:
             return
-        before, after, exact = (_real(x).to("cpu", torch.float64) for x in tensors)
+        before, after, exact = (_wide(x).cpu() for x in tensors)
         finite = exact.isfinite() & before.isfinite()
         (size, error), own = (
             _size_and_gap(exact[finite], before[finite]),
             _size_and_gap(exact[finite], after[finite])[1],
         )
-        if isinstance(narrow, Tensor) and _real(narrow).shape == exact.shape:
-            scaled = _size_and_gap(exact[finite], _real(narrow).cpu()[finite])[1] * self.difference.eps / narrow_eps
+        if isinstance(narrow, Tensor) and narrow.shape == exact.shape:
+            scaled = _size_and_gap(exact[finite], _wide(narrow).cpu()[finite])[1] * self.difference.eps / narrow_eps
             error = max(error, scaled) if math.isfinite(scaled) else error  # a narrow type may overflow
         self.is_same = own <= max(WORSE * error, self.allowed, flips * size)
 
@@ -343,9 +344,9 @@ class Pair:
         difference, a, b = self.difference, self.expected, self.actual
         if not difference.size or (difference.text and difference.eps):
             return difference.text or f"differs by {difference.gap:.3g} where all is 0"
-        gaps = (self._steady(a).double() - self._steady(b).double()).abs().nan_to_num(0.0)
+        gaps = (_wide(self._steady(a)) - _wide(self._steady(b))).abs().nan_to_num(0.0)
         at = tuple(int(k) for k in torch.unravel_index(gaps.argmax(), gaps.shape))
-        element = f"{_real(b)[at]:.6g} at {at}, expected {_real(a)[at]:.6g}"
+        element = f"{_wide(b)[at].item():.6g} at {at}, expected {_wide(a)[at].item():.6g}"
         if difference.text:
             return f"{difference.text}: {element}"
         kind = a.dtype if self.eps <= difference.eps else "the least precise type"

@@ -39,7 +39,7 @@ from demask.graph.provenance import (
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import Demasked, build
 from demask.judge import Verdict, pair_up
-from demask.machine.benchmark import ALLOWED
+from demask.machine.clock import is_faster
 from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
 from demask.ops import TABLE, Table
@@ -378,7 +378,7 @@ def _winner(race: CandidateRace, best: str, notes: list[str]) -> tuple[str, Spee
     """Name of the candidate to return and its speed relative to the original network: `best`, the
     demasked network if `best` may be slower, the original one if that is slower, too."""
     speed, slower = race.speed(best)
-    if speed.least < ALLOWED:
+    if not is_faster(speed.least):
         notes.append(
             f"the fastest candidate ({best}) may be slower than the original network "
             f"(ratio {speed.ratio:.2f}, at least {speed.least:.2f})"

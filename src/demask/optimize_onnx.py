@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -45,10 +44,10 @@ from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, WHOLE, Provenance, Speed, TuneDecision
 from demask.graph.result.demasked_module import Demasked, build
+from demask.machine import clock
 from demask.machine.allocator import release_free_memory
-from demask.machine.benchmark import ALLOWED, PAIRS
+from demask.machine.clock import PAIRS, is_clear, is_faster
 from demask.machine.threads import checked_threads
-from demask.machine.timing import sample_seconds
 from demask.ops import TABLE, Table
 from demask.optimize import optimized_provenance, unchanged_provenance
 from demask.pages import Lines, OnPage, Page, PageSource, Section, TextTable
@@ -58,7 +57,7 @@ from demask.report.speed import returned, speed_sections
 from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program
 from demask.tune.onnxruntime_candidate import for_runtime
-from demask.tune.race import WARMUP, rounds_until_clear, speed_of
+from demask.tune.race import WARMUP, speed_of
 
 WIDTH = 8  # widths are rounded up to a multiple of it if nothing can be measured
 MULTIPLES = (1, 4, 16)  # also measured if ONNX Runtime is installed
@@ -449,8 +448,8 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
         borders = candidates.valid[exports[0]].borders
         if len(exports) > 1:
             candidates.progress("measuring in ONNX Runtime")
-            rounds = race.rounds(exports, ROUNDS, SECONDS)
-            first = min(exports, key=lambda name: median(rounds[name]))
+            seconds = clock.median_seconds(race.rounds(exports, ROUNDS, seconds=SECONDS))
+            first = min(exports, key=seconds.__getitem__)
             borders = candidates.valid[first].borders
         for multiple in MULTIPLES:
             candidates.enter(borders, multiple)
@@ -458,8 +457,7 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
         candidates.check()
         return None
     candidates.progress("measuring in ONNX Runtime")
-    rounds = race.rounds(list(candidates.valid), ROUNDS, SECONDS)
-    medians = {name: median(seconds) for name, seconds in rounds.items()}
+    medians = clock.median_seconds(race.rounds(list(candidates.valid), ROUNDS, seconds=SECONDS))
     seconds = {
         name: medians[name] * (1 if one.edited or EDITED not in candidates.valid else EXPORT)
         for name, one in candidates.valid.items()
@@ -468,14 +466,12 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
     if EDITED in seconds and fastest != EDITED:  # of several exports, one may have been lucky
         race.close()
         rounds = race.rounds([GIVEN, fastest, EDITED], PAIRS)
-        if (
-            speed_of(rounds[GIVEN], rounds[EDITED]).least >= ALLOWED
-            and speed_of(rounds[EDITED], rounds[fastest]).least < EXPORT
-        ):
+        no_slower = is_faster(clock.lower_bound(rounds[GIVEN], rounds[EDITED]))
+        if no_slower and not is_faster(clock.lower_bound(rounds[EDITED], rounds[fastest]), EXPORT):
             seconds[EDITED] = 0.0
     while (best := candidates.best(seconds)) is not None:
         candidates.progress("measuring against the original network")
-        final = rounds_until_clear(partial(race.rounds, (GIVEN, best)), best, PAIRS)
+        final = race.rounds((GIVEN, best), PAIRS, is_enough=is_clear(GIVEN, best))
         speed = replace(speed_of(final[GIVEN], final[best]), threads=race.threads)
         one = candidates.valid[best]
         has_gain = (
@@ -484,7 +480,7 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
             or speed.ratio > NOISE
             or NOISE * len(one.data) < race.size
         )
-        chosen = best if speed.least >= ALLOWED and has_gain else GIVEN
+        chosen = best if is_faster(speed.least) and has_gain else GIVEN
         # The rows of both are from the same rounds, as is the ratio.
         medians |= {GIVEN: speed.given[0], best: speed.result[0]}
         decision = TuneDecision(WHOLE, chosen, medians)
@@ -566,6 +562,8 @@ class _OnnxCandidates:
         self.add(name, edited.model.SerializeToString(), edited=replace(edited, model=None))
 
     def _leave_out(self, name: str, error: DemaskError) -> None:
+        if is_strict():
+            raise error
         self.notes.append(f"{name} is left out: {error}")
         self.failure = error
         self.valid.pop(name, None)
@@ -587,8 +585,6 @@ class _OnnxCandidates:
             slim = build(rewritten, optimized_provenance(rewritten, provenance, self.table)).eval()
             data = serialized(_exported(slim, self.opset))
         except DemaskError as error:
-            if is_strict():
-                raise
             self._leave_out(name, error)
             return
         if len(data) > self.race.size:
@@ -672,13 +668,12 @@ class _SessionRace:
             raise BadInput(f"ONNX Runtime fails on the example: {first_line(error)}") from error
         return lambda: runner.run(None, feed)
 
-    def rounds(self, names: Sequence[str], pairs: int, seconds: float = float("inf")) -> dict[str, list[float]]:
-        """Seconds of each round, of the named networks."""
+    def rounds(self, names: Sequence[str], rounds: int, **limits: Any) -> clock.Samples:
+        """Seconds of each round, of the named networks. limits: as for `demask.machine.clock.race`."""
         for name in names:
             if name not in self.calls:
                 self.calls[name] = self._call(self.files[name])
-        calls = {name: self.calls[name] for name in names}
-        return sample_seconds(calls, pairs, warmup=WARMUP, seconds=seconds)
+        return clock.race({name: self.calls[name] for name in names}, rounds, WARMUP, **limits)
 
 
 def _is_same(a: Program, b: Program) -> bool:

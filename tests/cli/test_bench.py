@@ -18,8 +18,8 @@ import test_cli
 from demask.cli.bench import bench, contenders, plot
 from demask.cli.read_network import read_network
 from demask.installation import install_command
+from demask.machine.clock import Timing
 from demask.machine.describe import format_milliseconds
-from demask.machine.timing import Timing
 from html_page import HtmlPage
 
 run, saved = test_cli.run, test_cli.saved  # fixtures

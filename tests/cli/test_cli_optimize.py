@@ -8,7 +8,7 @@ import torch
 import demask
 import test_cli
 from demask.cli.read_network import read_network
-from demask.machine.benchmark import PAIRS
+from demask.machine.clock import PAIRS
 from demask.tune.module.optimized_module import Optimized
 from demask.tune.race import FEW
 

@@ -417,7 +417,7 @@ def test_senseless_threads_are_refused(threads):
 def test_each_reading_of_the_clock_waits_for_a_gpu_in_use(monkeypatch):
     events = []
     clock = count()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
     costs = Costs.open(False, threads=1, clock=lambda: events.append("read") or next(clock))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     costs.seconds(Asked(name="cpu").question)

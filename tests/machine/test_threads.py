@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import demask
-from demask.machine.cost import _quiet
+from demask.machine.clock import race
 from demask.machine.threads import set_threads
 from demask.traverse.execution import workers
 
@@ -46,9 +46,12 @@ def tiled_and_failed() -> None:
 
 
 def measured() -> None:
-    with pytest.raises(ZeroDivisionError), _quiet(2):
+    def failing() -> None:
         assert torch.get_num_threads() == 2
         _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        race({"failing": failing}, 1, threads=2)
 
 
 @pytest.mark.parametrize("run", [tiled, tiled_and_failed, measured])

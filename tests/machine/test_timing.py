@@ -12,10 +12,9 @@ import pytest
 
 import own_process
 from demask.errors import BadInput
-from demask.machine import timing
+from demask.machine import clock
 from demask.machine.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, THRESHOLDS, fix_allocator
-from demask.machine.benchmark import lower_bound
-from demask.machine.timing import Timing, time_alternately
+from demask.machine.clock import Timing, lower_bound, race
 
 
 def recording(calls, *names):
@@ -24,7 +23,7 @@ def recording(calls, *names):
 
 def test_rounds_alternate_their_order_after_the_warmup():
     calls = []
-    time_alternately(recording(calls, "a", "b", "c"), pairs=3, warmup=2)
+    race(recording(calls, "a", "b", "c"), rounds=3, warmup=2)
     assert calls[:6] == ["a", "a", "b", "b", "c", "c"]
     assert calls[6:] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
 
@@ -32,7 +31,7 @@ def test_rounds_alternate_their_order_after_the_warmup():
 def test_timings_come_from_the_clock():
     # First round: a took 1, b took 5. Second round, turned: b took 7, a took 3.
     seconds = iter([0, 1, 10, 15, 20, 27, 30, 33])
-    timings = time_alternately(recording([], "a", "b"), pairs=2, warmup=0, clock=lambda: next(seconds))
+    timings = Timing.of_each(race(recording([], "a", "b"), rounds=2, warmup=0, clock=lambda: next(seconds)))
     assert timings == {"a": Timing(2.0, 1.2, 2.8, 2), "b": Timing(6.0, 5.2, 6.8, 2)}
 
 
@@ -40,7 +39,7 @@ def test_timings_come_from_the_clock():
 def test_no_round_starts_after_the_time_is_up(seconds, rounds):
     ticks = iter(range(100))  # each call takes one tick, so a round of two takes 2
     contenders = recording([], "a", "b")
-    timings = time_alternately(contenders, 5, 0, seconds=seconds, clock=lambda: next(ticks))
+    timings = Timing.of_each(race(contenders, 5, 0, seconds=seconds, clock=lambda: next(ticks)))
     assert {timing.count for timing in timings.values()} == {rounds}
 
 
@@ -59,9 +58,9 @@ def test_collection_is_off_meanwhile_and_put_back(enabled):
     (gc.enable if enabled else gc.disable)()
     try:
         seen = []
-        time_alternately({"a": lambda: seen.append(gc.isenabled())}, pairs=2)
+        race({"a": lambda: seen.append(gc.isenabled())}, rounds=2)
         with pytest.raises(ZeroDivisionError):
-            time_alternately({"a": lambda: 1 / 0}, pairs=2)
+            race({"a": lambda: 1 / 0}, rounds=2)
         after = gc.isenabled()
     finally:
         (gc.enable if before else gc.disable)()
@@ -69,10 +68,10 @@ def test_collection_is_off_meanwhile_and_put_back(enabled):
     assert after == enabled
 
 
-@pytest.mark.parametrize(("pairs", "warmup"), [(0, 3), (-1, 3), (5, -1)])
-def test_senseless_counts_are_refused(pairs, warmup):
-    with pytest.raises(BadInput, match=f"got pairs={pairs}, warmup={warmup}"):
-        time_alternately({"a": lambda: None}, pairs, warmup)
+@pytest.mark.parametrize(("rounds", "warmup"), [(0, 3), (-1, 3), (5, -1)])
+def test_senseless_counts_are_refused(rounds, warmup):
+    with pytest.raises(BadInput, match=f"got rounds={rounds}, warmup={warmup}"):
+        race({"a": lambda: None}, rounds, warmup)
 
 
 def test_a_timing_of_nothing_is_refused():
@@ -128,12 +127,12 @@ def test_the_real_allocator_answers():
 
 
 def test_the_example_in_the_docstring_runs():
-    assert doctest.testmod(timing) == doctest.TestResults(failed=0, attempted=2)
+    assert doctest.testmod(clock) == doctest.TestResults(failed=0, attempted=2)
 
 
 def test_neighbours_are_never_twice_in_the_same_order():
     calls = []
-    time_alternately(recording(calls, "a", "b"), pairs=6, warmup=0)
+    race(recording(calls, "a", "b"), rounds=6, warmup=0)
     orders = [tuple(calls[turn : turn + 2]) for turn in range(0, len(calls), 2)]
     assert all(one != other for one, other in pairwise(orders))
 

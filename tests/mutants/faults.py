@@ -176,7 +176,7 @@ WRITTEN = (
     fault("arena-overlap", "machine/arena.py",
           "if blocks[j].start <= new.end and new.start <= blocks[j].end",
           "if blocks[j].start < new.end and new.start < blocks[j].end", "arena"),
-    fault("upper-bound-for-lower", "machine/benchmark.py",
+    fault("upper-bound-for-lower", "machine/clock.py",
           "return sorted(ratios)[int((1 - CONFIDENCE) * DRAWS)]",
           "return sorted(ratios)[int(CONFIDENCE * DRAWS)]", "timing"),
     # tune

@@ -20,7 +20,7 @@ from demask.files.onnx.edit.changes import NodeChange
 from demask.files.onnx.edit.edit_file import EditedFile
 from demask.graph.provenance import WHOLE, ModuleSizes, Provenance, Reason, Sizes, Speed
 from demask.graph.provenance import TuneDecision as Decided
-from demask.machine.timing import Timing
+from demask.machine.clock import Timing
 from demask.optimize_onnx import Deployed
 from demask.pages import Box, Command, Lines, NetworkPicture, OnPage, Page, PageSource, TextTable
 from demask.pages.html import document, fragment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from functools import partial
 
@@ -10,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.machine import benchmark
-from demask.machine.timing import time_alternately
+from demask.machine.clock import race
 from demask.ops import TABLE
 from demask.pilot.routing.confidence import entropy, margin, softmax
 from demask.pilot.routing.route import Route, Router
@@ -35,8 +35,9 @@ class Slow(nn.Module):
 
 @pytest.fixture(autouse=True)
 def a_clock_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = partial(time_alternately, clock=lambda: NOW[0])
-    monkeypatch.setattr(benchmark, "time_alternately", timed)
+    for name in ("calibrate", "router"):
+        module = importlib.import_module(f"demask.pilot.routing.{name}")
+        monkeypatch.setattr(module, "race", partial(race, clock=lambda: NOW[0]))
 
 
 def pair() -> tuple[nn.Linear, nn.Linear]:

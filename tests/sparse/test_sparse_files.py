@@ -20,6 +20,7 @@ from demask.errors import RefusedFile
 from demask.failures import strict
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked, build
+from demask.machine import clock as timer
 from demask.machine.cost import Costs
 from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
@@ -286,7 +287,7 @@ def quick(monkeypatch):
         return real(cls, path, **{**options, "measure": False})
 
     monkeypatch.setattr(Costs, "open", classmethod(opened))
-    monkeypatch.setattr(race, "lower_bound", lambda given, result: 1.0)
+    monkeypatch.setattr(timer, "lower_bound", lambda given, result: 1.0)
     prefer(monkeypatch, *FORMS)
 
 
@@ -298,7 +299,7 @@ def prefer(monkeypatch, *words: str) -> None:
             call(), call()
         return {n: [0.5 if is_named(n, words) else 1.0] * max(pairs, 2) for n in contenders}
 
-    monkeypatch.setattr(race, "sample_seconds", sampled)
+    monkeypatch.setattr(timer, "race", sampled)
 
 
 def is_named(name: str, words: tuple[str, ...]) -> bool:
@@ -410,7 +411,7 @@ def test_exact_weights_of_a_lossy_form_are_checked(model, quick, monkeypatch):
 
 
 def test_a_sparse_form_that_is_slower_is_not_taken(model, quick, monkeypatch):
-    monkeypatch.setattr(race, "lower_bound", lambda given, result: 0.9)
+    monkeypatch.setattr(timer, "lower_bound", lambda given, result: 0.9)
     fast = optimized(model)
     assert not isinstance(fast, Optimized)
     assert any("may be slower" in note for note in fast.demasked.notes)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import demask
 from demask.kernels.plan_cache import WEIGHTS
+from demask.machine import clock as timer
 from demask.machine.cost import Costs
 from demask.sparse.segment import segment_call
 from demask.sparse.segment.build_segments import segments_of
@@ -109,8 +110,8 @@ def quick(monkeypatch) -> None:
         return {n: [0.5 if n == ALL else 1.0] * max(pairs, 2) for n in contenders}
 
     monkeypatch.setattr(Costs, "open", classmethod(opened))
-    monkeypatch.setattr(race, "lower_bound", lambda *_: 1.0)
-    monkeypatch.setattr(race, "sample_seconds", sampled)
+    monkeypatch.setattr(timer, "lower_bound", lambda *_: 1.0)
+    monkeypatch.setattr(timer, "race", sampled)
 
 
 @dataclass(frozen=True)

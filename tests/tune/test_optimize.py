@@ -20,6 +20,7 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.errors import BadInput, Mismatch
 from demask.failures import strict
+from demask.machine import clock as timer
 from demask.machine.cost import Costs
 from demask.tune.module.optimized_module import Optimized
 from fuzz.laws import difference
@@ -43,7 +44,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(Costs, "open", classmethod(opened))
     monkeypatch.setattr(race, "ROUNDS", 2)
     monkeypatch.setattr(race, "PAIRS", 3)
-    monkeypatch.setattr(race, "lower_bound", lambda *_: 1.0)
+    monkeypatch.setattr(timer, "lower_bound", lambda *_: 1.0)
 
 
 def fast(model: nn.Module, *args, **options):
@@ -71,7 +72,7 @@ def prefer(monkeypatch, name: str) -> None:
             call(), call()
         return {n: [0.5 if n == name else 1.0] * max(pairs, 2) for n in contenders}
 
-    monkeypatch.setattr(race, "sample_seconds", sampled)
+    monkeypatch.setattr(timer, "race", sampled)
 
 
 CHOSEN = ("conv_bn_relu_conv", "misaligned_residual", "lstm", "several_inputs_and_outputs", "conv1d")
@@ -113,7 +114,7 @@ def test_what_is_returned_when_the_fastest_form_may_be_slower(name: str, monkeyp
     prefer(monkeypatch, "norms in the weights")
     fastest, low, high = RETURNED[name]
     asked = iter((fastest, 1 / fastest, low, 1 / high if high else 1))
-    monkeypatch.setattr(race, "lower_bound", lambda *_: next(asked))
+    monkeypatch.setattr(timer, "lower_bound", lambda *_: next(asked))
     model = convs()
     with torch.no_grad():
         model[0].weight[:4], model[0].bias[:4], model[1].bias[:4] = 0, 0, 0
@@ -134,10 +135,10 @@ def test_what_is_returned_when_the_fastest_form_may_be_slower(name: str, monkeyp
         assert record.after.parameters < record.before.parameters
 
 
-@pytest.mark.parametrize(("least", "rounds"), [(race.CLEAR, 10), (1.0, 30)])
+@pytest.mark.parametrize(("least", "rounds"), [(timer.CLEAR, 10), (1.0, 30)])
 def test_fewer_rounds_where_the_fastest_is_clearly_faster(least, rounds, monkeypatch) -> None:
     monkeypatch.setattr(race, "PAIRS", 30)
-    monkeypatch.setattr(race, "lower_bound", lambda *_: least)
+    monkeypatch.setattr(timer, "lower_bound", lambda *_: least)
     assert fast(convs(), X, backends=DENSE).demasked.speed.pairs == rounds
 
 
@@ -227,7 +228,7 @@ def test_what_is_right_for_the_example_alone_is_left_out(monkeypatch) -> None:
     def change(made: Tensor) -> Tensor:
         return made if torch.allclose(made, expected, rtol=1e-3) else made * 1.001
 
-    assert "drawn numbers" in is_left_out(monkeypatch, change, model)
+    assert "random numbers" in is_left_out(monkeypatch, change, model)
 
 
 def test_what_is_no_number_is_left_out(monkeypatch) -> None:

@@ -19,6 +19,7 @@ import architectures
 import demask
 from demask.errors import Mismatch
 from demask.failures import strict
+from demask.machine import clock as timer
 from demask.machine.cost import Costs
 from demask.tune.module.shape_cache import ENTRIES
 from demask.tune.parts import AGAIN, FastForward
@@ -81,7 +82,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         slow = (module.GIVEN, module.DEMASKED)
         return {n: [1.0 if n in slow else 0.5] * max(pairs, 2) for n in contenders}
 
-    monkeypatch.setattr(race, "sample_seconds", sampled)
+    monkeypatch.setattr(timer, "race", sampled)
 
 
 def is_fast(part: Any) -> bool:

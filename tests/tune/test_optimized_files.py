@@ -14,6 +14,7 @@ import demask
 from demask.failures import strict
 from demask.files import optimized_files
 from demask.files.optimized_files import EARLIER, LIMIT, MOST
+from demask.machine import clock as timer
 from demask.machine.cost import Costs
 from demask.machine.private_files import PrivateFiles
 from demask.tune.module.optimized_module import Optimized
@@ -47,7 +48,7 @@ def clock(monkeypatch) -> Clock:
         return real(cls, path, **{**options, "measure": False})
 
     monkeypatch.setattr(Costs, "open", classmethod(opened))
-    monkeypatch.setattr(race, "sample_seconds", clock.sampled)
+    monkeypatch.setattr(timer, "race", clock.sampled)
     return clock
 
 

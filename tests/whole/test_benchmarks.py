@@ -15,7 +15,7 @@ from benchmarks.__main__ import app
 from benchmarks.common import catalog, pages
 from benchmarks.common import ledger as ledger_module
 from benchmarks.common.ledger import Ledger, Page, Run, Stale, Table, find_stale, quote
-from demask.machine.timing import Timing
+from demask.machine.clock import Timing
 
 ALL = [(name, *declared) for name, declared in catalog.scripts().items()]
 

@@ -18,8 +18,8 @@ import demask
 from anatomy import MASKS, removed
 from architectures import ARCHITECTURES, LENGTH, VOCABULARY, WIDTH, Architecture, built, masked, token_ids, transformers
 from demask.graph.result.module_calls import graph_of_calls
+from demask.judge import RELATIVE, ULPS
 from demask.ops.laws.minimality import missed
-from demask.verify import RELATIVE, ULPS
 from graphs import form_of, to_graph
 from night import at_night
 

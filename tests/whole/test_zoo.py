@@ -12,7 +12,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 import demask
-from demask.verify import RELATIVE
+from demask.judge import RELATIVE
 from graphs import form_of
 
 try:

@@ -29,11 +29,11 @@ from demask.graph.node_records import TensorType
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN
 from demask.graph.result.demasked_module import Demasked
-from demask.machine.benchmark import ALLOWED, lower_bound
+from demask.machine import clock
+from demask.machine.clock import Timing, is_faster
 from demask.machine.cost import Costs
 from demask.machine.describe import has_wide_spread
 from demask.machine.private_files import PrivateFiles, files_digest
-from demask.machine.timing import Timing
 from demask.shrink.on_device import CPU
 from demask.tune.race import CandidateRace
 
@@ -125,12 +125,12 @@ class EarlierChoice:
             return cls(None, tuple(reasons))
         progress("measuring against the original network")
         rounds = race.against_baseline(EARLIER, ROUNDS)
-        if lower_bound(rounds[GIVEN], rounds[EARLIER]) < ALLOWED:
+        if not is_faster(clock.lower_bound(rounds[GIVEN], rounds[EARLIER])):
             rounds = race.against_baseline(EARLIER)
         race.modules.clear()
         now, then = median(rounds[GIVEN]), network.demasked.speed
         ratio = now / median(rounds[EARLIER])
-        if lower_bound(rounds[GIVEN], rounds[EARLIER]) < ALLOWED:
+        if not is_faster(clock.lower_bound(rounds[GIVEN], rounds[EARLIER])):
             return cls(None, (f"{EARLIER}: left out, it may be slower now (ratio {ratio:.2f})",))
         if then is None or then.given[0] > SLOWER * now:
             return cls(None, (f"{EARLIER}: left out, the machine was slower when it was chosen",))

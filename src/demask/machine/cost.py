@@ -7,13 +7,12 @@ and not written, so that the next process measures again.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, log, nan
@@ -27,9 +26,9 @@ import torch
 from demask.failures import is_strict
 from demask.installation import VERSION
 from demask.machine.cache_folder import cache_folder
+from demask.machine.clock import Samples, Timing, race, without_collection
 from demask.machine.roofline import Roofline
-from demask.machine.threads import checked_threads
-from demask.machine.timing import Timing
+from demask.machine.threads import checked_threads, set_threads
 
 FORMAT, MAX_BYTES, MAX_MACHINES, MAX_ANSWERS = 1, 16 * 2**20, 8, 20_000  # of the file
 WARMUP, LEAST, MOST, ENOUGH = 2, 3, 15, 4e-3  # calls; ENOUGH: seconds, once LEAST are timed
@@ -186,45 +185,22 @@ class Costs:
 
     def _timed(self, make: Callable[[], Callable[[], object]]) -> Timing:
         """The timing of the call that `make` builds; inf if either raises."""
-        samples: list[float] = []
+
+        def is_enough(samples: Samples) -> bool:
+            # By the shortest: calls that the system delayed must not end the sampling.
+            (seconds,) = samples.values()
+            return len(seconds) >= LEAST and len(seconds) * min(seconds) >= ENOUGH
+
         try:
-            with _quiet(self.threads):
-                call = make()
-                for _ in range(WARMUP):
-                    call()
-                for count in range(MOST):
-                    # By the shortest: calls that the system delayed must not end the sampling.
-                    if count >= LEAST and count * min(samples) >= ENOUGH:
-                        break
-                    start = self._now()
-                    call()
-                    samples.append(self._now() - start)
+            with torch.no_grad(), without_collection(), set_threads(self.threads):
+                calls = {"": make()}
+                device = torch.device("cuda") if torch.cuda.is_initialized() else None
+                samples = race(calls, MOST, WARMUP, device=device, clock=self.clock, is_enough=is_enough)
         except Exception:  # of any kind: out of memory, no such kernel, shapes that do not fit
             if is_strict():
                 raise
             return Timing(inf, inf, inf, 0)
-        return Timing.of(samples)
-
-    def _now(self) -> float:
-        """The clock's seconds, read after the kernels on the GPU are done."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return self.clock()
-
-
-@contextmanager
-def _quiet(threads: int) -> Iterator[None]:
-    """No gradients, no garbage collection, `threads` threads in the block; restored after it."""
-    before, collects = torch.get_num_threads(), gc.isenabled()
-    try:
-        gc.disable()  # but no gc.collect(), which takes longer than most measurements
-        torch.set_num_threads(threads)
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_num_threads(before)
-        if collects:
-            gc.enable()
+        return Timing.of(samples[""])
 
 
 def _usual_path() -> Path | Literal[False]:

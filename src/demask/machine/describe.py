@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from demask.machine.timing import Timing
+from demask.machine.clock import Timing
 
 BUSY = "Something else was running: times spread wide. Run again for clean numbers."
 

@@ -18,7 +18,7 @@ from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.isolation import in_isolation
 from demask.machine.byte_sizes import format_bytes
-from demask.machine.timing import Timing, time_alternately
+from demask.machine.clock import Timing, race
 from demask.ops import TABLE, Table
 from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pilot.data.lazy_weights import LoadedConstants
@@ -252,7 +252,7 @@ def _row(
 @torch.no_grad()
 def _timed(networks: Mapping[str, nn.Module], args: tuple[Any, ...], pairs: int, seconds: float) -> dict[str, Timing]:
     contenders = {name: (lambda net=net: net(*args)) for name, net in networks.items()}
-    return time_alternately(contenders, pairs, seconds=seconds)
+    return Timing.of_each(race(contenders, pairs, seconds=seconds))
 
 
 def _weight_bytes(one: Simplifier, pilot: Analysis) -> int:

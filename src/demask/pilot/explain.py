@@ -28,10 +28,10 @@ from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.editor import GraphEditor
 from demask.graph.isolation import in_isolation
+from demask.machine.clock import race
 from demask.machine.cost import Costs
 from demask.machine.describe import describe_machine as described
 from demask.machine.threads import checked_threads, set_threads
-from demask.machine.timing import sample_seconds
 from demask.ops import TABLE, Table
 from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pilot.chains.chain_cost import NOMINAL, ChainRates, Reads, Uses, cached_shares, measured
@@ -342,7 +342,7 @@ def _timed(
     for k, chain in enumerate(chains):
         if chain.came:
             calls[f"{k}"] = _cycled(partial(_plain, chain.layers), [(x,) for x in chain.came])
-    samples = sample_seconds(calls, CALLS, WARMUP, clock=clock)
+    samples = race(calls, CALLS, WARMUP, clock=clock)
     taken = {name: median(one) for name, one in samples.items()}
     each = [taken.get(f"{k}", 0.0) for k in range(len(chains))]
     return taken["whole"], each, taken.get("rest", 0.0)

@@ -27,7 +27,7 @@ from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
 from demask.graph.module_copy import own_state
 from demask.graph.result.demasked_module import attach
 from demask.graph.result.resize import put_module, tensors_of
-from demask.machine.benchmark import ALLOWED
+from demask.machine.clock import is_faster
 from demask.shrink.submodules import blocks_of, match_names
 from demask.tune.module.optimized_module import Optimized
 from demask.tune.module.shape_cache import ENTRIES
@@ -271,7 +271,7 @@ def put_graph(network: nn.Module, name: str, graph: Optimized, calls: Sequence[I
     for args, kwargs in calls[1:]:
         race = CandidateRace(_OwnCode(fast), None, args, kwargs, device, threads)
         race.modules[name] = module
-        if race.speed(name)[0].least < ALLOWED:
+        if not is_faster(race.speed(name)[0].least):
             fast.remove()
             return False
     return True

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,15 +19,14 @@ from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, Speed
 from demask.graph.result.demasked_module import build_plain
 from demask.judge import Expected, InFloat64, draw_inputs, expected_outputs, judge
-from demask.machine.benchmark import ALLOWED, PAIRS, lower_bound, wait_for_device
+from demask.machine import clock
+from demask.machine.clock import PAIRS, Timing, is_clear, is_faster
 from demask.machine.describe import describe_machine
 from demask.machine.threads import set_threads
-from demask.machine.timing import Timing, sample_seconds
 from demask.tune.candidates import Candidate
 
 LOOKS, ROUNDS, SECONDS = 5, 15, 20.0  # rounds of the screening and of the final; seconds at most
 WARMUP = 1  # calls before the timed ones: every network has been called before
-CLEAR, FEW = 1.25, 10  # times as fast as the baseline for which so few rounds are enough
 FAR = 1.25  # candidates slower than this many times the fastest do not enter the final
 
 
@@ -78,22 +76,20 @@ class CandidateRace:
             self.screening |= self.medians(new, LOOKS)
         return self.screening
 
-    def medians(self, names: Sequence[str], pairs: int) -> dict[str, float]:
+    def medians(self, names: Sequence[str], rounds: int) -> dict[str, float]:
         """Median seconds of the named candidates."""
-        rounds = self.rounds(names, pairs, SECONDS)
-        return {name: median(seconds) for name, seconds in rounds.items()}
+        return clock.median_seconds(self.rounds(names, rounds, seconds=SECONDS))
 
-    def against_baseline(self, name: str, pairs: int | None = None) -> dict[str, list[float]]:
-        """Seconds of each round of a candidate and of the baseline."""
-        return self.rounds([GIVEN, name], PAIRS if pairs is None else pairs, float("inf"))
+    def against_baseline(self, name: str, rounds: int | None = None) -> clock.Samples:
+        """Seconds of each round of a candidate and of the baseline: fewer rounds if it is clearly faster."""
+        return self.rounds([GIVEN, name], rounds or PAIRS, is_enough=is_clear(GIVEN, name))
 
-    def rounds(self, names: Sequence[str], pairs: int, seconds: float) -> dict[str, list[float]]:
-        """Seconds of each round by name: `pairs` rounds, fewer after `seconds`."""
+    def rounds(self, names: Sequence[str], rounds: int, **limits: Any) -> clock.Samples:
+        """Seconds of each round by name. limits: as for `demask.machine.clock.race`."""
         everyone = {GIVEN: self.baseline, **self.modules}
         calls = {name: partial(everyone[name], *self.args, **self.kwargs) for name in names}
-        contenders = {name: wait_for_device(call, self.device) for name, call in calls.items()}
-        with torch.no_grad(), set_threads(self.threads):
-            return sample_seconds(contenders, pairs, WARMUP, seconds=seconds)
+        with torch.no_grad():
+            return clock.race(calls, rounds, WARMUP, threads=self.threads, device=self.device, **limits)
 
     def outputs(self, module: nn.Module, inputs: Inputs | None = None) -> Any:
         """The outputs of a network for the example, or for other inputs."""
@@ -118,9 +114,9 @@ class CandidateRace:
     def speed(self, name: str) -> tuple[Speed, bool]:
         """Speed of a candidate relative to the baseline, and whether it is certainly slower (the
         upper 95 % bound of the ratio is too low)."""
-        rounds = rounds_until_clear(partial(self.against_baseline, name), name, PAIRS)
+        rounds = self.against_baseline(name)
         speed = replace(speed_of(rounds[GIVEN], rounds[name]), threads=self.threads)
-        return speed, 1 / lower_bound(rounds[name], rounds[GIVEN]) < ALLOWED
+        return speed, is_faster(clock.lower_bound(rounds[name], rounds[GIVEN]), 1 / clock.ALLOWED)
 
     def admit(self, name: str, network: nn.Module) -> list[str]:
         """Add a network that computes what the baseline does; the reason why not, if it does
@@ -144,18 +140,6 @@ class CandidateRace:
         return judge(partial(self.outputs, network), self.expected, self.explain).failure
 
 
-def rounds_until_clear(
-    measure: Callable[[int], dict[str, list[float]]], name: str, pairs: int
-) -> dict[str, list[float]]:
-    """Seconds of each round of a network and of the baseline: of FEW rounds if the network is
-    clearly faster, else of `pairs`. measure: returns those of some rounds."""
-    rounds = measure(min(FEW, pairs))
-    if pairs > FEW and lower_bound(rounds[GIVEN], rounds[name]) < CLEAR:
-        more = measure(pairs - FEW)
-        rounds = {each: seconds + more[each] for each, seconds in rounds.items()}
-    return rounds
-
-
 def speed_of(baseline: list[float], result: list[float]) -> Speed:
     """Speed of a result relative to the original network, from seconds of alternating calls."""
     timings = [Timing.of(seconds) for seconds in (baseline, result)]
@@ -164,7 +148,7 @@ def speed_of(baseline: list[float], result: list[float]) -> Speed:
         rows[0],
         rows[1],
         rows[0][0] / rows[1][0],
-        lower_bound(baseline, result),
+        clock.lower_bound(baseline, result),
         len(baseline),
         torch.get_num_threads(),
         describe_machine(),

@@ -10,7 +10,7 @@ import torch
 import dlmc
 from benchmarks.common.ledger import Table
 from benchmarks.sparse import gpu_problems, gpu_sparse
-from demask.machine.timing import Timing
+from demask.machine.clock import Timing
 from interpreted import run_on
 
 there = pytest.mark.skipif(not dlmc.DATA.exists(), reason="the patterns are in shared/data beside the project")

@@ -26,6 +26,7 @@ from demask.cli.read_network import NetworkFile
 from demask.errors import BadInput
 from demask.graph.program import path_of
 from demask.machine.allocator import fix_allocator
+from demask.machine.clock import Timing, race
 from demask.machine.describe import (
     BUSY,
     describe_machine,
@@ -36,7 +37,6 @@ from demask.machine.describe import (
     load_average,
 )
 from demask.machine.threads import checked_threads, set_threads
-from demask.machine.timing import Timing, time_alternately
 from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.progress import ProgressStep
 from demask.report import Report
@@ -249,7 +249,7 @@ def _measured(
     """A row per contender, with timings and differences where it runs."""
     calls = {c.name: partial(c.module, *inputs[0], **inputs[1]) for c in ready if not c.failure}
     outputs = {name: _first(call, name, batch) for name, call in calls.items()}
-    timings = time_alternately(calls, settings.pairs, seconds=settings.seconds)
+    timings = Timing.of_each(race(calls, settings.pairs, seconds=settings.seconds))
     rows = {c.name: BenchRow(threads, batch, c.name, c.parameters, c.preparation, failure=c.failure) for c in ready}
     for name, timing in timings.items():
         rows[name] = replace(

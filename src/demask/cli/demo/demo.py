@@ -17,9 +17,9 @@ from demask.cli.demo.digits import BATCH, DigitNet, Digits, accuracy, prune_chan
 from demask.files import atomic_write as atomic
 from demask.graph.provenance import Sizes
 from demask.machine.allocator import fix_allocator
+from demask.machine.clock import Timing, race
 from demask.machine.describe import BUSY, format_counts, format_spread, format_threads, has_wide_spread
 from demask.machine.threads import set_threads
-from demask.machine.timing import Timing, time_alternately
 from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.progress import ProgressStep
 from demask.report.module_sections import module_sections
@@ -181,7 +181,7 @@ def _timed(
 
     with set_threads(threads), torch.inference_mode():
         calls = {name: forward(network) for name, network in networks.items()}
-        return time_alternately(calls, runs, seconds=PATIENCE)
+        return Timing.of_each(race(calls, runs, seconds=PATIENCE))
 
 
 def _table(demo: Demo) -> TextTable:

@@ -14,8 +14,8 @@ from demask import prune
 from demask.cli.pruning.curves import Curves
 from demask.cli.pruning.training import Training
 from demask.graph.module_copy import structural_copy
+from demask.machine.clock import Timing, race
 from demask.machine.describe import describe_machine, format_spread
-from demask.machine.timing import Timing, time_alternately
 from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.report.module_sections import module_sections
 from demask.report.report import Report
@@ -201,4 +201,4 @@ def _line(step: int, pruned: prune.Pruned) -> str:
 def _timed(networks: dict[str, nn.Module], images: torch.Tensor) -> dict[str, Timing]:
     with torch.inference_mode():
         calls = {name: lambda net=net: net(images) for name, net in networks.items()}
-        return time_alternately(calls, PAIRS, seconds=PATIENCE)
+        return Timing.of_each(race(calls, PAIRS, seconds=PATIENCE))

@@ -27,7 +27,7 @@ from demask.files.onnx.read.reader import installed
 from demask.files.onnx.values import BITS, TORCH, numpy_of
 from demask.graph.input_domains import NOTHING, Domain, domains_of
 from demask.graph.rounding import Rounding
-from demask.judge import DRAWN, FLIPS, Draw, Pair, Verdict, by_name, compare, draw_inputs, pair_up
+from demask.judge import DRAWN, FLIPS, Draw, Pair, Verdict, by_name, draw_inputs, pair_up
 from demask.machine.allocator import release_free_memory
 from demask.ops import Table
 
@@ -537,6 +537,7 @@ class Judge:
                 raise
             raise Mismatch(f"the file does not load: {error}") from error
         begin, compared, verdict, visible, on = time.monotonic(), 0, Verdict(), 0.0, ""
+        sizes: dict[str, float] = {}
         steady: set[str] = set()  # outputs that were compared
         for k in range(len(self.cases)):
             if compared and file.by == REFERENCE and time.monotonic() - begin > REFERENCE_SECONDS:
@@ -545,27 +546,22 @@ class Judge:
             for one in (unoptimized, file):
                 if one is None or (pairs := self._pairs(k, one, optimized=one is file)) is None:
                     continue
+                sizes = sizes or {pair.name: pair.difference.size for pair in pairs}  # of the example's outputs
                 verdict += Verdict.of(pairs, f"on {self.cases[k].kind}")
                 if verdict.difference:
                     raise Mismatch(verdict.difference)
                 for pair in pairs:
                     if not pair.is_unsteady:
                         steady.add(pair.name)
-                        seen = pair.difference.gap / (max(pair.difference.size, self._sizes.get(pair.name, 0.0)) or 1.0)
+                        seen = pair.difference.gap / (max(pair.difference.size, sizes.get(pair.name, 0.0)) or 1.0)
                         if pair.difference.eps and seen > visible:
                             visible, on = seen, self.cases[k].kind
-        if missing := self._sizes.keys() - steady:
+        if missing := sizes.keys() - steady:
             raise Mismatch(f"output {min(missing)} cannot be compared: rounding alone moves its sizes on all inputs")
         if verdict.failure:
             raise Mismatch(f"the comparison {verdict.failure}")
         words = "" if compared == len(self.cases) else f" on {compared} of {len(self.cases)} inputs"
         return FileVerdict(verdict.relative, file.by + words, visible, on, verdict.remark)
-
-    @cached_property
-    def _sizes(self) -> dict[str, float]:
-        """The largest values of the example's outputs, by name."""
-        outputs = by_name(self._expected[0, True])
-        return {name: compare(x, x).size for name, x in outputs.items()}
 
     def _pairs(self, k: int, file: Runner, *, optimized: bool) -> list[Pair] | None:
         """The outputs of the original and a file on one of the cases; None where the original fails. Raises

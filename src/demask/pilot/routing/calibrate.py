@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.machine.benchmark import measure_medians
+from demask.machine.clock import median_seconds, race
 from demask.pilot.guarantee import Guarantee, compared, guarantee, splits
 from demask.pilot.routing.confidence import CONFIDENCES, picked, scores
 from demask.pilot.routing.router import Router, ThresholdRoute
@@ -164,7 +164,7 @@ def _times(
     some = picked(args, torch.arange(count, device=device), rows)
     few = picked(args, torch.arange(max(1, math.ceil(share * count)), device=device), rows)
     calls = {"pilot": partial(pilot, *some), "full": partial(model, *some), "rest": partial(model, *few)}
-    taken = measure_medians(calls, device, PAIRS, SECONDS)
+    taken = median_seconds(race(calls, PAIRS, 1, seconds=SECONDS, device=device))
     return taken["pilot"], taken["full"], taken["rest"]
 
 

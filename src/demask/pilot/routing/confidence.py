@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.machine.timing import Timing
+from demask.machine.clock import Timing
 
 SMALL = torch.finfo(torch.float32).tiny
 

@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.graph.module_copy import structural_copy
-from demask.machine.benchmark import measure_medians
-from demask.machine.timing import Timing
+from demask.machine.clock import Timing, median_seconds, race
 from demask.numerics import is_number
 from demask.ops import TABLE, Table
 from demask.pilot.conditions.base import Conditioned, Decision, text
@@ -438,7 +437,7 @@ def _slow(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if known and len(unsure):
         some = picked((args, kwargs), unsure, rows)
         calls["rest"] = partial(router.full, *some[0], **some[1])
-    taken = measure_medians(calls, scores(outputs).device, PAIRS, SECONDS)
+    taken = median_seconds(race(calls, PAIRS, 1, seconds=SECONDS, device=scores(outputs).device))
     pilot, full, rest = taken["pilot"], taken["full"], taken.get("rest", 0.0)
     if pilot + rest < full:
         return ""

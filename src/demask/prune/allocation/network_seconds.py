@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from demask.graph.provenance import GIVEN
+from demask.machine.clock import race
 from demask.machine.threads import checked_threads, set_threads
-from demask.machine.timing import sample_seconds
 from demask.prune.allocation.layer_seconds import SEGMENT, TORCH
 from demask.registry import RUNNERS
 from demask.shrink.demask import demask
@@ -115,10 +115,10 @@ class NetworkTimer:
         clock = self.clock or clock_of(threads)
         names = {str(number): call for number, call in enumerate(calls)}
         with torch.no_grad(), set_threads(threads):
-            once = sample_seconds(names, 1, 1, clock=clock)
+            once = race(names, 1, 1, clock=clock)
             size = BLOCK if max(seconds[0] for seconds in once.values()) < SHORT else 1
             blocks = {name: partial(_repeat, call, size) for name, call in names.items()}
-            samples = sample_seconds(blocks, CALLS, 0, seconds=SECONDS, clock=clock)
+            samples = race(blocks, CALLS, 0, seconds=SECONDS, clock=clock)
         rounds = sorted(zip(*samples.values(), strict=True), key=sum)
         fastest = rounds[: max(len(rounds) // 4, 1)]
         return [mean(seconds) / size for seconds in zip(*fastest, strict=True)]

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.errors import BadInput, DemaskError, NotExportable
+from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
+from demask.failures import is_strict
 from demask.files.atomic_write import write
 from demask.files.onnx.check import Judge, inputs_of, open_sizes, resized
 from demask.files.onnx.edit.constants import evaluated
@@ -211,7 +212,9 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
             if smaller is file:
                 continue
             judge.compare(smaller.SerializeToString())
-        except DemaskError:  # it stays as it is
+        except DemaskError as error:  # it stays as it is
+            if is_strict() and isinstance(error, Mismatch):
+                raise
             continue
         _put_back(body, smaller.graph, stored, taken)
     live = {n for node in new.graph.node for n in (*node.input, *graph_reads(node))}
