@@ -279,7 +279,7 @@ class Pair:
 
     def _decide(self) -> None:
         difference, x = self.difference, self.expected
-        has_steps = self.relative and isinstance(x, Tensor) and not is_inexact(x) and x.dtype.itemsize < 4
+        has_steps = self.relative > 0 and isinstance(x, Tensor) and not is_inexact(x) and x.dtype.itemsize < 4
         is_number = not difference.text or (has_steps and difference.gap > 0)
         self.is_same = is_number and difference.gap <= self.allowed
 

@@ -173,7 +173,7 @@ def verify(
     own, narrow = _dtype(model, slim), find_narrow_casts(graph)
     call = _Call(model, slim, args, kwargs, stated)
     if layers:
-        comparison = _Comparison(own, narrow, graph)
+        comparison = _RunComparison(own, narrow, graph)
         comparison.compare_draws({False: _own(model, slim)}, call)
     else:
         comparison = _compare_in_both(call, graph, own, narrow, table)
@@ -243,7 +243,7 @@ def _sample(names: Sequence[str]) -> list[str]:
     return [names[k] for k in sorted(chosen)]
 
 
-def _compare_in_both(call: _Call, graph: nn.Module, own: torch.dtype, narrow: Any, table: Table) -> _Comparison:
+def _compare_in_both(call: _Call, graph: nn.Module, own: torch.dtype, narrow: Any, table: Table) -> _RunComparison:
     """The comparison of two networks in float64 and in their own dtype.
 
     The second network contains constants that demasking computed, rounded to its own dtype. Where it differs
@@ -256,12 +256,10 @@ def _compare_in_both(call: _Call, graph: nn.Module, own: torch.dtype, narrow: An
         left, right = (_double(network, call.args, call.kwargs) for network in (call.model, graph))
         return {True: (left, right), False: _own(call.model, call.slim)}
 
-    comparison = _Comparison(own, narrow, graph)
-    if (
-        comparison.compare_draws(pairs(), call, trial=own is not torch.float64).wide.difference
-        and own is not torch.float64
-    ):
-        networks, comparison = pairs(), _Comparison(own, narrow, graph)
+    comparison = _RunComparison(own, narrow, graph)
+    rounds = own is not torch.float64
+    if comparison.compare_draws(pairs(), call, trial=rounds).wide.difference and rounds:
+        networks, comparison = pairs(), _RunComparison(own, narrow, graph)
         refined = not find_narrow_casts(networks[True][1]) and _refined(
             *networks[True], own, call.args, call.kwargs, table
         )
@@ -271,7 +269,7 @@ def _compare_in_both(call: _Call, graph: nn.Module, own: torch.dtype, narrow: An
 
 
 def _compare_layers(
-    comparison: _Comparison, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Table
+    comparison: _RunComparison, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Table
 ) -> tuple[str, ...]:
     """Names of sampled layers that were compared in float64, on inputs of their first call."""
     calls = record_first_calls(model, inputs[0], inputs[1], _sample(names))
@@ -324,7 +322,7 @@ class _Call:
 
 
 @dataclass
-class _Comparison:
+class _RunComparison:
     """Verdicts of runs in float64 (`wide`) and in the networks' own dtype (`proper`).
 
     narrow: calls that cast to a narrower float. graph: of the second network. eps: of the type to which
@@ -343,10 +341,10 @@ class _Comparison:
 
     def compare_draws(
         self, networks: Mapping[bool, tuple[nn.Module, nn.Module]], call: _Call, *, trial: bool = False
-    ) -> _Comparison:
+    ) -> _RunComparison:
         """Compare on all draws. networks: in float64 (True) and in their own dtype. trial: whether to end at the
         first difference in float64."""
-        graph, single = getattr(self.graph, "graph", None), None
+        flips = flips_of(getattr(self.graph, "graph", None))
         for seed, batch, inputs in _draws(call):
             where, drawn = f"draw {seed}, {batch if batch == AS_PASSED else f'batch {batch}'}", bool(seed)
             pairs: dict[bool, list[Pair]] = {}
@@ -358,18 +356,14 @@ class _Comparison:
                     if not drawn:
                         raise BadInput(str(error)) from error.__cause__
                     self.rejected.append(described(error.__cause__ or error))
-            wide, proper = ({pair.name: pair for pair in pairs.get(key, ())} for key in (True, False))
-            narrow, eps = {name: pair.expected for name, pair in proper.items()}, torch.finfo(self.own).eps
-            if self.own is torch.float64 and any(not pair.is_same for pair in wide.values()):
-                single = single or _eval(call.model, share=False).float()
-                narrow, eps = (
-                    by_name(run_seeded(single, pytree.tree_map(to_single, inputs))),
-                    torch.finfo(torch.float32).eps,
-                )
-            for key, pair in (*wide.items(), *proper.items()):
-                if key in wide:
-                    both, flips = wide[key], flips_of(graph)
-                    pair.settle(both.expected, both.actual, narrow.get(key) if pair is both else None, eps, flips)
+            wide = {pair.name: pair for pair in pairs.get(True, ())}
+            if any(not pair.is_same for pair in wide.values()):
+                narrow, eps = self._narrow(call, inputs, pairs.get(False, ()))
+                for name, pair in wide.items():
+                    pair.settle(pair.expected, pair.actual, narrow.get(name), eps, 0.0)
+            for pair in pairs.get(False, ()):
+                if (both := wide.get(pair.name)) is not None:
+                    pair.settle(both.expected, both.actual, None, 1.0, flips)
             if batch == AS_PASSED:
                 for pair in pairs.get(True in networks, ()):
                     if pair.kind == "output" and isinstance(pair.expected, Tensor):
@@ -381,6 +375,17 @@ class _Comparison:
             if trial and self.wide.difference:
                 break
         return self
+
+    def _narrow(self, call: _Call, inputs: Any, proper: Sequence[Pair]) -> tuple[dict[str, Any], float]:
+        """Outputs of the first network in a type narrower than float64, by name, and its machine epsilon: how
+        badly it rounds there tells how badly it does in float64."""
+        if self.own is not torch.float64:
+            return {pair.name: pair.expected for pair in proper}, torch.finfo(self.own).eps
+        try:
+            single = _eval(call.model, share=False).float()
+            return by_name(run_seeded(single, pytree.tree_map(to_single, inputs))), torch.finfo(torch.float32).eps
+        except Exception:  # whatever a network raises in another dtype
+            return {}, 1.0
 
     def pairs(self, a: nn.Module, b: nn.Module, inputs: Any, wide: bool, where: str) -> list[Pair]:
         """The outputs of two networks for (args, kwargs), and the inputs and buffers that they write to."""

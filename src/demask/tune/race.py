@@ -107,9 +107,8 @@ class CandidateRace:
     @cached_property
     def explain(self) -> InFloat64:
         """Which differences are rounding, by the baseline in float64."""
-        program = self.program
-        new = partial(copy_in_eval, self.baseline, share=False) if program is None else partial(build_plain, program)
-        return InFloat64(new, self.expected, graph=None if program is None else program.graph)
+        copied = partial(copy_in_eval, self.baseline, share=False)
+        return InFloat64(copied if self.program is None else partial(build_plain, self.program), self.expected)
 
     def speed(self, name: str) -> tuple[Speed, bool]:
         """Speed of a candidate relative to the baseline, and whether it is certainly slower (the
