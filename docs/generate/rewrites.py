@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from demask.ops.entry import op_name
+from demask.rewrites.activations import ACTIVATIONS
 from demask.rewrites.normalize import NORMALIZE
 from demask.rewrites.onnx import ONNX
 from demask.rewrites.rule import Pass, Phase, Rule
 from docs.generate import DOCS
 
 PATH = DOCS / "rewrites.md"
-PHASES = (NORMALIZE, ONNX)
+PHASES = (NORMALIZE, ACTIVATIONS, ONNX)
 HEAD = """# Rewrites
 
 One entry per rewrite: a program changed into one that computes the same. Made from the phases in

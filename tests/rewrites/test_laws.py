@@ -9,11 +9,12 @@ import torch
 
 from demask.ops import TABLE
 from demask.rewrites import laws
+from demask.rewrites.activations import ACTIVATIONS
 from demask.rewrites.normalize import NORMALIZE, glu, squeeze_dim
 from demask.rewrites.onnx import ONNX
 from demask.rewrites.rule import Rule, case
 
-PHASES = (NORMALIZE, ONNX)
+PHASES = (NORMALIZE, ACTIVATIONS, ONNX)
 ENTRIES = {entry.name: entry for phase in PHASES for entry in phase.entries}
 RULES = {name: entry for name, entry in ENTRIES.items() if isinstance(entry, Rule)}
 

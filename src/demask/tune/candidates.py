@@ -21,6 +21,8 @@ from demask.graph.queries import input_dependent
 from demask.ops import Table, schema
 from demask.ops.schema import fake
 from demask.ops.traits import CONV_OF_AXES
+from demask.rewrites.activations import ACTIVATIONS
+from demask.rewrites.driver import rewrite
 from demask.tune.epilogue import Epilogue
 from demask.tune.layer_costs import PLAIN, Layer, LayerCosts
 from demask.tune.passes.channels_last import CONVOLUTIONS as IMAGES
@@ -28,7 +30,6 @@ from demask.tune.passes.channels_last import convert_layouts, is_image_convoluti
 from demask.tune.passes.fold_affine import contraction_weight, fold_affine
 from demask.tune.passes.fuse_epilogues import epilogue_chain, fuse_epilogues
 from demask.tune.passes.join_as_sum import Sum, rewrite_joins
-from demask.tune.passes.merge_activations import merge_activations
 from demask.tune.passes.one_pixel_as_linear import convert_one_pixel_convs
 from demask.tune.passes.pad_channels import Widening, remove_pads, round_widths
 
@@ -57,7 +58,7 @@ def generate_candidates(
     few: of networks of images only channels last. Next to segments, the default layout was not
     within 3 % of the fastest on any of 21 networks of torchvision and CIFAR, half masked or not.
     """
-    base = convert_one_pixel_convs(fold_affine(merge_activations(program)), table)
+    base = convert_one_pixel_convs(fold_affine(rewrite(program, ACTIVATIONS)), table)
     tell("measuring layers")
     groups = seconds_by_image_size(base, asker)
     has_images = bool(groups) and may_change_layout(base)

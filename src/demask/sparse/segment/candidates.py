@@ -24,6 +24,8 @@ from demask.graph.queries import input_dependent
 from demask.kernels.llvm import availability as llvm
 from demask.machine.cost import Question
 from demask.ops import Relation, Table, schema
+from demask.rewrites.activations import ACTIVATIONS
+from demask.rewrites.driver import rewrite
 from demask.shrink.program_size import count_macs, sum_macs
 from demask.sparse.calls.recurrent_rows import is_recurrent
 from demask.sparse.plan.segment_plan import SegmentPlan
@@ -39,7 +41,6 @@ from demask.tune.onnxruntime_candidate import for_runtime
 from demask.tune.passes.absorb_gathers import absorb_gathers
 from demask.tune.passes.fold_affine import fold_affine
 from demask.tune.passes.fuse_epilogues import epilogue_chain
-from demask.tune.passes.merge_activations import merge_activations
 
 ALL, EACH = "segments of all layers", "sparse layers, where each is faster"
 BY_INDEX, OUTSIDE = ", joins by index", ", large products outside"
@@ -144,7 +145,7 @@ def _bases(reduced: Whole, original: Whole | None, table: Table) -> Iterator[tup
     """Programs without norms, with suffixes for their names: joins as sums of layers that write at
     their own positions, joins as they are, the original with all channels."""
     yield "", absorb_gathers(for_runtime(reduced, table), table)
-    yield BY_INDEX, fold_affine(merge_activations(reduced))
+    yield BY_INDEX, fold_affine(rewrite(reduced, ACTIVATIONS))
     if original is not None:
         yield ", uncut", fold_affine(original)
 
