@@ -105,6 +105,7 @@ def hardsigmoid_of_six(out: Value, x: Any, number: Any) -> Value | None:
     cases=(case(lambda x: _clamped(x / 6, 1), X), case(lambda x: _clamped(x * float(torch.tensor(1 / 6)), 1), X)),
     refused=(case(lambda x: _clamped(x / 6, 2), X), case(lambda x: _clamped(x * 0.2, 1), X)),
     exact=False,
+    tolerance=SIXTH,
 )
 def hardsigmoid_of_one(out: Value, x: Value, low: Any, high: Any) -> Value | None:
     """clamp(x / 6 + 1/2, 0, 1) == hardsigmoid(x)"""

@@ -32,8 +32,6 @@ from demask.ops.schema import same_shape
 from demask.rewrites.driver import rewrite
 from demask.rewrites.rule import NetworkCase, Pass, Phase, Rule
 
-TOLERANCE = 1e-12  # float64, relative to the largest output: other orders of short sums
-
 
 def check(entry: Rule | Pass, table: Table) -> str:
     """The first law that a rewrite breaks, as text; "" for none."""
@@ -61,7 +59,7 @@ def _broken(entry: Rule | Pass, each: NetworkCase, table: Table) -> str:
             return f"it computes {a.dtype} of {tuple(a.shape)}, not {b.dtype} of {tuple(b.shape)}"
         gap = torch.where(a == b, 0.0, (a - b).abs().double()) if a.numel() else torch.zeros(1)
         if not entry.exact:
-            gap = gap / max(float(b.abs().max()), 1.0) / TOLERANCE
+            gap = gap / max(float(b.abs().max()), 1.0) / entry.tolerance
         if not bool((gap <= (0 if entry.exact else 1)).all()):
             return "its output differs"
     if _changes(entry, changed, table)[1]:

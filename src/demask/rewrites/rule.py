@@ -13,6 +13,8 @@ from demask.graph.program import Program
 from demask.graph.value import Value
 from demask.ops import Table
 
+ROUNDING = 1e-12  # other orders of short sums in float64, relative to the largest output
+
 
 @dataclass(frozen=True, slots=True)
 class NetworkCase:
@@ -60,7 +62,8 @@ class Rule:
     replaces the call, a tuple of values for a call with several outputs, or None for a call that
     stays. Its docstring is what a trace gives as the reason. cases: networks that it changes;
     refused: networks with calls of these ops that it does not change, one for each of its guards.
-    exact: whether outputs are equal bit for bit.
+    exact: whether outputs are equal bit for bit; tolerance: else, how much they may differ in
+    float64, relative to the largest.
     """
 
     ops: frozenset[Any]
@@ -68,6 +71,7 @@ class Rule:
     cases: tuple[NetworkCase, ...] = ()
     refused: tuple[NetworkCase, ...] = ()
     exact: bool = True
+    tolerance: float = ROUNDING
 
     @property
     def name(self) -> str:
@@ -86,7 +90,8 @@ class Pass:
     """A rewrite of a program: one that a rule for single calls cannot state.
 
     name: what a note says is left out, if it fails. apply: a program and a table -> a program that
-    computes the same. reason: what a trace says. cases, exact: as of a rule.
+    computes the same. reason: what a trace says. cases, exact, tolerance: as
+    of a rule.
     """
 
     name: str
@@ -94,6 +99,7 @@ class Pass:
     reason: str
     cases: tuple[NetworkCase, ...] = ()
     exact: bool = True
+    tolerance: float = ROUNDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,11 @@ class Phase:
 
 
 def rule(
-    *ops: Any, cases: tuple[NetworkCase, ...] = (), refused: tuple[NetworkCase, ...] = (), exact: bool = True
+    *ops: Any,
+    cases: tuple[NetworkCase, ...] = (),
+    refused: tuple[NetworkCase, ...] = (),
+    exact: bool = True,
+    tolerance: float = ROUNDING,
 ) -> Callable[[Callable[..., Replacement]], Rule]:
     """A decorator that makes a function the rule for calls of these ops; see `Rule`."""
-    return lambda function: Rule(frozenset(ops), function, cases, refused, exact)
+    return lambda function: Rule(frozenset(ops), function, cases, refused, exact, tolerance)
