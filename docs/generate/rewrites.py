@@ -7,10 +7,11 @@ from demask.rewrites.activations import ACTIVATIONS
 from demask.rewrites.normalize import NORMALIZE
 from demask.rewrites.onnx import ONNX
 from demask.rewrites.rule import Pass, Phase, Rule
+from demask.rewrites.segment import SEGMENT
 from docs.generate import DOCS
 
 PATH = DOCS / "rewrites.md"
-PHASES = (NORMALIZE, ACTIVATIONS, ONNX)
+PHASES = (NORMALIZE, ACTIVATIONS, ONNX, SEGMENT)
 HEAD = """# Rewrites
 
 One entry per rewrite: a program changed into one that computes the same. Made from the phases in

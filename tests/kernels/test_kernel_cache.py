@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("llvmlite")
 import own_process
 from demask.kernels.cpu.tiles import relayout
-from demask.kernels.llvm import activations, jit, kernel_key
+from demask.kernels.llvm import activations, jit
 from demask.kernels.llvm.emitter import I64
 from demask.kernels.llvm.isa import AVX2, host
 from demask.kernels.llvm.jit import LIMIT, MOST, Code, source
@@ -87,7 +87,7 @@ def test_a_file_under_another_name_is_not_used(files):
     result(Code(files))
     path = only(files)
     kernel = Added(3)
-    path.rename(path.with_name(kernel_key.kernel_key(kernel, host())))
+    path.rename(path.with_name(jit.kernel_key(kernel, host())))
     assert result(Code(files), 3) == 43
 
 
@@ -199,10 +199,10 @@ def test_names_tell_kernels_and_processors_apart():
         relayout.Pointwise(("relu", ()), False),
     ]
     isas = [host(), AVX2, replace(AVX2, features="+avx512f"), replace(AVX2, cpu="znver4")]
-    names = {kernel_key.kernel_key(kernel, isa) for kernel in kernels for isa in isas}
+    names = {jit.kernel_key(kernel, isa) for kernel in kernels for isa in isas}
     assert None not in names
     assert len(names) == len(kernels) * len(isas)
-    assert kernel_key.kernel_key(Added(np.int64(1)), AVX2) in names
+    assert jit.kernel_key(Added(np.int64(1)), AVX2) in names
     assert "k_x" in source(kernels[:1], AVX2, ["k_x"])
 
 
@@ -211,14 +211,14 @@ def test_kernels_whose_code_has_no_name_are_not_written(files, monkeypatch):
     class Local(Added):
         pass
 
-    assert kernel_key.kernel_key(Local(1), AVX2) is None
-    assert kernel_key.kernel_key(Added(object()), AVX2) is None
+    assert jit.kernel_key(Local(1), AVX2) is None
+    assert jit.kernel_key(Added(object()), AVX2) is None
     monkeypatch.setitem(activations.LOWERINGS, "own", lambda e, x: x)
-    assert kernel_key.kernel_key(relayout.Pointwise(("own", ()), False), AVX2) is None
+    assert jit.kernel_key(relayout.Pointwise(("own", ()), False), AVX2) is None
     emit = Added.emit
     with monkeypatch.context() as patch:
         patch.setattr(relayout.Scatter, "emit", lambda self, e: emit(self, e))
-        assert kernel_key.kernel_key(relayout.Scatter(), AVX2) is None
+        assert jit.kernel_key(relayout.Scatter(), AVX2) is None
     monkeypatch.setattr(jit, "kernel_key", lambda *_: None)
     code = Code(files)
     assert (result(code), result(code, 3), code.compiled) == (42, 43, 2)
@@ -226,15 +226,15 @@ def test_kernels_whose_code_has_no_name_are_not_written(files, monkeypatch):
 
 
 def test_an_edited_file_gives_another_name(monkeypatch):
-    before = kernel_key.kernel_key(Added(1), AVX2)
+    before = jit.kernel_key(Added(1), AVX2)
     kernel_key._files_digest.cache_clear()
     read = Path.read_bytes
     edited = lambda path: read(path) + b"#" * (path.name == "relayout.py")  # noqa: E731
     monkeypatch.setattr(Path, "read_bytes", edited)
-    assert kernel_key.kernel_key(Added(1), AVX2) not in (None, before)
+    assert jit.kernel_key(Added(1), AVX2) not in (None, before)
     kernel_key._files_digest.cache_clear()
     monkeypatch.setattr(private_files, "IMPORTED", 0.0)  # all files were edited since
-    assert kernel_key.kernel_key(Added(1), AVX2) is None
+    assert jit.kernel_key(Added(1), AVX2) is None
     kernel_key._files_digest.cache_clear()
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 from demask.kernels import plan_cache
 from demask.kernels.memory_probe import MemoryProbe
 from demask.ops import TABLE
-from demask.pilot import Columns, Order
+from demask.pilot import Columns
 from demask.pilot.chains.chain_op import chain
 from demask.pilot.chains.exact_conditions import chained
 from demask.sparse import SparseConv2d, SparseLinear, spmm
@@ -68,7 +68,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "convolution": (lambda: SparseConv2d.from_dense(pruned(nn.Conv2d(4, 8, 3))), image),
     **{mode: (lambda mode=mode: Chained(mode), row) for mode in ("dense", "columns", "certified+relu", "two+relu")},
     "network of columns": (conditioned, row),
-    "network in order": (lambda: Order(bytes=20_000).applied(perceptron(), (row(),), None, None, TABLE), row),
 }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import demask
 from demask.machine.clock import race
 from demask.machine.threads import set_threads
-from demask.traverse.execution import workers
+from demask.traverse.execution import run as workers
 
 
 def counts() -> tuple[int, int]:

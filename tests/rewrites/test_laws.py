@@ -13,8 +13,9 @@ from demask.rewrites.activations import ACTIVATIONS
 from demask.rewrites.normalize import NORMALIZE, glu, squeeze_dim
 from demask.rewrites.onnx import ONNX
 from demask.rewrites.rule import Rule, case
+from demask.rewrites.segment import SEGMENT
 
-PHASES = (NORMALIZE, ACTIVATIONS, ONNX)
+PHASES = (NORMALIZE, ACTIVATIONS, ONNX, SEGMENT)
 ENTRIES = {entry.name: entry for phase in PHASES for entry in phase.entries}
 RULES = {name: entry for name, entry in ENTRIES.items() if isinstance(entry, Rule)}
 

@@ -19,7 +19,7 @@ import demask
 from demask.kernels.plan_cache import WEIGHTS
 from demask.machine import clock as timer
 from demask.machine.cost import Costs
-from demask.sparse.segment import segment_call
+from demask.sparse.segment import inline as segment_call
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.candidates import ALL, BY_INDEX, EACH, OUTSIDE
 from demask.sparse.segment_steps import NAMES

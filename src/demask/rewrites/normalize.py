@@ -237,19 +237,20 @@ def put_number(out: Value, x: Value, indices: list[Value], value: Value, accumul
     refused=(
         case(lambda x, y: x.index_add(1, torch.tensor([3, 3]), y), X, (2, 2, 6)),
         case(lambda x, y, i: x.index_add(1, i, y), X, (2, 2, 6), torch.tensor([3, 0])),
+        case(lambda x, y: x.index_add(2, torch.tensor([0]), y), X, (2, 4, 1), dynamic={0: (2,)}),
     ),
 )
 def add_at_constant(out: Value, x: Value, dim: int, index: Value, y: Value, alpha: Any) -> Value | None:
     """x.index_add(dim, index, y) with a constant index: x plus y scattered into zeros."""
     positions = None if index.constant is None else index.constant.tolist()
-    if positions is None or len(set(positions)) != len(positions):
+    if positions is None or len(set(positions)) != len(positions) or not isinstance(x.shape[dim], int):
         return None
     source = {position: k for k, position in enumerate(positions)}
     inverse = torch.tensor([source.get(k, len(positions)) for k in range(x.shape[dim])])
     # The name may be that of an inverse of another index, from an earlier pass.
     index = out.read(f"{_name(index)}_inverse", inverse)
     scattered = y.pad([0, 0] * (x.rank - dim % x.rank - 1) + [0, 1]).index_select(dim, index)
-    return x.call(aten.add.Tensor, x, scattered, alpha=alpha)
+    return x + (scattered if alpha == 1 else scattered * alpha)
 
 
 @rule(

@@ -72,7 +72,7 @@ def _product_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
 
 def _attention(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     """An attention with its usual scale, without dropout and mask, or with a mask that is added to
-    the scores of each head (`prepare_attention`)."""
+    the scores of each head (`rewrites/segment.py`)."""
     names = "query", "key", "value", "attn_mask"
     query, key, value, mask = (arguments[name] for name in names)
     if any(arguments[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")):
