@@ -34,8 +34,8 @@ from torch.utils.data import Dataset
 
 import demask
 from demask import prune
+from demask.machine.clock import Timing, race
 from demask.machine.describe import describe_machine, format_spread, load_average
-from demask.machine.timing import Timing, time_alternately
 
 ROOT = Path(__file__).parents[1]
 # transformers imports torchvision, whose wheels do not load next to a CPU build of torch.
@@ -338,7 +338,7 @@ def time_on(models: dict[str, nn.Module], device: str, lines: Lines) -> dict[str
 
     with torch.inference_mode():
         calls = {name: lambda m=model: call(m) for name, model in models.items()}
-        return time_alternately(calls, 15, seconds=6)
+        return Timing.of_each(race(calls, 15, seconds=6))
 
 
 # ----------------------------------------------------------------------------------------- results

@@ -38,8 +38,8 @@ from torch.nn import functional as F
 import demask
 from demask import prune
 from demask.graph.provenance import Sizes
+from demask.machine.clock import Timing, race
 from demask.machine.describe import describe_machine, format_spread, load_average
-from demask.machine.timing import Timing, time_alternately
 
 ROOT = Path(__file__).parents[1]
 RESULTS, QUICK = ROOT / "examples" / "results", ROOT / "build" / "examples"
@@ -396,7 +396,7 @@ def timed(results: list[Outcome], test: Images) -> dict[str, Timing]:
     fast = {name: demask.optimize(r.model, (x,)) for name, r in reversed(first.items())}
     calls = {name: lambda run=run: run(x) for name, run in fast.items()}
     with torch.inference_mode():
-        return time_alternately(calls, 31, seconds=20)
+        return Timing.of_each(race(calls, 31, seconds=20))
 
 
 def interval(values: list[float], digits: int = 2) -> str:
