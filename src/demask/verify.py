@@ -173,7 +173,7 @@ def verify(
     own, narrow = _dtype(model, slim), find_narrow_casts(graph)
     call = _Call(model, slim, args, kwargs, stated)
     if layers:
-        comparison = _RunComparison(own, narrow, graph)
+        comparison = _TwoTypes(own, narrow, graph)
         comparison.compare_draws({False: _own(model, slim)}, call)
     else:
         comparison = _compare_in_both(call, graph, own, narrow, table)
@@ -243,7 +243,7 @@ def _sample(names: Sequence[str]) -> list[str]:
     return [names[k] for k in sorted(chosen)]
 
 
-def _compare_in_both(call: _Call, graph: nn.Module, own: torch.dtype, narrow: Any, table: Table) -> _RunComparison:
+def _compare_in_both(call: _Call, graph: nn.Module, own: torch.dtype, narrow: Any, table: Table) -> _TwoTypes:
     """The comparison of two networks in float64 and in their own dtype.
 
     The second network contains constants that demasking computed, rounded to its own dtype. Where it differs
@@ -256,10 +256,10 @@ def _compare_in_both(call: _Call, graph: nn.Module, own: torch.dtype, narrow: An
         left, right = (_double(network, call.args, call.kwargs) for network in (call.model, graph))
         return {True: (left, right), False: _own(call.model, call.slim)}
 
-    comparison = _RunComparison(own, narrow, graph)
+    comparison = _TwoTypes(own, narrow, graph)
     rounds = own is not torch.float64
     if comparison.compare_draws(pairs(), call, trial=rounds).wide.difference and rounds:
-        networks, comparison = pairs(), _RunComparison(own, narrow, graph)
+        networks, comparison = pairs(), _TwoTypes(own, narrow, graph)
         refined = not find_narrow_casts(networks[True][1]) and _refined(
             *networks[True], own, call.args, call.kwargs, table
         )
@@ -269,7 +269,7 @@ def _compare_in_both(call: _Call, graph: nn.Module, own: torch.dtype, narrow: An
 
 
 def _compare_layers(
-    comparison: _RunComparison, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Table
+    comparison: _TwoTypes, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Table
 ) -> tuple[str, ...]:
     """Names of sampled layers that were compared in float64, on inputs of their first call."""
     calls = record_first_calls(model, inputs[0], inputs[1], _sample(names))
@@ -322,7 +322,7 @@ class _Call:
 
 
 @dataclass
-class _RunComparison:
+class _TwoTypes:
     """Verdicts of runs in float64 (`wide`) and in the networks' own dtype (`proper`).
 
     narrow: calls that cast to a narrower float. graph: of the second network. eps: of the type to which
@@ -341,7 +341,7 @@ class _RunComparison:
 
     def compare_draws(
         self, networks: Mapping[bool, tuple[nn.Module, nn.Module]], call: _Call, *, trial: bool = False
-    ) -> _RunComparison:
+    ) -> _TwoTypes:
         """Compare on all draws. networks: in float64 (True) and in their own dtype. trial: whether to end at the
         first difference in float64."""
         flips = flips_of(getattr(self.graph, "graph", None))

@@ -227,15 +227,15 @@ def test_kernels_whose_code_has_no_name_are_not_written(files, monkeypatch):
 
 def test_an_edited_file_gives_another_name(monkeypatch):
     before = jit.kernel_key(Added(1), AVX2)
-    kernel_key._files_digest.cache_clear()
+    jit._files_digest.cache_clear()
     read = Path.read_bytes
     edited = lambda path: read(path) + b"#" * (path.name == "relayout.py")  # noqa: E731
     monkeypatch.setattr(Path, "read_bytes", edited)
     assert jit.kernel_key(Added(1), AVX2) not in (None, before)
-    kernel_key._files_digest.cache_clear()
+    jit._files_digest.cache_clear()
     monkeypatch.setattr(private_files, "IMPORTED", 0.0)  # all files were edited since
     assert jit.kernel_key(Added(1), AVX2) is None
-    kernel_key._files_digest.cache_clear()
+    jit._files_digest.cache_clear()
 
 
 SEGMENT = """

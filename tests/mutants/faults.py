@@ -309,7 +309,11 @@ WRITTEN = (
     fault("noise-excuses-nothing", "files/onnx/check.py", "pair.move(others.get(pair.name))", "pass",
           "verdicts", "onnx_judge"),
     fault("no-constants-in-float64", "verify.py", "comparison.eps = 0.0 if refined else torch.finfo(own).eps",
-          "comparison.eps = 0.0", "verify", "micro"),
+          "comparison.eps = 0.0", "verify", "verdicts"),
+    fault("slower-is-fast-enough", "machine/clock.py", "return least >= times", "return True", "optimize", "timing"),
+    fault("candidates-left-out", "optimize.py",
+          "race.modules[candidate.name], race.candidates[candidate.name] = module, candidate",
+          "race.candidates[candidate.name] = candidate", "optimize"),
     # prune: recovery, sensitivity, search, callbacks; demask prune
     fault("distillation-without-t2", "prune/recovery.py",
           'soft = F.kl_div(guess, goal, reduction="batchmean", log_target=True) * temperature**2',

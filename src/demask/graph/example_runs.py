@@ -48,7 +48,9 @@ def equal_outputs(a: Any, b: Any) -> bool:
         return False
     if a.is_floating_point() and a.dtype.itemsize == 1:  # torch has few kernels for these
         a, b = a.float(), b.float()
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
+    if torch.equal(a, b):
+        return True
+    return (a.is_floating_point() or a.is_complex()) and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def copy_inputs(inputs: Inputs) -> Inputs:
