@@ -175,14 +175,6 @@ class NetworkOptions:
     )
     fix: Fix = None
 
-    def read(self, path: Path, *, inner: bool = False) -> Any:
-        """The network in a file, a `read_network.NetworkFile`. inner: fix all sizes but the batch's,
-        where --static does not fix all."""
-        from demask.cli.read_network import read_network
-
-        import_modules(self.imports)
-        return read_network(path, self, inner=inner)
-
 
 def verify_and_write(network: Any, result: Any, output: Path, step: Any, *, exact: bool = True) -> Any:
     """The verification of a result against its network; then the result is written. exact: False

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.cli.options import NetworkOptions
+from demask.cli.options import NetworkOptions, import_modules
 from demask.cli.ports import NAMELESS, NetworkInput, fitted, matched
 from demask.errors import BadInput, NotExportable, RefusedFile
 from demask.files.arrays import read_arrays
@@ -72,7 +72,9 @@ class NetworkFile:
 
 def read_network(path: Path, options: NetworkOptions = PLAIN, *, inner: bool = False) -> NetworkFile:
     """The network in a .pt2 file, an archive of demask or an ONNX file, with example inputs as the
-    options say; raises BadInput for anything else. inner: as for `NetworkOptions.read`."""
+    options say; raises BadInput for anything else. inner: fix all sizes but the
+    batch's, where --static does not fix all."""
+    import_modules(options.imports)
     static: bool | str = options.static or (inner and "inner")
     if path.suffix == ".onnx" or options.fix:
         return _read_onnx(path, options, static)

@@ -80,12 +80,12 @@ def verify(
     with progress("loading") as step:
         import demask
         from demask.cli.read_inputs import check_same_inputs
-        from demask.cli.read_network import fixes_of
+        from demask.cli.read_network import fixes_of, read_network
 
-        first = NetworkOptions(imports, sizes, inputs, fix=fix).read(a)
+        first = read_network(a, NetworkOptions(imports, sizes, inputs, fix=fix))
         # Another ONNX file has sizes of its own to choose; others are called with those of A.
         theirs = (sizes, inputs) if b.suffix == ".onnx" else (None, None)
-        second = NetworkOptions(None, *theirs, fix=fixes_of(b, fix)).read(b)
+        second = read_network(b, NetworkOptions(None, *theirs, fix=fixes_of(b, fix)))
         check_same_inputs(first, second)
         step("comparing")
         verification = demask.verify(first.model, second.module, first.args, check=False)

@@ -59,9 +59,10 @@ def halo(model: Model, tile: Roi = 512, *, display: ShowOptions, options: Networ
     with progress("loading") as step:
         import torch
 
+        from demask.cli.read_network import read_network
         from demask.traverse import halo
 
-        network = options.read(model)
+        network = read_network(model, options)
         step("following what each output reads")
         example = network.example
         result = halo(network.model, example)

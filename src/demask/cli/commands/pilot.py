@@ -68,10 +68,11 @@ def compare(
     """
     with progress("loading") as step:
         from demask.cli.read_inputs import read_inputs
+        from demask.cli.read_network import read_network
         from demask.pilot.compare import DEFAULT
         from demask.pilot.compare import compare as compared
 
-        network = options.read(model)
+        network = read_network(model, options)
         calls = read_inputs(data, network, batch)
         comparison = compared(network.model, calls, by=by or DEFAULT, pairs=pairs, progress=step)
     display.show(comparison, comparison.to_dict())
@@ -114,7 +115,7 @@ def collect(
     check_output(output, suffixes=(".safetensors",))
     with progress("loading") as step:
         from demask.cli.read_inputs import read_inputs
-        from demask.cli.read_network import NetworkFile
+        from demask.cli.read_network import NetworkFile, read_network
         from demask.files.archive.archive import outline
         from demask.pilot.data.collect import collect as collected
 
@@ -126,7 +127,7 @@ def collect(
             )
         if sliced:
             import_modules(options.imports)
-        network = NetworkFile(outline(model).slim, ()) if sliced else options.read(model)
+        network = NetworkFile(outline(model).slim, ()) if sliced else read_network(model, options)
         calls = read_inputs(data, network, batch)
         source: Any = model if sliced else network.model
         collection = collected(
@@ -164,9 +165,10 @@ def explain(
     """
     with progress("loading") as step:
         from demask.cli.read_inputs import read_inputs
+        from demask.cli.read_network import read_network
         from demask.pilot.explain import explain as explained
 
-        network = options.read(model)
+        network = read_network(model, options)
         calls = read_inputs(data, network, batch)
         step("predicting")
         explanation = explained(network.module, calls, threads=threads, loss=loss)
@@ -213,11 +215,12 @@ def condition(
     with progress("loading") as step:
         import demask
         from demask.cli.read_inputs import read_inputs
+        from demask.cli.read_network import read_network
         from demask.graph.result.demasked_module import Demasked
         from demask.pilot import condition as apply
         from demask.report.lifetimes import memory_timeline
 
-        network = options.read(model)
+        network = read_network(model, options)
         step("conditioning")
         example = network.example if data is None else read_inputs(data, network, 1)[0]
         conditioned: Any = apply(network.module, example, pilot=pilot, condition=condition, check=not unchecked)

@@ -178,7 +178,7 @@ def slim(
         raise BadInput(f"{' and '.join(k for k, v in for_onnx.items() if v)}: for .onnx results, leave them out")
     with progress("loading") as step:
         import demask
-        from demask.cli.read_network import read_to_edit
+        from demask.cli.read_network import read_network, read_to_edit
 
         if output.suffix == ".onnx":
             from demask.machine.allocator import return_freed_blocks
@@ -206,7 +206,7 @@ def slim(
             )
             shown = partial(_print_deployed, deployed, output)
         else:
-            network = options.read(model)
+            network = read_network(model, options)
             step("demasking")
             result = demask.demask(network.model, network.args, result="graph")
             verification = verify_and_write(network, result, output, step)

@@ -58,9 +58,10 @@ def optimize(
     check_output(output, suffixes=(".demask", ".pt2"))
     with progress("loading") as step:
         import demask
+        from demask.cli.read_network import read_network
         from demask.machine.allocator import fix_allocator
 
-        network = options.read(model)
+        network = read_network(model, options)
         fix_allocator()
         result = demask.optimize(
             network.model, network.args, threads=threads, precision=precision, cache=cache, progress=step
@@ -93,8 +94,9 @@ def bench(
     """
     with progress("loading"):
         from demask.cli.bench import bench as benching
+        from demask.cli.read_network import read_network
 
-        network = options.read(model)
+        network = read_network(model, options)
         counts, batches = (tuple(dict.fromkeys(values or ())) for values in (threads, batch))
         settings = benching.BenchSettings(counts, batches, pairs, seconds, with_compile)
     with progress("demasking", settings.steps) as step:

@@ -51,9 +51,10 @@ def lower(
     """
     check_output(output, suffixes=SUFFIXES)
     with progress("loading") as step:
+        from demask.cli.read_network import read_network
         from demask.stride import lower
 
-        network = options.read(model, inner=True)
+        network = read_network(model, options, inner=True)
         step("lowering")
         result = lower(network.model, network.args, target=target)
         _finish(network, result, output, step, display)
@@ -72,9 +73,10 @@ def raise_strides(model: Model, output: Output, *, display: ShowOptions, options
     """
     check_output(output, suffixes=SUFFIXES)
     with progress("loading") as step:
+        from demask.cli.read_network import read_network
         from demask.stride import raise_strides
 
-        network = options.read(model, inner=True)
+        network = read_network(model, options, inner=True)
         step("raising strides")
         result = raise_strides(network.model, network.args)
         _finish(network, result, output, step, display)

@@ -9,16 +9,20 @@ The reference interpreter: buffers of float32 words, each tagged with the value 
 
 An instruction that reads a value checks the tag of every word. So an address assignment that
 overwrites a value before its last read is detected, whatever the numbers are.
+
+The form of instruction lists in JSON, and what a list from a file must obey.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -34,15 +38,15 @@ from demask.machine.arena import Block, align_size, plan_arena
 from demask.machine.byte_sizes import format_bytes
 from demask.ops import TABLE, Table
 from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Span, TextTable, Timeline
-from demask.records import decode, encode
+from demask.records import Limit, Stored, decode, encode
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
 from demask.stride.accelerator.emit_compute import RULES
 from demask.stride.accelerator.emitter import Listing, UnitStep, ValueRef, emit
-from demask.stride.accelerator.instruction_json import FORMAT, Ports, Steps, Weights, check
 from demask.stride.accelerator.machine import (
     ACTIVATIONS,
     HOST,
+    MAX_BYTES,
     WEIGHTS,
     WORD,
     BufferOperand,
@@ -51,6 +55,8 @@ from demask.stride.accelerator.machine import (
     InstructionWork,
     Machine,
     Setting,
+    Shape,
+    Text,
     count_work,
     crossing,
 )
@@ -58,6 +64,74 @@ from demask.stride.accelerator.units import ABILITIES, check_instruction, unit_o
 from demask.stride.lowering.lower import lowered
 from demask.stride.targets import Target
 from demask.tune.passes.fold_affine import fold_affine
+
+FORMAT = "demask instructions 1"
+MAX_INSTRUCTIONS = 1_000_000
+SHORT = Limit(f"at most {MAX_INSTRUCTIONS}", lambda rows: len(rows) <= MAX_INSTRUCTIONS)
+Ports = Annotated[tuple[tuple[Text, Shape], ...], SHORT]  # names and shapes
+Steps = Annotated[tuple[Instruction, ...], SHORT]
+
+
+def _write_weight(tensor: Tensor) -> dict[str, Any]:
+    data = tensor.contiguous().numpy().astype("<f4").tobytes()
+    return {"shape": list(tensor.shape), "data": base64.b64encode(data).decode()}
+
+
+def _read_weight(data: Any) -> Tensor:
+    _need(isinstance(data, dict) and set(data) == {"shape", "data"}, "a shape and data", data)
+    shape, text = decode(Shape, data["shape"], "shape"), data["data"]
+    size = math.prod(shape) * WORD
+    _need(isinstance(text, str) and len(text) == 4 * -(-size // 3), f"{size} bytes in base64", text)
+    content = base64.b64decode(text, validate=True)
+    _need(len(content) == size, f"{size} bytes", len(content))
+    return torch.from_numpy(np.frombuffer(content, "<f4").astype(np.float32)).reshape(shape)
+
+
+Weights = Mapping[Text, Annotated[Tensor, Stored(_write_weight, _read_weight)]]
+
+
+def check(listing: Instructions) -> Instructions:
+    """A list from a file. Raises BadInput if it cannot run on its machine."""
+    machine, weights, sizes = listing.machine, listing.weights, listing.sizes
+    names = {name for name, _ in (*listing.inputs, *listing.outputs)}
+    distinct = len(names) == len(listing.inputs) + len(listing.outputs) and not names & set(weights)
+    _need(distinct, "distinct names of inputs, outputs and weights", sorted(names))
+    room = {
+        WEIGHTS: min(machine.weight_bytes, sum(align_size(t.numel() * WORD) for t in weights.values())),
+        ACTIVATIONS: min(machine.activation_bytes, MAX_BYTES),
+    }
+    _need(set(sizes) == set(room), f"sizes of {sorted(room)}", sorted(sizes))
+    for buffer, size in sizes.items():
+        is_valid = 0 <= size <= room[buffer] and size % WORD == 0
+        _need(is_valid, f"at most {room[buffer]} bytes of {buffer}", size)
+    host = {name: tuple(tensor.shape) for name, tensor in weights.items()} | dict(listing.inputs)
+    wanted = dict(listing.outputs)
+    for k, row in enumerate(listing.instructions):
+        try:
+            for operand in row.reads:
+                _check_operand(operand, sizes, host)
+            _check_operand(row.writes, sizes, wanted)
+            check_instruction(row)
+        except BadInput as error:
+            raise BadInput(f"instruction {k}: {error}") from error
+    stored = [row.writes.value for row in listing.instructions if row.writes.buffer == HOST]
+    _need(sorted(stored) == sorted(wanted), f"each of {sorted(wanted)} stored once", stored)
+    return listing
+
+
+def _check_operand(operand: BufferOperand, sizes: Mapping[str, int], host: Mapping[str, tuple[int, ...]]) -> None:
+    """host: shapes of values of the host that the operand may be."""
+    if operand.buffer == HOST:
+        _need(host.get(operand.value) == operand.shape and operand.address == 0, "a value of the host", operand)
+    else:
+        size = sizes[operand.buffer]
+        _need(operand.address + operand.bytes <= size, f"an address within {size} bytes", operand)
+
+
+def _need(is_valid: bool, expected: str, actual: Any) -> None:
+    if not is_valid:
+        raise BadInput(f"instruction list: expected {expected}, got {str(actual)[:80]}")
+
 
 NOTHING = 0  # tag of a word that was never written
 
