@@ -16,28 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-# From the bottom to the top: a part imports those of its own line and of lines before it.
-LAYERS = (
-    ("errors", "installation", "pytree_paths"),
-    ("failures", "records", "registry", "numerics", "progress", "text_table"),
-    ("compat",),
-    ("ops",),
-    ("machine",),
-    ("kernels",),
-    ("graph",),
-    ("judge",),
-    ("facts",),
-    ("rewrites",),
-    ("shrink", "tune", "files"),
-    ("pages",),
-    ("report",),
-    ("sparse", "traverse", "stride", "prune"),
-    ("pilot", "checkpoint"),
-    ("verify", "optimize"),
-    ("optimize_onnx",),
-    ("cli", "plugins", "__init__", "__main__"),
-)
-LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # Private names of torch. Not ops, `torch.__version__` or `torch.utils._pytree`: torch.export takes
 # and returns its specs.
 PRIVATE = re.compile(
@@ -196,18 +174,6 @@ def part_cycles(files: list[Source]) -> int:
     for name, to in _edges(files).items():
         edges.setdefault(part[name], set()).update(part[other] for other in to)
     return len(_cycles({name: to - {name, "__init__"} for name, to in edges.items() if name != "__init__"}))
-
-
-def upward_imports(files: list[Source]) -> int:
-    """Pairs of a file and a part that is above the file's own."""
-    part = {source.name: source.part for source in files}
-    pairs = {
-        (name, part[other])
-        for name, to in _edges(files).items()
-        for other in to
-        if part[other] != "__init__" and LEVEL.get(part[other], 99) > LEVEL.get(part[name], 99)
-    }
-    return len(pairs)
 
 
 def modules_in_strings(files: list[Source]) -> int:
@@ -422,7 +388,6 @@ MEASURES: dict[str, Callable[[list[Source]], int]] = {
     for measure in (
         file_cycles,
         part_cycles,
-        upward_imports,
         modules_in_strings,
         private_names,
         literal_op_sets,
