@@ -351,7 +351,8 @@ class Pair:
             return f"{difference.text}: {element}"
         kind = a.dtype if self.eps <= difference.eps else "the least precise type"
         ulps = f"{difference.ulps(self.eps):.3g} units in the last place of {kind}"
-        return f"differs by {ulps}, {difference.relative:.2g} of its largest value: {element}"
+        allowed = f"allowed are {self.allowed / difference.size:.2g}"
+        return f"differs by {ulps}, {difference.relative:.2g} of its largest value: {element}; {allowed}"
 
 
 def is_inexact(x: Tensor) -> bool:

@@ -313,6 +313,7 @@ def written_slices(
         case(lambda x, y: torch.cat([x.unsqueeze(1), y.unsqueeze(1)], 1).reshape(2, 48), X, X),
         case(lambda x, y: torch.cat([x.unsqueeze(-1), y.unsqueeze(-1)], -1).permute(0, 1, 3, 2).reshape(8, 2, 6), X, X),
         case(lambda x, y: torch.cat([x.unsqueeze(3), y.unsqueeze(3)], 3).reshape(2, 4, 12), X, X),
+        case(lambda x, y: torch.cat([x[None], y[None]]).reshape(2), (), ()),
     ),
 )
 def stacked_axis(out: Value, view: Value, size: list[Any]) -> Value | None:
@@ -329,7 +330,7 @@ def stacked_axis(out: Value, view: Value, size: list[Any]) -> Value | None:
     if not all(part.calls(aten.unsqueeze.default) and part.arg("dim") % part.rank == axis for part in parts):
         return None
     position = order.index(axis)
-    if position == out.rank or not _splits(out.shape, view.shape, position, 2):
+    if out.rank != view.rank - 1 or position == out.rank or not _splits(out.shape, view.shape, position, 2):
         return None
     remaining = [d - (d > axis) for d in order if d != axis]
     parts = [part.arg("self") for part in parts]

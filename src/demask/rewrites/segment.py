@@ -134,7 +134,7 @@ def split_as_slices(out: Value, x: Value, *arguments: Any) -> tuple[Value | None
     sizes = [part.shape[dim] for part in out.fake]
     if not all(type(size) is int for size in sizes):
         return None
-    read = {user.node.args[1] for user in out.users}
+    read = [user.node.args[1] for user in out.users]
     starts = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
     return tuple(x.slice(dim, starts[k], starts[k + 1]) if k in read else None for k in range(len(sizes)))
 
