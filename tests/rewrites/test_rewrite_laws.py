@@ -9,13 +9,10 @@ import torch
 
 from demask.ops import TABLE
 from demask.rewrites import laws
-from demask.rewrites.activations import ACTIVATIONS
-from demask.rewrites.normalize import NORMALIZE, glu, squeeze_dim
-from demask.rewrites.onnx import ONNX
+from demask.rewrites.normalize import glu, squeeze_dim
 from demask.rewrites.rule import Rule, case
-from demask.rewrites.segment import SEGMENT
+from docs.generate.rewrites import PHASES
 
-PHASES = (NORMALIZE, ACTIVATIONS, ONNX, SEGMENT)
 ENTRIES = {entry.name: entry for phase in PHASES for entry in phase.entries}
 RULES = {name: entry for name, entry in ENTRIES.items() if isinstance(entry, Rule)}
 

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 
 from demask.compat.dispatch import OpOverload
 from demask.graph.editor import GraphEditor
-from demask.graph.queries import only_reader
 from demask.ops import schema
 from demask.ops.schema import same_shape
 
@@ -93,12 +92,6 @@ class Value:
         return self.editor.tensor(self.node)
 
     @property
-    def reader(self) -> Value | None:
-        """The only call that reads it; None if there are several or none."""
-        reader = only_reader(self.node)
-        return None if reader is None else Value(reader, self.editor)
-
-    @property
     def users(self) -> tuple[Value, ...]:
         """The calls that read it."""
         return tuple(Value(user, self.editor) for user in self.node.users)
@@ -158,8 +151,6 @@ class Value:
     __add__ = _op(aten.add.Tensor, operator.add)
     __sub__ = _op(aten.sub.Tensor, operator.sub)
     __mul__ = _op(aten.mul.Tensor, operator.mul)
-    __mod__ = _op(aten.remainder.Tensor, operator.mod)
-    clone = _op(aten.clone.default)
     expand = _op(aten.expand.default)
     flatten = _op(aten.flatten.using_ints)
     index_select = _op(aten.index_select.default)
