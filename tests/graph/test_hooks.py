@@ -54,7 +54,6 @@ NETWORKS = {
     "batched": (lambda: traverse.batch(rows(), (ROWS,), inputs=2), ROWS),
     "columns": (lambda: conditioned("columns"), ROWS),
     "skip": (lambda: conditioned("skip:0.5"), ROWS),
-    "order": (lambda: conditioned("order:bytes=1MB"), ROWS),
     "route": (lambda: Router(rows(), rows(), Route(0.6, "margin")), ROWS),
     "sparse": (lambda: sparse.SparseLinear.from_dense(nn.Linear(16, 4)), ROWS),
 }
