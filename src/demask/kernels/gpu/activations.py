@@ -16,7 +16,7 @@ DOUBLE_ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
 TAIL = tl.constexpr(formulas.TAIL)
 TAIL_COEFFICIENTS = tl.constexpr(formulas.TAIL_COEFFICIENTS)
 #: the activations that `activated` computes
-NAMES = ("relu", "leaky_relu", "clamp", "sigmoid", "silu", "tanh", "hardsigmoid", "hardswish", "gelu", "gelu_tanh")
+NAMES = ("relu", "leaky_relu", "clamp", "sigmoid", "silu", "mish", "tanh", "hardsigmoid", "hardswish", "gelu", "gelu_tanh")
 
 
 @triton.jit
@@ -32,6 +32,8 @@ def activated(x, ACT: tl.constexpr, first, second):
         x = logistic(x, 1.0)
     elif ACT == "silu":
         x = logistic(x, x)
+    elif ACT == "mish":
+        x = mish(x)
     elif ACT == "tanh":
         x = tanh(x)
     elif ACT == "hardsigmoid":
@@ -52,6 +54,14 @@ def logistic(x, factor):
     """factor / (1 + e**-x), as factor * z / (1 + z) with z = e**x where x is negative."""
     z = small_exp(-tl.abs(x))
     return tl.where(x < 0, factor * z, factor) / (1.0 + z)
+
+
+@triton.jit
+def mish(x):
+    """x tanh(ln(1 + e**x)) == x p / (p + q), as `kernels.llvm.activations._mish`."""
+    z = small_exp(-tl.abs(x))
+    p = tl.where(x < 0, z * z + 2.0 * z, 1.0 + 2.0 * z)
+    return x * p / (p + tl.where(x < 0, 2.0, 2.0 * z * z))
 
 
 @triton.jit
