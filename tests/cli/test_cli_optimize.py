@@ -9,7 +9,7 @@ import demask
 import test_cli
 from demask.cli.read_network import read_network
 from demask.machine.clock import FEW, PAIRS
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 
 run, saved = test_cli.run, test_cli.saved  # fixtures
 QUICK = ("--threads", 1, "--cache", "costs.json")

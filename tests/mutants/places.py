@@ -25,7 +25,7 @@ PLACES: tuple[tuple, ...] = (
     ("shrink/emit/constant_store.py", "joins micro",
      ("connective", "return a.tensor.shape == b.tensor.shape and torch.equal(a.tensor, b.tensor)")),
     # tune, optimize
-    ("tune/passes/one_pixel_as_linear.py", "optimize tune",
+    ("tune/candidates.py", "optimize tune",
      ("connective", "plain = all(isinstance(n, int) and n == 1 for n in sizes)")),
     ("optimize.py", "sparse_files tune optimize", ("off by one", "if layer.stored < layer.weights")),
     # machine, verify, report, compat
@@ -173,7 +173,7 @@ PLACES: tuple[tuple, ...] = (
      ("guard", 'if actual != [f"{torch.float32} {shape}" for _, shape in expected]:')),
     ("stride/average_pools.py", "stride_pools", ("extreme",
      "return [min(start + kernel, size + pad) - start for start in starts]")),
-    ("stride/lowering/lower.py", "stride_lower",
+    ("stride/lower.py", "stride_lower",
      ("sign", "_replace(editor, chain[: sound[name] + 1], value)")),
     ("stride/targets.py", "stride_lower", ("guard", "if isinstance(of, str) and of in TARGETS:")),
     # pilot

@@ -18,11 +18,11 @@ from demask.files.archive.archive import GRAPH, TENSORS
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
-from demask.tune.module.optimized_module import Optimized
-from demask.tune.passes.channels_last import convert_layouts
-from demask.tune.passes.fold_affine import fold_affine
-from demask.tune.passes.fuse_epilogues import fuse_epilogues
-from demask.tune.passes.join_as_sum import rewrite_joins
+from demask.tune.channels_last import convert_layouts
+from demask.tune.fold_affine import fold_affine
+from demask.tune.fuse_epilogues import fuse_epilogues
+from demask.tune.join_as_sum import rewrite_joins
+from demask.tune.optimized_module import Optimized
 
 pytestmark = pytest.mark.skipif(not available(torch.float32, torch.device("cpu")), reason="this torch has no oneDNN")
 

@@ -108,7 +108,7 @@ def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> OpOverload:
 def _is_harmless(space: str, base: str) -> bool:
     if space == onednn.NAMESPACE:
         # optimize() writes them. Their kernels check few arguments, so demask first runs the ATen
-        # ops that they replace, on the same shapes (`tune.module.optimized_module`).
+        # ops that they replace, on the same shapes (`tune.optimized_module`).
         return base in onednn.OPS
     if space == "demask":
         return is_custom_op(base)

@@ -38,10 +38,7 @@ def silu(out: Value, a: Any, b: Any) -> Value | None:
 
 @rule(
     aten.mul.Tensor,
-    cases=(
-        case(lambda x: x * F.hardsigmoid(x), X),
-        case(lambda x: F.hardsigmoid(x) * x, X),
-    ),
+    cases=(case(lambda x: x * F.hardsigmoid(x), X), case(lambda x: F.hardsigmoid(x) * x, X)),
     refused=(case(lambda x, y: y * F.hardsigmoid(x), X, X),),
     exact=False,
 )

@@ -12,7 +12,7 @@ from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.sparse.segment.build_segments import segmented
 from demask.sparse.segment.candidates import _bases
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 from networks import built, mask
 
 pytestmark = pytest.mark.nightly

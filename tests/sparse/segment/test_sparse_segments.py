@@ -27,7 +27,7 @@ from demask.sparse.segment import inline as spell
 from demask.sparse.segment.build_segments import SEGMENT, layers_of, segmented, segments_of
 from demask.sparse.segment.match_calls import MatchedCall
 from demask.sparse.segment_steps import NAMES, ConvStep, LinearStep, SparseWeight
-from demask.tune.passes.fold_affine import fold_affine
+from demask.tune.fold_affine import fold_affine
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net
 from test_tune import check, program_of

@@ -50,7 +50,7 @@ from demask.ops.custom import custom_op_of
 from demask.registry import RESULT_KINDS
 from demask.shrink.check import describe_difference
 from demask.tune.epilogue import is_fused, is_pack, unfuse
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 
 GRAPH, TENSORS = "graph.json", "tensors.safetensors"
 

@@ -23,7 +23,7 @@ from demask.graph.result.module_calls import KINDS as MODULES
 from demask.graph.result.module_calls import constructor_arguments, create_without_memory, kind_of
 from demask.graph.result.uncalled_modules import is_holder
 from demask.registry import RESULT_KINDS
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 
 VERSION = 1
 

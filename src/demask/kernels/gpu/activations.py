@@ -16,7 +16,19 @@ DOUBLE_ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
 TAIL = tl.constexpr(formulas.TAIL)
 TAIL_COEFFICIENTS = tl.constexpr(formulas.TAIL_COEFFICIENTS)
 #: the activations that `activated` computes
-NAMES = ("relu", "leaky_relu", "clamp", "sigmoid", "silu", "mish", "tanh", "hardsigmoid", "hardswish", "gelu", "gelu_tanh")
+NAMES = (
+    "relu",
+    "leaky_relu",
+    "clamp",
+    "sigmoid",
+    "silu",
+    "mish",
+    "tanh",
+    "hardsigmoid",
+    "hardswish",
+    "gelu",
+    "gelu_tanh",
+)
 
 
 @triton.jit

@@ -38,8 +38,7 @@ from demask.pilot.simplifiers.simplify import Simplifier, simplify
 from demask.pilot.weight_layers import by_rows, from_rows, layers_of
 from demask.shrink.layout.cells import RunTimeIndex
 from demask.shrink.pipeline import canonicalize, capture_program
-from demask.shrink.runtime_index.analysis import IndexedSupport
-from demask.shrink.runtime_index.rewrite import add_inputs
+from demask.shrink.runtime_index import IndexedSupport, add_inputs
 
 aten = torch.ops.aten
 

@@ -18,8 +18,7 @@ from demask.ops import Table
 from demask.pilot.conditions.base import Conditioned
 from demask.pilot.data.execution_data import ExecutionData
 from demask.shrink.build_uncut import build_sharing, build_uncut
-from demask.shrink.runtime_index.analysis import IndexedSupport
-from demask.shrink.runtime_index.rewrite import emit_indexed, emit_masked
+from demask.shrink.runtime_index import IndexedSupport, emit_indexed, emit_masked
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,13 +34,13 @@ from demask.sparse.segment.convex_groups import Wanted
 from demask.sparse.segment.match_calls import MatchedCall, calls_of, matrix
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
+from demask.tune.absorb_gathers import absorb_gathers
 from demask.tune.candidates import GAIN, Candidate, CandidateBuilder, seconds_by_image_size
 from demask.tune.epilogue import Epilogue
+from demask.tune.fold_affine import fold_affine
+from demask.tune.fuse_epilogues import epilogue_chain
 from demask.tune.layer_costs import CACHE, Layer, LayerCosts
 from demask.tune.onnxruntime_candidate import for_runtime
-from demask.tune.passes.absorb_gathers import absorb_gathers
-from demask.tune.passes.fold_affine import fold_affine
-from demask.tune.passes.fuse_epilogues import epilogue_chain
 
 ALL, EACH = "segments of all layers", "sparse layers, where each is faster"
 BY_INDEX, OUTSIDE = ", joins by index", ", large products outside"

@@ -41,8 +41,7 @@ from torch import Tensor
 
 from demask.facts.ranges import Range
 from demask.ops.schema import fake
-from demask.stride.lowering.form_writers import FormWriter
-from demask.stride.lowering.strided_conv import ConvAxis, FormInputs, StridedConv
+from demask.stride.strided_conv import ConvAxis, FormInputs, FormWriter, StridedConv
 from demask.stride.targets import Target
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from demask.graph.program import Program
 from demask.graph.queries import COPY, input_dependent, is_pointwise
 from demask.ops import Table, traits
 from demask.ops.schema import fake
-from demask.tune.module.buffer_assignment import returns_new_memory
+from demask.tune.buffer_assignment import returns_new_memory
 
 aten = torch.ops.aten
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

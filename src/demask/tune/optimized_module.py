@@ -26,9 +26,9 @@ from demask.graph.result.demasked_module import Demasked, apply_pass, attach
 from demask.machine.arena import Block, View, plan_arena, strided_bytes
 from demask.ops import schema
 from demask.ops.custom import custom_op_of
+from demask.tune.buffer_assignment import InArena, InPlace, assign_buffers, sharing_cached
 from demask.tune.epilogue import is_fused, is_pack, pack_weight, run_unfused, unfuse
-from demask.tune.module.buffer_assignment import InArena, InPlace, assign_buffers, sharing_cached
-from demask.tune.module.shape_cache import ShapeCache, ShapeEntry
+from demask.tune.shape_cache import ShapeCache, ShapeEntry
 from demask.tune.stale_sources import count_writes, sources_of
 
 WHOLE = "_demask_whole"  # name of the whole graph's function in generated code

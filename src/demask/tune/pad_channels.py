@@ -23,7 +23,7 @@ from demask.graph.queries import channels_of, input_dependent, is_pointwise
 from demask.ops import Table, schema
 from demask.ops.schema import fake
 from demask.ops.traits import OUTPUT_AXIS, POOLS
-from demask.tune.passes.fold_affine import channel_axis, contraction_weight
+from demask.tune.fold_affine import channel_axis, contraction_weight
 
 aten = torch.ops.aten
 QUANTIZE, DEQUANTIZE = torch.ops.demask.quantize.default, torch.ops.demask.dequantize.default

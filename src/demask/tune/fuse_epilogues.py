@@ -24,7 +24,7 @@ from demask.ops import schema
 from demask.ops.schema import fake, same_size
 from demask.ops.traits import CONVOLUTIONS
 from demask.tune.epilogue import Epilogue, convolution, epilogue_of
-from demask.tune.passes.fold_affine import contraction_weight
+from demask.tune.fold_affine import contraction_weight
 
 aten = torch.ops.aten
 # Whether to fuse a layer. Called with the layer, its epilogue, and whether another value is added.

@@ -33,10 +33,19 @@ from demask.shrink.build_uncut import build_uncut
 from demask.shrink.on_device import run_through_cpu
 from demask.shrink.pipeline import capture_program
 from demask.stride.average_pools import pools_to_convs
-from demask.stride.dilation.dilate import dilate
-from demask.stride.lowering.form_writers import Cost, CostCounter, GraphWriter
-from demask.stride.lowering.forms import FORMS, LACKING, StrideForm, write_dense
-from demask.stride.lowering.strided_conv import FormInputs, StridedConv, call_of, chain_of, has_stride, site_of
+from demask.stride.dilate import dilate
+from demask.stride.forms import FORMS, LACKING, StrideForm, write_dense
+from demask.stride.strided_conv import (
+    Cost,
+    CostCounter,
+    FormInputs,
+    GraphWriter,
+    StridedConv,
+    call_of,
+    chain_of,
+    has_stride,
+    site_of,
+)
 from demask.stride.targets import KINDS, Target
 from demask.stride.targets import target as target_of
 

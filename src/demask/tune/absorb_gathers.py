@@ -20,8 +20,8 @@ from demask.graph.queries import channels_of, input_dependent, is_pointwise
 from demask.ops import Table, schema
 from demask.ops.schema import fake
 from demask.ops.traits import OUTPUT_AXIS
-from demask.tune.passes.fold_affine import channel_axis, contraction_weight
-from demask.tune.passes.pad_channels import is_depthwise, is_pooling, is_rounding
+from demask.tune.fold_affine import channel_axis, contraction_weight
+from demask.tune.pad_channels import is_depthwise, is_pooling, is_rounding
 
 aten = torch.ops.aten
 COPY = 96  # multiply-adds that take as long as copying one value and restoring its layout

@@ -25,7 +25,7 @@ from demask.graph.queries import channels_of, input_dependent, only_reader, per_
 from demask.ops import schema
 from demask.ops.schema import fake, same_shape
 from demask.ops.traits import JOIN_TREES, JOINS, OUTPUT_AXIS
-from demask.tune.passes.fold_affine import channel_axis, contraction_weight, replace_layer
+from demask.tune.fold_affine import channel_axis, contraction_weight, replace_layer
 
 aten = torch.ops.aten
 # How a branch writes at its channels: rows for all channels, or a 1 x 1 convolution after it.

@@ -31,7 +31,7 @@ from demask.shrink.on_device import run_through_cpu
 from demask.shrink.pipeline import capture_program
 from demask.shrink.program_size import count_elements_written, count_macs
 from demask.stride.average_pools import convs_to_pools
-from demask.stride.raising.subsampling_as_slices import rewrite_as_slices
+from demask.stride.subsampling_as_slices import rewrite_as_slices
 
 PASSES = 1000  # upper bound; every pass reduces the work of some call
 

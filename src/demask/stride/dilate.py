@@ -36,21 +36,24 @@ from demask.ops.flow import iterate_tags, tags_by_axis
 from demask.ops.schema import fake
 from demask.ops.traits import PADS, RESHAPES
 from demask.stride.average_pools import AveragePool
-from demask.stride.dilation.spaced_axes import (
+from demask.stride.spaced_windows import (
     NEUTRAL,
+    WINDOWS,
     Emission,
     NotSpaced,
     SpacedAxis,
     SpacedPlan,
     SpacedReader,
     SpacedRule,
+    average_rule,
+    is_strided,
     mask_of,
     mean_correction,
     merge_axes,
     only_spaced,
     reduced,
+    window_rule,
 )
-from demask.stride.dilation.spaced_windows import WINDOWS, average_rule, is_strided, window_rule
 from demask.stride.targets import Target
 
 aten = torch.ops.aten
