@@ -3,7 +3,7 @@
 conv(x, stride, dilation, padding all multiples of g) == conv(x[::g], all of them / g)
 max_pool(x, stride)[::s]                              == max_pool(x, stride * s)
 
-Which positions of a value its readers need, every g-th from the first on along each axis, is found by a
+Which positions of a value its readers need, every g-th from the first on along each axis, is computed by a
 backward sweep from the outputs over the letters of the op table (gap 0: only the first; 1: all):
 
     a convolution or a pool      gcd(stride, padding, dilation), without the
