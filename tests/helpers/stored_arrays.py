@@ -6,11 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from demask.files.atomic_write import check_writable
-from demask.traverse.storage.axis_order import AxisOrder
 from demask.traverse.storage.dtype_conversion import check_conversion
-from demask.traverse.storage.stored_ends import StoredSink, StoredSource
+from demask.traverse.storage.stored_ends import AxisOrder, StoredSink, StoredSource
 from demask.traverse.storage.stores import npy
-from demask.traverse.storage.stores.formats import ArrayInfo, replace_path
+from demask.traverse.storage.stores.store import ArrayInfo, replace_path
 
 
 def whole_order(shape):

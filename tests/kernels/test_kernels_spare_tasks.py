@@ -1,6 +1,6 @@
 """Tasks of kernels: one thread at a time has each."""
 
-from demask.kernels.cpu.spare_tasks import SIZES, SpareTasks
+from demask.kernels.thread_team import SIZES, SpareTasks
 
 
 def test_a_task_is_one_threads_until_it_is_put_back() -> None:

@@ -17,8 +17,7 @@ from demask.pilot.conditions.base import parsed, text
 from demask.pilot.conditions.regions import InRegions, Regions, contrast, per_tile
 from demask.traverse.analysis.flow import flow_of, read
 from demask.traverse.execution import region_runner as windows
-from demask.traverse.execution.rectangles import MANY, Rectangle, rectangles, runs
-from demask.traverse.execution.region_runner import RegionNetwork, fit_cost, refusals
+from demask.traverse.execution.region_runner import MANY, Rectangle, RegionNetwork, fit_cost, rectangles, refusals, runs
 from demask.traverse.storage.sources_and_sinks import tensor_source
 from fuzz.images import Images
 from fuzz.traversed import flat

@@ -13,6 +13,8 @@ If fewer threads arrive than the plan has, each does the work of several.
 Where other processes use the cores, a thread can lose its core for a whole time slice in the middle
 of a list or of OpenMP's end of a region, and all others wait for it. `Company` notices calls that
 take far longer than others of the same job, and lets the caller run alone for a while after them.
+
+A cache of kernel tasks, for inputs of the same sizes.
 """
 
 from __future__ import annotations
@@ -22,16 +24,42 @@ import functools
 import os
 import re
 import threading
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from llvmlite import ir
 
 from demask.kernels.llvm.emitter import I32, I64, VOID, Emitter, Value
 from demask.kernels.llvm.jit import CODE
+
+Key = TypeVar("Key", bound=Hashable)
+Task = TypeVar("Task")
+SIZES = 64  # keys of a cache
+
+
+class SpareTasks(Generic[Key, Task]):
+    """Tasks that no thread runs now, by what they are for; several threads may use it at once."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[Key, list[Task]] = {}
+
+    def take(self, key: Key, build: Callable[[], Task]) -> Task:
+        """A task that is this thread's until it is put back; a new one where none is spare."""
+        try:
+            return self.tasks[key].pop()
+        except (KeyError, IndexError):
+            return build()
+
+    def put(self, key: Key, task: Task) -> None:
+        """Keep a task for the next run."""
+        if key not in self.tasks and len(self.tasks) >= SIZES:
+            self.tasks.clear()
+        self.tasks.setdefault(key, []).append(task)
+
 
 #: a call of a tape: addresses of machine code and of its argument
 ENTRY = np.dtype([("code", "<i8"), ("call", "<i8")])

@@ -4,6 +4,8 @@ kernels, networks that optimize() has chosen.
 What is read is run, or returned to the caller. The folder must therefore belong to the user of the
 process and be closed to all others (mode 0700), and so must each file; otherwise nothing is read or
 written. Files that are damaged, missing or not readable are as if they had never been written.
+
+The folder for files that only save time: measured seconds and compiled kernels.
 """
 
 from __future__ import annotations
@@ -12,11 +14,24 @@ import hashlib
 import os
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+
+def cache_folder() -> Path | None:
+    """demask's folder in the user's cache folder; None if there is no such folder. Reads the
+    environment, creates nothing."""
+    home, system = Path(os.path.expanduser("~")), sys.platform
+    usual = home / {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(system, ".cache")
+    variable = {"darwin": "", "win32": "LOCALAPPDATA"}.get(system, "XDG_CACHE_HOME")
+    variable_path = Path(os.environ.get(variable, ""))
+    folder = variable_path if variable_path.is_absolute() else usual  # the XDG standard: ignore relative ones
+    return folder / "demask" if folder.is_absolute() else None
+
 
 IMPORTED = time.time()
 OTHERS = stat.S_IRWXG | stat.S_IRWXO

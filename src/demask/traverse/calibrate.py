@@ -17,8 +17,7 @@ from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.ops.schema import fake
 from demask.traverse.analysis.captured_size import captured, network_of
-from demask.traverse.normalization.inputs import with_normalized_input
-from demask.traverse.normalization.statistics import FrozenStatistics, measure
+from demask.traverse.normalization import FrozenStatistics, measure, with_normalized_input
 from demask.traverse.storage.dtype_conversion import assign
 
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]

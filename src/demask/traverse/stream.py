@@ -17,7 +17,7 @@ from demask.machine.byte_sizes import BUDGET, format_bytes
 from demask.ops import TABLE, Table
 from demask.pages import Lines, Page, PageSource
 from demask.traverse.execution.stream_job import OUTPUTS, Streaming, StreamOptions, prepare_stream
-from demask.traverse.normalization.statistics import IMAGE, Statistics
+from demask.traverse.normalization import IMAGE, Statistics
 from demask.traverse.storage.open_ends import Region
 
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]

@@ -23,9 +23,9 @@ from demask.traverse.analysis.flow import Flow, flow_of, read
 from demask.traverse.analysis.split_global_ops import with_moments
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.execution.tiled_module import Tiled, tiled
-from demask.traverse.planning.kernel_choice import plan_flow
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import WORKERS, MemoryLayout
+from demask.traverse.planning.planner import plan_flow
 
 
 @in_isolation

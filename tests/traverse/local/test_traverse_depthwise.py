@@ -17,9 +17,7 @@ from demask.ops import Declined
 from demask.ops.entry import Shape as S
 from demask.traverse import axes as parts
 from demask.traverse.axes import Axes
-from demask.traverse.local.compiled import fused
-from demask.traverse.local.depthwise import CompiledDepthwise, CompiledPool
-from demask.traverse.local.kernels import faster_kind
+from demask.traverse.local.kernels import CompiledDepthwise, CompiledPool, faster_kind, fused
 from demask.tune.epilogue import Epilogue
 from local_runs import IMAGE, Placed, Scratch, image_call, run, values_of, windows
 

@@ -23,9 +23,8 @@ from demask.traverse.analysis.captured_size import captured, network_of
 from demask.traverse.analysis.flow import flow_of
 from demask.traverse.axes import Axes
 from demask.traverse.local import winograd as local_winograd
-from demask.traverse.local.winograd import CompiledWinograd
-from demask.traverse.planning.kernel_choice import lay_out_plan, plan_flow
-from demask.traverse.planning.planner import plan_tiles
+from demask.traverse.local.kernels import CompiledWinograd
+from demask.traverse.planning.planner import lay_out_plan, plan_flow, plan_tiles
 from demask.tune.epilogue import Epilogue, apply_activation
 from local_runs import IMAGE, Placed, Scratch, image_call, run, values_of, windows
 

@@ -24,12 +24,11 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.cpu.spare_tasks import SpareTasks
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.llvm.jit import CODE
-from demask.kernels.thread_team import ENTRY, Job
+from demask.kernels.thread_team import ENTRY, Job, SpareTasks
 from demask.ops.activations import Act
 
 #: Call of a kernel. table: memory for a `WeightTable`; pitches: floats from row to row; floats: of

@@ -35,12 +35,11 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from demask.kernels.cpu.spare_tasks import SpareTasks
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Value
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.llvm.jit import CODE
-from demask.kernels.thread_team import ENTRY, Job
+from demask.kernels.thread_team import ENTRY, Job, SpareTasks
 from demask.ops.activations import Act
 
 #: Call of a kernel. scratch: memory of the thread; pitches: floats from row to row; top, left: row

@@ -25,8 +25,7 @@ from llvmlite import ir
 from demask.kernels.llvm import activations
 from demask.kernels.llvm.emitter import Emitter, Kernel
 from demask.kernels.llvm.isa import Isa, host
-from demask.machine.cache_folder import cache_folder
-from demask.machine.private_files import PrivateFiles, files_digest
+from demask.machine.private_files import PrivateFiles, cache_folder, files_digest
 
 FORMAT = "1"  # of what the named files contain
 SCALARS = (type(None), bool, int, str, bytes)

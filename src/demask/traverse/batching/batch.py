@@ -42,13 +42,14 @@ from demask.traverse.batching.batch_plan import (
     BatchCall,
     BatchPlan,
     BatchRef,
+    LayerTraffic,
     Level,
     StreamedLayer,
+    Traffic,
     constants_of,
     weights_of,
 )
 from demask.traverse.batching.levels import is_view, plan_batches, streamable
-from demask.traverse.batching.weight_traffic import LayerTraffic, Traffic
 
 Weights = str | os.PathLike[str] | None
 FILE = "weights.safetensors"  # written to the folder `weights`

@@ -25,8 +25,7 @@ from demask.ops.regions import Interval
 from demask.traverse.execution.journal import TaskRecord
 from demask.traverse.execution.run import new_memory
 from demask.traverse.execution.segment_executor import SourcesAndSinks
-from demask.traverse.execution.stream_inputs import digest_of
-from demask.traverse.execution.stream_job import Streaming
+from demask.traverse.execution.stream_job import Streaming, digest_of
 from demask.traverse.execution.tasks import compute_record
 from demask.traverse.storage.sources_and_sinks import spill
 

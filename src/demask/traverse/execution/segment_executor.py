@@ -18,9 +18,8 @@ from demask.ops.schema import fake
 from demask.traverse.analysis.partial_reductions import Reduction
 from demask.traverse.analysis.streamed_attention import attend, keys_of
 from demask.traverse.axes import Axes, Window, cut_shape, empty, part, strides, whole
-from demask.traverse.planning.schedule import LiveRows, Step
-from demask.traverse.planning.stage import Stage, Unit
-from demask.traverse.planning.stage_memory import StageMemory
+from demask.traverse.planning.plan_memory import StageMemory
+from demask.traverse.planning.schedule import LiveRows, Stage, Step, Unit
 from demask.traverse.storage.sources_and_sinks import RowSource, Sink, tensor_source
 
 

@@ -1,51 +1,293 @@
-"""The job of `stream`: a network, its plan, a source and a result, ready to run."""
+"""The job of `stream`: a network, its plan, a source and a result, ready to run.
+
+What a stream consists of: the network for one image, the mask, and texts that identify both.
+
+Cutting the segments of a plan into tasks: stripes of rows that are computed by themselves.
+
+A task reads the rows around its stripe again, so that it depends on the source, on statistics and
+on stored maps alone, and can run on any machine, at any time, twice.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
+from demask.machine.arena import strided_bytes
 from demask.machine.byte_sizes import BUDGET, parse_memory
 from demask.ops import Table
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
-from demask.traverse.analysis.flow import Flow
+from demask.traverse.analysis.captured_size import captured, network_of
+from demask.traverse.analysis.flow import Flow, flow_of
+from demask.traverse.analysis.streamed_attention import can_stream_keys
 from demask.traverse.axes import NONE, Axes, Window
 from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
 from demask.traverse.execution.run import ImageRun, execute
-from demask.traverse.execution.stream_inputs import (
-    batched,
-    capture_flow,
-    check_separate,
-    digest_of,
-    fillable_sink,
-    folder_of,
-    mask_of,
-    network_digest,
-    planned_sink,
-    result_of,
-)
 from demask.traverse.execution.tasks import RecordingStore, TaskMask, TaskRunner, is_intact
-from demask.traverse.normalization.statistics import IMAGE, Statistics
-from demask.traverse.planning.kernel_choice import plan_flow
-from demask.traverse.planning.plan import TilePlan
-from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment
-from demask.traverse.planning.schedule import target_rows
-from demask.traverse.planning.tasks import check_shared, cut_into_tasks
-from demask.traverse.storage.adjusted_ends import ArgmaxSink, FilledSource, MaskSink, NodataSink, nodata_of
+from demask.traverse.normalization import IMAGE, Statistics, with_normalized_input, with_statistics
+from demask.traverse.planning.plan import BANDS, FRUSTUMS, Segment, TilePlan
+from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment, lay_out, step_macs, stripes_of, tile_at
+from demask.traverse.planning.planner import plan_flow
+from demask.traverse.planning.schedule import Stage, target_rows
 from demask.traverse.storage.dtype_conversion import check_conversion, name_of
-from demask.traverse.storage.open_ends import FileTarget, Region, identity_of, open_source, scaled_metadata, target_of
-from demask.traverse.storage.sources_and_sinks import TensorSink
-from demask.traverse.storage.stored_ends import StoredSink, StoredSource
+from demask.traverse.storage.open_ends import (
+    FileTarget,
+    Region,
+    identity_of,
+    open_sink,
+    open_source,
+    scaled_metadata,
+    target_of,
+)
+from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource
+from demask.traverse.storage.stored_ends import (
+    ArgmaxSink,
+    FilledSource,
+    MaskSink,
+    NodataSink,
+    StoredSink,
+    StoredSource,
+    nodata_of,
+)
+from demask.traverse.storage.stores.store import backing_file
+
+MOST = 64  # tasks of a segment
+AGAIN = 1.05  # largest factor of multiply-adds, by rows that are computed again
+
+
+def cut_into_tasks(flow: Flow, layout: MemoryLayout, rows: int, stripe: int | None = None) -> MemoryLayout:
+    """The layout of a plan whose segments are cut into tasks.
+
+    Args:
+        rows: rows of the output that are written together, as a row of chunks.
+        stripe: rows of the output of each task, rounded up to a multiple of `rows`; None: as few as
+            cost 5 % more multiply-adds.
+    """
+    segments = []
+    for place in layout.places:
+        size = _stripe(flow, place.stage, place.segment, rows, stripe)
+        segments.append(replace(place.segment, stripe=size, workers=1, over={}))
+    return lay_out(flow, segments)
+
+
+def check_shared(flow: Flow, layout: MemoryLayout) -> None:
+    """Raise BadInput unless all maps are in files, for tasks on several machines."""
+    for place in layout.places:
+        for value in place.stage.targets:
+            whole = None if value.name in place.segment.spills else _reader_of_all(flow, value)
+            if whole is not None:
+                raise BadInput(
+                    f"{whole.name} reads all rows of {value.name} at once: this network cannot be "
+                    "streamed on several machines; leave client= out"
+                )
+
+
+def _stripe(flow: Flow, stage: Stage, segment: Segment, rows: int, wanted: int | None) -> int:
+    """Rows of the tallest target per task; 0 for one task."""
+    heights = target_rows(stage)
+    if segment.mode not in (BANDS, FRUSTUMS) or not heights:
+        return 0
+    height = max(heights.values())
+    unit = segment.rows
+    outputs = [v for v in heights if v in flow.outputs]
+    if outputs:
+        if any(height % heights[v] for v in outputs):
+            return 0  # a task would end within a row of the output
+        unit = rows * max(height // heights[v] for v in outputs)
+    if wanted is not None:
+        factor = unit // rows if outputs else 1
+        size = -(-wanted * factor // unit) * unit
+        return size if size < height else 0
+    size = unit * max(1, -(-height // (MOST * unit)))
+    whole = step_macs(stage, tile_at(stage, (0, height), _all_columns(stage)))
+    while size < height:
+        cut = replace(segment, stripe=size)
+        again = sum(step_macs(stage, tile_at(stage, r, _all_columns(stage))) for r in stripes_of(stage, cut))
+        if again <= AGAIN * whole:
+            return size
+        size *= 2
+    return 0
+
+
+def _all_columns(stage: Stage) -> Interval:
+    return 0, max(stage.flow.columns(v) for v in target_rows(stage))
+
+
+def _reader_of_all(flow: Flow, value: fx.Node) -> fx.Node | None:
+    """A call that reads all rows of a value, and cannot read them in blocks."""
+    readers = [u for u in value.users if u.op == "call_function" and not can_stream_keys(u)]
+    edges = ((u, edge) for u in readers for edge in flow.edges(u))
+    return next((u for u, edge in edges if edge.whole and edge.source is value), None)
+
+
+def task_names(layout: MemoryLayout, images: int) -> Sequence[tuple[int, int, Interval]]:
+    """(image, segment, rows) of all tasks, in order."""
+    return [
+        (image, k, rows)
+        for image in range(images)
+        for k, place in enumerate(layout.places)
+        if place.segment.stripe
+        for rows in stripes_of(place.stage, place.segment)
+    ]
+
+
+CLASSES = 256  # at most, to store their numbers as uint8
+
+
+def capture_flow(
+    model: Any, source: StoredSource | TensorSource, normalize: Any, statistics: Statistics, table: Table
+) -> tuple[Flow, fx.Node]:
+    """A network captured for one image of a source, and its input."""
+    shape = source.shape
+    if not 3 <= len(shape) <= 5 or 0 in shape:
+        raise BadInput(
+            f"expected images (N, C, H, W), volumes (N, C, D, H, W) or sequences "
+            f"(N, C, L) of at least one position, got {shape}"
+        )
+    program = captured(network_of(model), (1, *shape[1:]), source.dtype)
+    program = with_statistics(with_normalized_input(program, normalize), statistics)
+    flow = flow_of(program, table)
+    nodes = [n for n in flow.inputs if n in flow.axes]
+    computed = [n for n in flow.outputs if isinstance(n, fx.Node) and n.op == "call_function"]
+    if len(flow.inputs) != 1 or len(nodes) != 1:
+        raise BadInput(f"stream() takes networks of one input, got {len(flow.inputs)}")
+    if len(flow.outputs) != 1 or len(computed) != 1:
+        raise BadInput(f"stream() takes networks of one output that they compute, got {len(flow.outputs)}")
+    return flow, nodes[0]
+
+
+def result_of(shape: tuple[int, ...], values: torch.dtype, output: str | None) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a result: of the network's output, or of its classes."""
+    if output != "argmax":
+        return shape, values if output is None else getattr(torch, output)
+    if len(shape) < 3 or not values.is_floating_point:
+        raise BadInput(f"output='argmax': expected scores (N, classes, ...), got {shape}")
+    stored = torch.uint8 if shape[1] <= CLASSES else torch.uint16
+    return (shape[0], 1, *shape[2:]), stored
+
+
+def batched(shape: tuple[int, ...], images: int) -> tuple[int, ...]:
+    """The shape of the results of all images."""
+    if images > 1 and (not shape or shape[0] != 1):
+        raise BadInput(
+            f"the result of one image has the shape {shape}: it has no axis for {images} images; stream them one by one"
+        )
+    return (images, *shape[1:]) if shape else shape
+
+
+@dataclass(slots=True)
+class _PlannedStore:
+    """A file that does not exist yet, for what is computed from its sizes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[int, ...] | None
+    name: str = "the result"
+    layout: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shape)))
+
+
+def planned_sink(target: FileTarget, axes: Axes, values: torch.dtype) -> StoredSink:
+    """The sink of a file that is not created yet, of one image."""
+    info = target.info
+    store: Any = _PlannedStore(info.shape, info.dtype, info.chunks)
+    return StoredSink(store, target.images, axes, 0, values)
+
+
+def fillable_sink(
+    destination: Any, shape: tuple[int, ...], values: torch.dtype, output: str | None, layout: str | None
+) -> TensorSink | StoredSink:
+    """The array or tensor that a user gave for the result."""
+    sink = open_sink(destination, shape, values, layout)
+    stored = sink.tensor.dtype if isinstance(sink, TensorSink) else sink.dtype
+    if output not in (None, "argmax") and stored != getattr(torch, output):
+        raise BadInput(
+            f"the destination holds {name_of(stored)}, and output={output!r} was requested: leave `output` out"
+        )
+    if output != "argmax":
+        check_conversion(values, stored)
+    return sink
+
+
+def check_separate(source: Any, destination: Any, reader: Any, sink: Any) -> None:
+    """Raise BadInput where source and destination share memory or a mapped file. A path as
+    destination is a new file, even where it replaces the source."""
+    mapped_file, name = getattr(destination, "filename", None), getattr(source, "filename", source)
+    if (
+        isinstance(mapped_file, str | os.PathLike)
+        and isinstance(name, str | os.PathLike)
+        and os.path.samefile(mapped_file, name)
+    ):
+        raise BadInput(f"source and destination are both in {mapped_file}; write to another file")
+    if source is destination:
+        raise BadInput("source and destination are the same; give a separate destination")
+    if isinstance(reader, TensorSource) and isinstance(sink, TensorSink):
+        (first, last), (start, end) = _address_range(reader.tensor), _address_range(sink.tensor)
+        if first < end and start < last:
+            raise BadInput("source and destination share memory; give a separate destination")
+
+
+def _address_range(tensor: Tensor) -> tuple[int, int]:
+    """The addresses that a tensor spans."""
+    first = tensor.data_ptr()
+    return first, first + strided_bytes(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def folder_of(destination: Any) -> Path | str:
+    """The folder for intermediate maps: that of the result, whose disk is likely to have room."""
+    if isinstance(destination, str | os.PathLike):
+        return Path(destination).resolve().parent
+    mapped = isinstance(destination, np.ndarray) and backing_file(destination) is not None
+    name = getattr(destination, "filename", None) if mapped else None
+    return Path(name).resolve().parent if name else tempfile.gettempdir()
+
+
+def mask_of(mask: Any, shape: tuple[int, ...], axes: Axes) -> TaskMask | None:
+    """A mask of any size, at the size of the result: each position has the nearest one's value."""
+    if mask is None:
+        return None
+    values = np.asarray(mask)
+    if values.ndim != 2 or 0 in values.shape or values.dtype != bool:
+        raise BadInput(f"mask: expected bools (rows, columns), got {values.dtype} {values.shape}")
+    if len(shape) != 4 or None in axes:
+        raise BadInput(f"mask: the result has the shape {shape}, expected images (N, C, H, W)")
+    rows, columns = ((np.arange(n) * m // n) for n, m in zip(shape[-2:], values.shape, strict=True))
+    return TaskMask(torch.from_numpy(np.ascontiguousarray(values[rows][:, columns])))
+
+
+def network_digest(flow: Flow) -> str:
+    """A text that differs for networks with other calls or other weights."""
+    digest = hashlib.blake2b(str(flow.program.graph).encode(), digest_size=16)
+    for name, constant in sorted(flow.program.constants.items()):
+        tensor = constant.tensor.detach()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        data = tensor.contiguous().reshape(-1)
+        digest.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+    return digest.hexdigest()
+
+
+def digest_of(*texts: str) -> str:
+    """A short text that differs for other texts."""
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()
+
 
 SETTLED = 2.0  # seconds after which the speed so far says how much time is left
 OUTPUTS = ("uint8", "uint16", "float16", "float32", "float64", "argmax")

@@ -27,9 +27,9 @@ from demask.registry import RESULT_KINDS
 from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.execution.run import ImageRun, OnStep, execute, rehearse
 from demask.traverse.execution.segment_executor import Counter
-from demask.traverse.planning.kernel_choice import lay_out_plan
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import MemoryLayout
+from demask.traverse.planning.planner import lay_out_plan
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # Runs an image of a call: module, its flow and layout, inputs, results to fill, index, count.

@@ -5,6 +5,11 @@ dependence closure of Occam, arXiv 2006.15308). Cuts are forced where a call wai
 value (statistics, keys of attention), and optional where few bytes cross. A dynamic program over
 the cuts finds the fastest sequence of segments that all fit the budget: the memory of a segment
 depends on its own cuts alone, and a plan takes as much memory as its largest segment.
+
+Whether a plan runs by compiled kernels or by torch's ops: the former where their memory fits.
+
+Compiled kernels are faster, but may take more memory: for transformed weights, for tiles, and for
+the compiler where a call compiles. No budget is too small for them that is enough for torch's ops.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from torch import fx
 
 from demask.errors import BudgetTooSmall
 from demask.machine.byte_sizes import format_bytes
-from demask.machine.roofline import TWO_CORES
+from demask.machine.cost import TWO_CORES
 from demask.ops.schema import fake
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.analysis.streamed_attention import can_stream_keys
@@ -29,13 +34,60 @@ from demask.traverse.planning.plan_memory import (
     count_steps,
     find_overwrites,
     lay_out,
+    lay_out_checked,
+    plan_stage_memory,
     step_macs,
     tile_at,
     value_bytes,
 )
-from demask.traverse.planning.schedule import Step, middle_steps, target_rows, whole_step
-from demask.traverse.planning.stage import Stage, build_stage
-from demask.traverse.planning.stage_memory import plan_stage_memory
+from demask.traverse.planning.schedule import Stage, Step, build_stage, middle_steps, target_rows, whole_step
+
+Cut = Callable[[MemoryLayout], MemoryLayout]
+
+
+def plan_flow(
+    flow: Flow,
+    budget: int,
+    *,
+    reserved: int = 0,
+    compiles: bool = False,
+    workers: int = 1,
+    cut: Callable[[Flow], Cut] | None = None,
+) -> tuple[Flow, TilePlan, MemoryLayout]:
+    """The flow with the kernels that fit a budget, its fastest plan, and the memory layout.
+
+    compiles: whether the call itself compiles the kernels, within the budget. cut: the function
+    `cut` of `plan_tiles` for a flow. For others see `plan_tiles`.
+
+    Raises:
+        BudgetTooSmall: if no plan fits; its `least` is a sufficient budget in bytes.
+    """
+
+    def planned(flow: Flow, reserved: int) -> tuple[Flow, TilePlan, MemoryLayout]:
+        own_cut = None if cut is None else cut(flow)
+        return flow, *plan_tiles(flow, budget, reserved=reserved, workers=workers, cut=own_cut)
+
+    compiler = flow.compiler_bytes
+    if not compiler:
+        return planned(flow, reserved)
+    try:
+        return planned(flow, reserved + compiler * compiles)
+    except BudgetTooSmall:
+        return planned(flow.without_compiler, reserved)
+
+
+def lay_out_plan(flow: Flow, plan: TilePlan) -> tuple[Flow, MemoryLayout]:
+    """The flow with the kernels that fit a plan's budget, and the memory layout of its segments.
+
+    Plans from files may come from machines without our kernels. Raises BadInput where the plan
+    cannot run.
+    """
+    layout = lay_out_checked(flow, plan.segments)
+    if layout.peak <= max(plan.budget, plan.peak) or not flow.compiler_bytes:
+        return flow, layout
+    flow = flow.without_compiler
+    return flow, lay_out_checked(flow, plan.segments)
+
 
 BANDS_TRIED = tuple(2**k for k in range(12))
 TILES_TRIED = (1024, 512, 256, 128, 64, 32, 16)

@@ -3,21 +3,26 @@
 A chunk of a store is decoded and encoded as a whole. A source keeps the chunks of the last two rows
 of chunks; a sink collects the positions of a chunk and writes it when it has all of them, so that
 no chunk is read back or written twice. Stores without chunks are read and written in small pieces.
+
+Sinks that change what is written: classes in the place of scores, a mask, missing values.
+
+How the axes of a stored array are those of images: (N, C, H, W), (N, C, D, H, W), (N, C, L).
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from demask.traverse.axes import Axes, Window, order
-from demask.traverse.storage.axis_order import AxisOrder
+from demask.errors import BadInput
+from demask.traverse.axes import Axes, Window, empty, order
 from demask.traverse.storage.boxes import (
     LIMIT,
     Box,
@@ -33,6 +38,273 @@ from demask.traverse.storage.boxes import (
 )
 from demask.traverse.storage.dtype_conversion import assign, convert, is_quantized, scratch_size, work_dtype
 from demask.traverse.storage.stores.store import Store
+
+# Letters of other conventions: T time and P position (series of images), S samples, Z, Y, X. T next
+# to N names the frames of videos, which a network takes together as it does D.
+ALIASES = {"T": "N", "P": "N", "S": "C", "Z": "D", "Y": "H", "X": "W"}
+KINDS = ("NCHW", "NCDHW", "NCL")
+
+
+@dataclass(frozen=True, slots=True)
+class AxisOrder:
+    """The axes of an array of images.
+
+    letters: of the images, one of KINDS. axes: for each letter the axis of the array, None for a
+    letter that it lacks (size one). shape: of the images, without what `origin` leaves out. rank:
+    of the array; its other axes have size one. origin: first position of the images, per letter.
+    """
+
+    letters: str
+    axes: tuple[int | None, ...]
+    shape: tuple[int, ...]
+    rank: int
+    origin: tuple[int, ...]
+
+    @classmethod
+    def of(cls, text: str, shape: Sequence[int], name: str = "the array") -> AxisOrder:
+        """The order of an array of this shape whose axes are named by `text`, such as "HWC" or
+        "TCZYX". Axes of size one may have any letter.
+
+        Raises:
+            BadInput: the letters do not fit the shape, or name no images.
+
+        >>> AxisOrder.of("HWC", (64, 48, 3)).shape
+        (1, 3, 64, 48)
+        """
+        letters = _letters(text.upper())
+        if len(letters) != len(shape):
+            raise BadInput(
+                f"{name} has {len(shape)} axes {tuple(shape)}, layout={text!r} names "
+                f"{len(letters)}; give one letter of N, C, D, H, W per axis"
+            )
+        wide = [letter for letter, size in zip(letters, shape, strict=True) if size != 1]
+        kind = "NCL" if "L" in letters else "NCDHW" if "D" in wide else "NCHW"
+        unknown = [letter for letter in wide if letter not in kind or wide.count(letter) > 1]
+        missing = [letter for letter in kind[2:] if letter not in letters]
+        if unknown or missing:
+            raise BadInput(
+                f"{name}: layout={text!r} of {tuple(shape)} "
+                + (f"has the axis {unknown[0]} more than images do" if unknown else f"has no axis {missing[0]}")
+                + '; expected letters such as "NCHW", "HWC" or "TCZYX"'
+            )
+        axes = tuple(_axis_of(letter, letters, shape) for letter in kind)
+        sizes = tuple(1 if axis is None else int(shape[axis]) for axis in axes)
+        return cls(kind, axes, sizes, len(shape), (0,) * len(kind))
+
+    @property
+    def text(self) -> str:
+        """The letters of the array's axes, "." for other axes of size one."""
+        named = dict(zip(self.axes, self.letters, strict=True))
+        return "".join(named.get(k, ".") for k in range(self.rank))
+
+    def region(self, rows: tuple[int, int], columns: tuple[int, int]) -> AxisOrder:
+        """The order of a part of each image: its first and end row, first and end column."""
+        shape, origin = list(self.shape), list(self.origin)
+        for k, (first, end) in zip((-2, -1), (rows, columns), strict=True):
+            shape[k], origin[k] = end - first, origin[k] + first
+        return replace(self, shape=tuple(shape), origin=tuple(origin))
+
+    def in_array(self, box: Box) -> Box:
+        """A box of the images as a box of the array."""
+        result = [(0, 1)] * self.rank
+        for axis, (start, end), first in zip(self.axes, box, self.origin, strict=True):
+            if axis is not None:
+                result[axis] = start + first, end + first
+        return tuple(result)
+
+    def in_images(self, box: Box) -> Box:
+        """A box of the array as a box of the images."""
+        return tuple(
+            (0, 1) if axis is None else (box[axis][0] - first, box[axis][1] - first)
+            for axis, first in zip(self.axes, self.origin, strict=True)
+        )
+
+    def view_images(self, values: Tensor) -> Tensor:
+        """Values of a box of the array, viewed as those of images."""
+        present = [axis for axis in self.axes if axis is not None]
+        for axis in sorted(set(range(self.rank)) - set(present), reverse=True):
+            values = values.squeeze(axis)
+        ranks = {axis: k for k, axis in enumerate(sorted(present))}
+        values = values.permute([ranks[axis] for axis in present])
+        for k, axis in enumerate(self.axes):
+            if axis is None:
+                values = values.unsqueeze(k)
+        return values
+
+    def array_shape(self) -> tuple[int, ...]:
+        """The shape of an array of these images."""
+        sizes = [1] * self.rank
+        for axis, size in zip(self.axes, self.shape, strict=True):
+            if axis is not None:
+                sizes[axis] = size
+        return tuple(sizes)
+
+
+def _letters(text: str) -> list[str]:
+    """The letters of KINDS that the letters of other conventions stand for."""
+    is_video = "N" in text and "T" in text and not {"D", "Z"} & set(text)
+    aliases = ALIASES | ({"T": "D"} if is_video else {})
+    return [aliases.get(letter, letter) for letter in text]
+
+
+def _axis_of(letter: str, letters: Sequence[str], shape: Sequence[int]) -> int | None:
+    """The axis of a letter: the one that is not of size one if several have it."""
+    candidates = [k for k, other in enumerate(letters) if other == letter]
+    return max(candidates, key=lambda k: shape[k] != 1) if candidates else None
+
+
+def usual_order(shape: Sequence[int], name: str = "the array") -> AxisOrder:
+    """The order of an array whose axes nobody named: N and C first, as in torch."""
+    kinds = {len(kind): kind for kind in KINDS}
+    if len(shape) not in kinds:
+        raise BadInput(
+            f"{name}: expected images (N, C, H, W), volumes (N, C, D, H, W) or "
+            f"sequences (N, C, L), got {tuple(shape)}; name the axes: layout='HWC'"
+        )
+    kind = kinds[len(shape)]
+    sizes = tuple(map(int, shape))
+    return AxisOrder(kind, tuple(range(len(kind))), sizes, len(kind), (0,) * len(kind))
+
+
+@dataclass(frozen=True, slots=True)
+class ArgmaxSink:
+    """Writes the number of the channel of the largest score, one channel, int64."""
+
+    sink: Any
+    axes: Axes
+
+    def image(self, index: int) -> Self:
+        """The sink of one image."""
+        return replace(self, sink=self.sink.image(index))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sink.shape
+
+    def write(self, window: Window, part: Tensor) -> None:
+        """Write the classes of a window of scores."""
+        self.sink.write(window, part.argmax(1, keepdim=True))
+
+    def workspace(self, window: Window) -> int:
+        """Bytes of the sink; the classes of a band are small next to its scores."""
+        return self.sink.workspace(window)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSink:
+    """Writes `fill` where a mask, bool [height, width] of the result, is False."""
+
+    sink: Any
+    axes: Axes
+    wanted: Tensor
+    fill: float
+
+    def image(self, index: int) -> Self:
+        """The sink of one image."""
+        return replace(self, sink=self.sink.image(index))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sink.shape
+
+    def write(self, window: Window, part: Tensor) -> None:
+        """Write a window."""
+        (top, bottom), (left, right) = window
+        unwanted = ~self.wanted[top:bottom, left:right]
+        if bool(unwanted.any()):
+            copy = empty(part.shape, self.axes, part.dtype)
+            part = copy.copy_(part).masked_fill_(unwanted, self.fill)
+        self.sink.write(window, part)
+
+    def workspace(self, window: Window) -> int:
+        """Bytes of the sink."""
+        return self.sink.workspace(window)
+
+
+@dataclass(frozen=True, slots=True)
+class NodataSink:
+    """Writes `value` where all channels of the source, of the same size, have no data."""
+
+    sink: Any
+    axes: Axes
+    source: Any
+    missing: float
+    value: float
+
+    def image(self, index: int) -> Self:
+        """The sink of one image."""
+        return replace(self, sink=self.sink.image(index), source=self.source.image(index))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sink.shape
+
+    def write(self, window: Window, part: Tensor) -> None:
+        """Write a window."""
+        shape = tuple(b - a for a, b in box_of(self.source.shape, self.source.axes, window))
+        present = empty(shape, self.source.axes, self.source.dtype)
+        self.source.read(window, present)
+        absent = is_missing(present, self.missing).all(1, keepdim=True)
+        if bool(absent.any()):
+            copy = empty(part.shape, self.axes, part.dtype)
+            part = copy.copy_(part).masked_fill_(absent, self.value)
+        self.sink.write(window, part)
+
+    def workspace(self, window: Window) -> int:
+        """Bytes of the sink."""
+        return self.sink.workspace(window)
+
+
+@dataclass(frozen=True, slots=True)
+class FilledSource:
+    """A source whose missing values are 0, so that they do not spread through the network."""
+
+    source: Any
+    missing: float
+
+    @property
+    def axes(self) -> Axes:
+        return self.source.axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    def image(self, index: int) -> Self:
+        """The source of one image."""
+        return replace(self, source=self.source.image(index))
+
+    def placed(self, axes: Axes) -> Self:
+        """The source with the axes of rows and columns."""
+        return replace(self, source=replace(self.source, axes=axes))
+
+    def read(self, window: Window, into: Tensor) -> None:
+        """Fill a part with the positions of a window."""
+        self.source.read(window, into)
+        scale = {torch.uint8: 255.0, torch.uint16: 65535.0}.get(self.dtype, 1.0)
+        missing = self.missing / scale if into.is_floating_point() else self.missing
+        into.masked_fill_(is_missing(into, missing), 0)
+
+    def workspace(self, window: Window) -> int:
+        """Bytes of the source."""
+        return self.source.workspace(window)
+
+
+def is_missing(values: Tensor, missing: float) -> Tensor:
+    """Where values are the one that marks missing data."""
+    if missing != missing:
+        return values.isnan()
+    return values == torch.tensor(missing).to(values.dtype)
+
+
+def nodata_of(metadata: Mapping[str, Any]) -> float | None:
+    """The value that marks missing data, if there is one."""
+    value = metadata.get("nodata")
+    return None if value is None else float(value)
 
 
 @dataclass(slots=True)

@@ -23,8 +23,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.traverse.storage.boxes import Box
 from demask.traverse.storage.dtype_conversion import name_of
-from demask.traverse.storage.stores.formats import ArrayInfo
-from demask.traverse.storage.stores.store import SliceStore, Store, first_line, usual_chunks
+from demask.traverse.storage.stores.store import ArrayInfo, SliceStore, Store, first_line, usual_chunks
 
 EDGE = 512
 GEO_KEYS = 34735  # the tag of a GeoTIFF's coordinate system

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.dense.dense_products import add_products
-from demask.kernels.cpu.tiles.dense.dense_tile import TILE
+from demask.kernels.cpu.tiles.dense_tile import TILE, add_products
 from demask.kernels.cpu.winograd import differences, totals
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Fields, Value
