@@ -32,7 +32,7 @@ PLACES: tuple[tuple, ...] = (
     ("machine/arena.py", "arena",
      ("extreme", "return ArenaPlan(tuple(offsets), align_size(max(ends, default=0)))")),
     ("machine/byte_sizes.py", "byte_sizes", ("connective",
-     "size = int(whole) * unit + int(rest or 0) * unit // 10 ** len(rest)")),
+     "size = int(units) * unit + int(rest or 0) * unit // 10 ** len(rest)")),
     ("judge.py", "numerics verify",
      ("extreme", "ulp = ulp_size(self.size, max(eps, self.eps))")),
     ("records.py", "records", ("connective", "_need(type(data) is type(inner[0]) and data in inner, f\"one of {inner}\", data, where)")),
@@ -81,7 +81,7 @@ PLACES: tuple[tuple, ...] = (
     # kernels
     ("kernels/cpu/csr.py", "sparse_functional sparse_sddmm",
      ("rounding", "vectors = -(-columns // isa.lanes)"),
-     ("sign", "whole_tiles = (vectors - (left < isa.lanes)) // tile"),
+     ("sign", "full_tiles = (vectors - (left < isa.lanes)) // tile"),
      ("guard", "if self.partial and t == self.tile - 1:")),
     ("kernels/cpu/gemv.py", "pilot_gemv", ("rounding", "tiles = -(-needed // vectors)")),
     ("kernels/cpu/recurrent.py", "recurrent_steps",

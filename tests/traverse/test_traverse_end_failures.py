@@ -129,7 +129,7 @@ def child(code, tmp_path):
         from demask.traverse.storage.sources_and_sinks import spill, tensor_source
         from demask.traverse.storage.stored_ends import StoredSource
         from demask.traverse.storage.stores.store import SliceStore
-        from stored_arrays import array_sink, array_source, whole_order
+        from stored_arrays import array_sink, array_source, full_order
         torch.set_num_threads(1)
     """
     return own_process.start(textwrap.dedent(start) + textwrap.dedent(code), folder=tmp_path)
@@ -184,7 +184,7 @@ def test_a_gibibyte_passes_through_a_few_mebibytes(tmp_path, mapped):
         np.lib.format.open_memmap("x.npy", "w+", np.float32, shape)._mmap.close()
         band = empty((1, 4, 64, 16384), axes, torch.float32).zero_()
         mapped = SliceStore.of(np.load("x.npy", mmap_mode="r"))
-        source = (StoredSource.of(mapped, whole_order(shape), axes) if {mapped}
+        source = (StoredSource.of(mapped, full_order(shape), axes) if {mapped}
                   else array_source("x.npy", axes))
         with array_sink("y.npy", shape, axes, torch.float32, torch.uint8) as sink:
             open("/proc/self/clear_refs", "w").write("5")

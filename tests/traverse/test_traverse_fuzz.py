@@ -208,7 +208,7 @@ def test_a_moment_counted_twice_is_noticed(monkeypatch):
 
     def twice(self, unit, step):
         gather(self, unit, step)
-        if unit.node not in self.ends.whole_values:
+        if unit.node not in self.ends.uncut_values:
             gather(self, unit, step)
 
     monkeypatch.setattr(sweep.SegmentExecutor, "_gather", twice)

@@ -176,7 +176,7 @@ def finish(
 #     Gale, Zaharia, Young, Elsen: Sparse GPU Kernels for Deep Learning, SC20 (arXiv 2006.10901)
 #
 # Tasks are rows, or parts of long ones, sorted by length. A program computes ROWS of them together,
-# so that its threads load whole vectors even with few columns. The start of a task is moved back to
+# so that its threads load full vectors even with few columns. The start of a task is moved back to
 # an aligned position, from which columns and values are loaded as vectors; elements of the previous
 # row are masked.
 
@@ -226,7 +226,7 @@ def spmm_rows(
     steps = tl.max(end - aligned, axis=0)
     step = 0
     while step < steps:  # pyright: ignore[reportOperatorIssue]
-        # vectors of a finished task are not loaded: the mask is the same for a whole vector
+        # vectors of a finished task are not loaded: the mask is the same for a full vector
         position = (aligned + step)[:, None] + lane[None, :]
         unfinished = tl.broadcast_to((aligned + step < end)[:, None], [ROWS, VECTOR])
         column = tl.load(col + position, mask=unfinished, other=0)
@@ -404,7 +404,7 @@ def sddmm_bitmap(
 ):
     """out[position of (i, j)] = a[i] · b[j] where the bitmap has an entry, in the order of CSR.
 
-    The whole tile is computed, but only its entries are written. a [m, k] and b [n, k] have any
+    The full tile is computed, but only its entries are written. a [m, k] and b [n, k] have any
     strides.
     Program (t, r): rows from r * HEIGHT of tile t.
     """

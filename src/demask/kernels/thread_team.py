@@ -10,7 +10,7 @@ phase before all lists of the previous one are done. Each list is claimed before
 its own thread: a thread that waits, because another one has no core, claims the list of that one.
 If fewer threads arrive than the plan has, each does the work of several.
 
-Where other processes use the cores, a thread can lose its core for a whole time slice in the middle
+Where other processes use the cores, a thread can lose its core for a full time slice in the middle
 of a list or of OpenMP's end of a region, and all others wait for it. `Company` notices calls that
 take far longer than others of the same job, and lets the caller run alone for a while after them.
 
@@ -85,7 +85,7 @@ class TeamWork:
     the number of phases in which it was claimed.
 
     runs = 0: all threads run the tape together, in the first arena. Otherwise each thread runs
-    whole tapes (planned for one thread) alone, in an arena of its own, into whose slots it writes
+    full tapes (planned for one thread) alone, in an arena of its own, into whose slots it writes
     those of the run.
     """
 

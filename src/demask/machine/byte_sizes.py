@@ -43,10 +43,10 @@ def parse_memory(amount: str | int) -> int:
                 f"expected an amount of memory such as '512MiB', '1.5GB' or a number of "
                 f"bytes, got {amount!r:.60}{_hint(match)}"
             )
-        whole, _, rest = match[1].partition(".")
+        units, _, rest = match[1].partition(".")
         unit = UNITS[match[2].upper()]
         # In integers: 0.1 GB has no exact float.
-        size = int(whole) * unit + int(rest or 0) * unit // 10 ** len(rest)
+        size = int(units) * unit + int(rest or 0) * unit // 10 ** len(rest)
     if size < 1:
         raise BadInput(f"expected at least one byte of memory, got {amount!r}")
     return size

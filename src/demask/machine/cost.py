@@ -209,8 +209,8 @@ class Costs:
                 if time() - old.stat().st_mtime > 3600:
                     shutil.rmtree(old)
             with TemporaryDirectory(prefix=".costs-", dir=self.path.parent) as folder:
-                Path(folder, "whole").write_bytes(data)
-                os.replace(Path(folder, "whole"), self.path)
+                Path(folder, "complete").write_bytes(data)
+                os.replace(Path(folder, "complete"), self.path)
 
     def _answer(self, question: Question) -> float:
         """Seconds of a call, measured if they are not known; inf if it may not or cannot run."""

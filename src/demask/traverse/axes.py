@@ -1,6 +1,6 @@
 """The axes of values that correspond to the input's rows and columns, along which tiles are cut.
 
-A value without such axes that depends on the input is *whole*: a pooled vector, a count. Axes
+A value without such axes that depends on the input is *uncut*: a pooled vector, a count. Axes
 follow the table from operand to output (`ops.flow`): a carried, moved or windowed axis continues;
 one that is summed over ends.
 """
@@ -31,7 +31,7 @@ def axes_of(
 ) -> dict[fx.Node, Axes]:
     """The axes of each value that has rows.
 
-    inputs: axes of placeholders, and of results of whole calls that are cut anew. Calls with
+    inputs: axes of placeholders, and of results of uncut calls that are cut anew. Calls with
     several outputs have none.
     """
     axes = dict(inputs)
@@ -67,8 +67,8 @@ def length(node: fx.Node, axes: Axes, dim: int) -> int:
     return 1 if axis is None else schema.example_size(fake(node).shape[axis])
 
 
-def whole(node: fx.Node, axes: Axes) -> Window:
-    """The window of a whole value."""
+def full_window(node: fx.Node, axes: Axes) -> Window:
+    """The window of a full value."""
     return (0, length(node, axes, ROWS)), (0, length(node, axes, COLUMNS))
 
 
@@ -101,7 +101,7 @@ def order(rank: int, axes: Axes) -> tuple[int, ...]:
 def strides(shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
     """The strides, in elements, of a dense part of this shape in the order of `order`.
 
-    The first axis of a single image has the stride of the whole image, as in torch's channels_last.
+    The first axis of a single image has the stride of the full image, as in torch's channels_last.
 
     >>> strides((1, 8, 2, 32), (2, 3))
     (512, 1, 256, 8)

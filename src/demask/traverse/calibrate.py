@@ -28,7 +28,7 @@ Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 def calibrate(model: Model, tiles: Tensor | np.ndarray | Iterable[Any], *, normalize: Any = None) -> FrozenStatistics:
     """The statistics that the norms of a network see on tiles, as `FrozenStatistics`.
 
-    Group and instance norms that were trained on tiles see other statistics on a whole image. With
+    Group and instance norms that were trained on tiles see other statistics on a full image. With
     `stream(..., statistics=calibrate(model, tiles))` they use those of the tiles, as constants. The
     mean and the variance of each norm are averaged over the tiles, as batch norm averages them.
 

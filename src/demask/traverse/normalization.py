@@ -1,8 +1,8 @@
 """Where norms over the image take their statistics from: the image, windows of it, or constants.
 
-A group or instance norm that was trained on small tiles sees other statistics on a whole image.
+A group or instance norm that was trained on small tiles sees other statistics on a full image.
 
-    image    mean and variance of the whole image, what the network computes on it
+    image    mean and variance of the full image, what the network computes on it
     tile:N   those of the window that a position is in; windows have about N rows and columns of
              the input, and divide the image evenly
     frozen   constants, measured by `calibrate`
@@ -39,7 +39,7 @@ EPSILON = 1e-12  # added to the variance of an image: it is 0 where all position
 def with_normalized_input(program: Program, normalize: Any) -> Program:
     """The program of one input whose input has mean 0 and deviation 1.
 
-    normalize: None: the program itself; "image": per channel over the whole image; or (means,
+    normalize: None: the program itself; "image": per channel over the full image; or (means,
     deviations), each a number or one per channel: the network receives (x - mean) / deviation.
 
     Raises:

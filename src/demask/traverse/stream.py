@@ -124,18 +124,18 @@ def stream(
             videos takes together. An array or tensor as destination has the same axes, or those of
             the network.
         region: (first row, first column, rows, columns) of each image to read; the result is that
-            of this part alone. Default None, the whole image.
+            of this part alone. Default None, the full image.
         mask: bools (rows, columns) of any size, scaled to the result: what is computed. Where they
-            are False the result is 0. Statistics remain those of the whole image. Default None,
+            are False the result is 0. Statistics remain those of the full image. Default None,
             everything.
-        normalize: "image": each channel has mean 0 and variance 1 over the whole image, in a first
+        normalize: "image": each channel has mean 0 and variance 1 over the full image, in a first
             pass; or (means, deviations), a number or one per channel: the network receives
             (x - mean) / deviation. Default None, no normalization.
         statistics: what group and instance norms normalize by: "image" (default), as the network
             does; "tile:N", windows of about N rows and columns of the input that divide the image
             evenly; or the constants that `calibrate` returns.
         chunk: rows and columns of a chunk of a .zarr file; default None, 512.
-        stripe: rows of the result per task, rounded up to whole chunks; default None, as few as
+        stripe: rows of the result per task, rounded up to full chunks; default None, as few as
             cost 5 % more multiply-adds. A task is what is resumed, and what a worker computes.
         resume: whether to go on where an unfinished run to the same file stopped; True (default)
             checks what is there, False deletes it.

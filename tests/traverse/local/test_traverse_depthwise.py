@@ -57,7 +57,9 @@ def holds(kind: type, name: str, *args, pair: Axes = IMAGE, **kwargs) -> None:
     assert type(here.kind) is kind
     expected, values, scratch = true(here), values_of(here), Scratch()
     chance = random.Random(zlib.crc32(repr((name, args, kwargs)).encode()))
-    whole = here.run([values.get(o.value, o.value) for o in here.relation.operands], parts.whole(here.node, here.axes))
+    whole = here.run(
+        [values.get(o.value, o.value) for o in here.relation.operands], parts.full_window(here.node, here.axes)
+    )
     close(whole, expected)
     for window in windows(expected.shape, here.axes, chance):
         made = run(here, window, values, scratch)

@@ -204,7 +204,7 @@ def test_keys_and_values_are_read_whole():
     axes = {o.value: (2, None) for o in relation.operands} | {relation.node: (2, None)}
     here = local(relation.node, relation, axes)
     assert isinstance(here, Local)
-    assert [read.whole for read in here.reads] == [False, True, True]
+    assert [read.all_rows for read in here.reads] == [False, True, True]
     assert [here.needs(k, 0, 2, 4) for k in range(3)] == [(2, 4), (0, 7), (0, 7)]
     assert here.needs(1, 1, 0, 1) == (0, 1)
 

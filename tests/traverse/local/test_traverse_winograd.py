@@ -22,7 +22,7 @@ from demask.traverse import tile
 from demask.traverse.analysis.captured_size import captured, network_of
 from demask.traverse.analysis.flow import flow_of
 from demask.traverse.axes import Axes
-from demask.traverse.local import winograd as local_winograd
+from demask.traverse.local import kernels as local_kernels
 from demask.traverse.local.kernels import CompiledWinograd
 from demask.traverse.planning.planner import lay_out_plan, plan_flow, plan_tiles
 from demask.tune.epilogue import Epilogue, apply_activation
@@ -43,7 +43,7 @@ CONV = ("aten.conv2d.default", S((1, 32, 13, 18)), S((48, 32, 3, 3), True), S((4
 @pytest.fixture(autouse=True)
 def small_images(monkeypatch):
     """Images of the tests are smaller than those for which the kernel pays."""
-    monkeypatch.setattr(local_winograd, "LEAST_POSITIONS", 1)
+    monkeypatch.setattr(local_kernels, "LEAST_POSITIONS", 1)
 
 
 def placed(*call, **how) -> Placed:
@@ -63,18 +63,18 @@ def close(result: Tensor, expected: Tensor) -> None:
     assert (result.double() - expected).abs().max() <= ULPS * torch.finfo(torch.float32).eps * top
 
 
-def whole_of(here: Placed, values: dict, **fused) -> Tensor:
+def full_of(here: Placed, values: dict, **fused) -> Tensor:
     operands = [values.get(o.value, o.value) for o in here.relation.operands]
     into = fused.pop("prefill", None)
     into = None if into is None else parts.empty(into.shape, here.axes, into.dtype).copy_(into)
-    return here.run(operands, parts.whole(here.node, here.axes), into, **fused)
+    return here.run(operands, parts.full_window(here.node, here.axes), into, **fused)
 
 
 def holds(*call, pair: Axes = IMAGE, seed: int = 0) -> None:
     """Parts are bit-equal to those of the whole, which is close to the sum in float64."""
     here = placed(*call, pair=pair)
     values, expected = values_of(here), exact(here)
-    whole = whole_of(here, values)
+    whole = full_of(here, values)
     close(whole, expected)
     for window in windows(expected.shape, here.axes, random.Random(seed)):
         scratch = Scratch()
@@ -132,7 +132,7 @@ def test_sums_and_activations_are_fused(name, add):
     values, other = values_of(here), torch.randn(1, 48, 13, 18)
     expected = exact(here) + other.double() * add
     fused = {"after": after, "add": add}
-    whole = whole_of(here, values, prefill=other, **fused)
+    whole = full_of(here, values, prefill=other, **fused)
     close(whole, apply_activation(after, expected))
     for window in windows(expected.shape, here.axes, random.Random(1)):
         part = parts.part(other, here.axes, window)
@@ -151,7 +151,7 @@ def test_results_do_not_depend_on_threads(monkeypatch):
     try:
         for threads in (1, 2, 3, 64):  # more than the scratch memory has room for, too
             torch.set_num_threads(threads)
-            results.append(whole_of(here, values))
+            results.append(full_of(here, values))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -160,20 +160,20 @@ def test_results_do_not_depend_on_threads(monkeypatch):
 def test_results_do_not_depend_on_the_memory_for_blocks(monkeypatch):
     here = placed(*CONV)
     values = values_of(here)
-    results = [whole_of(here, values)]
+    results = [full_of(here, values)]
     for scratch in (0, 2**17):
-        monkeypatch.setattr(local_winograd, "SCRATCH", scratch)
-        results.append(whole_of(here, values))
+        monkeypatch.setattr(local_kernels, "SCRATCH", scratch)
+        results.append(full_of(here, values))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def test_weights_are_packed_once_for_all_windows():
     here = placed(*CONV)
-    values, window = values_of(here), parts.whole(here.node, here.axes)
+    values, window = values_of(here), parts.full_window(here.node, here.axes)
     weight = next(o.value for o in here.relation.operands if o.name == "weight")
-    whole, packed = whole_of(here, values), here.kind.pack_weight(values[weight], window)
+    whole, packed = full_of(here, values), here.kind.pack_weight(values[weight], window)
     assert packed.nbytes == here.kind.packed_bytes
-    assert torch.equal(whole_of(here, values | {weight: packed}), whole)
+    assert torch.equal(full_of(here, values | {weight: packed}), whole)
     strided = values[weight].contiguous(memory_format=torch.channels_last)
     assert torch.equal(here.kind.pack_weight(strided, window), packed)
 
@@ -233,11 +233,11 @@ def test_wild_values_stay_in_their_windows():
     here = placed(*CONV)
     values = values_of(here)
     x = next(o.value for o in here.relation.operands if o.name != "weight")
-    plain = whole_of(here, values)
+    plain = full_of(here, values)
     for wild in (float("inf"), float("nan"), 3e38):
         changed = values[x].clone(memory_format=torch.preserve_format)
         changed[0, 3, 6, 7] = wild
-        result = whole_of(here, values | {x: changed})
+        result = full_of(here, values | {x: changed})
         same = torch.ones(plain.shape, dtype=torch.bool)
         same[:, :, 5:8, 6:9] = False
         assert torch.equal(result[same], plain[same])
@@ -263,7 +263,7 @@ def test_other_calls_run_by_other_kernels(call, how):
 
 
 def test_a_machine_without_kernels_runs_torchs_ops(monkeypatch):
-    monkeypatch.setattr(local_winograd, "compiles", lambda: False)
+    monkeypatch.setattr(local_kernels, "compiles", lambda: False)
     assert not isinstance(image_call(*CONV).kind, CompiledWinograd)
 
 

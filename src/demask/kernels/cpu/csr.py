@@ -128,7 +128,7 @@ class Wide:
     partial: only `left` lanes of the last vector of a tile are in use. side: rows computed
     together.
     wide: 64-bit indices. named: rows of out are renumbered. biased: whether there is a bias.
-    padded: rows of x have whole vectors even where `partial` is set.
+    padded: rows of x have full vectors even where `partial` is set.
     """
 
     tile: int
@@ -285,14 +285,14 @@ def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[ColumnPiece]
     vectors = -(-columns // isa.lanes)
     tile = -(-vectors // -(-vectors // (isa.registers // 4)))  # equal tiles that fit in registers
     left = columns % isa.lanes or isa.lanes
-    whole_tiles = (vectors - (left < isa.lanes)) // tile
+    full_tiles = (vectors - (left < isa.lanes)) // tile
     column_pieces = []
-    if whole_tiles:
-        column_pieces.append(ColumnPiece(Wide(tile, isa.lanes, False, side(tile), **options), 0, whole_tiles, 0))
-    rest_vectors = vectors - whole_tiles * tile
+    if full_tiles:
+        column_pieces.append(ColumnPiece(Wide(tile, isa.lanes, False, side(tile), **options), 0, full_tiles, 0))
+    rest_vectors = vectors - full_tiles * tile
     if rest_vectors:
         kernel = Wide(rest_vectors, isa.lanes, left < isa.lanes, side(rest_vectors), **options)
-        column_pieces.append(ColumnPiece(kernel, whole_tiles * tile * isa.lanes, 1, left))
+        column_pieces.append(ColumnPiece(kernel, full_tiles * tile * isa.lanes, 1, left))
     return column_pieces
 
 

@@ -40,7 +40,7 @@ CALL = np.dtype([(key, "<i8") for key in (
     "inner_unit", "inner_unit_end", "unit_end")])  # fmt: skip
 ADDRESSES = 4  # the first fields, addresses that change from call to call
 LARGEST_WINDOW = 7  # longest side of a window; taps are unrolled
-TABLE = 1 << 13  # bytes up to which weights are repeated to a whole period
+TABLE = 1 << 13  # bytes up to which weights are repeated to a full period
 WORK = 1 << 18  # products for which one more thread pays
 LINE = 64  # bytes of a cache line
 
@@ -162,16 +162,16 @@ class _WindowBody:
                 wraps = b.icmp_signed(">=", next_phase, I64(t.modulus))
                 phase.set(b.select(wraps, b.sub(next_phase, I64(t.modulus)), next_phase))
             return
-        whole, rest = w.channels // e.lanes * e.lanes, w.channels % e.lanes
+        full, rest = w.channels // e.lanes * e.lanes, w.channels % e.lanes
         with e.loop(begin, end) as k:
             x, out = b.mul(k, I64(w.step[1] * w.channels)), b.mul(k, I64(w.channels))
-            if whole:
-                with e.loop(I64(0), I64(whole), e.lanes) as c:
+            if full:
+                with e.loop(I64(0), I64(full), e.lanes) as c:
                     body(b.add(x, c), b.add(out, c), c, None)
             if rest:
                 lanes = [k < rest for k in range(e.lanes)]
                 mask = ir.Constant(ir.VectorType(BIT, e.lanes), lanes)
-                body(b.add(x, I64(whole)), b.add(out, I64(whole)), I64(whole), mask)
+                body(b.add(x, I64(full)), b.add(out, I64(full)), I64(full), mask)
 
     # -- rows within the image
 
@@ -373,11 +373,11 @@ def _clipped(inner: int, inner_end: int, end: int) -> Range:
     return 0, inner, max(min(inner_end, end), inner), end
 
 
-def _share(whole: Range, k: int, count: int) -> Range:
+def _share(rows: Range, k: int, count: int) -> Range:
     """The part of a range that thread k of `count` computes."""
-    begin, end = whole[3] * k // count, whole[3] * (k + 1) // count
-    inner = min(max(whole[1], begin), end)
-    return begin, inner, max(min(whole[2], end), inner), end
+    begin, end = rows[3] * k // count, rows[3] * (k + 1) // count
+    inner = min(max(rows[1], begin), end)
+    return begin, inner, max(min(rows[2], end), inner), end
 
 
 class WindowRunner:

@@ -17,7 +17,7 @@ Where each input is followed by its copy, as after a nearest-neighbor resize by 
 between copies, d1 = d2: the third component is zero, and 9 products are left.
 
 y[0] does not read d3, nor y[1] d0. So tiles that contain outputs outside of a part of an image give
-the same values as tiles of the whole image, bit by bit: tiles begin at even rows and columns of the
+the same values as tiles of the full image, bit by bit: tiles begin at even rows and columns of the
 image, wherever the part begins. Images are stored as (rows, columns, channels).
 
 Andrew Lavin and Scott Gray: Fast Algorithms for Convolutional Neural Networks. CVPR 2016.
@@ -281,7 +281,7 @@ def totals(e: Emitter, m: list[Value]) -> list[Value]:
 
 
 def _border_floats(kernel: WinogradKernel) -> int:
-    """Floats of a position outside of the image, in whole cache lines."""
+    """Floats of a position outside of the image, in full cache lines."""
     return -(-max(kernel.inner, kernel.outer) * 4 // LINE) * LINE // 4
 
 

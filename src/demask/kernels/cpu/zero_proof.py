@@ -46,7 +46,7 @@ from demask.kernels.llvm.isa import Isa
 NIBBLES = 0x0F0F0F0F  # the lower halves of four bytes
 
 
-def whole(e: Emitter, value: int) -> Value:
+def int_splat(e: Emitter, value: int) -> Value:
     """An integer in every lane."""
     return ir.Constant(e.ints, [value] * e.lanes)
 
@@ -66,10 +66,10 @@ class Dots:
         if self.instruction == "vnni":
             return [wide]
         if self.instruction == "madd":
-            low = whole(e, 0x00FF00FF)
-            odd = b.and_(b.lshr(wide, whole(e, 8)), low)
+            low = int_splat(e, 0x00FF00FF)
+            odd = b.and_(b.lshr(wide, int_splat(e, 8)), low)
             return [b.bitcast(b.and_(wide, low), self.short), b.bitcast(odd, self.short)]
-        return [b.and_(b.lshr(wide, whole(e, 8 * k)), whole(e, 255)) for k in range(4)]
+        return [b.and_(b.lshr(wide, int_splat(e, 8 * k)), int_splat(e, 255)) for k in range(4)]
 
     def add(self, sum_: Value, u: list[Value], q: Value) -> Value:
         e, b = self.e, self.e.b
@@ -86,7 +86,7 @@ class Dots:
                 sum_ = b.add(sum_, self._madd(one, other))
             return sum_
         for k in range(4):
-            one = b.ashr(b.shl(q, whole(e, 24 - 8 * k)), whole(e, 24))
+            one = b.ashr(b.shl(q, int_splat(e, 24 - 8 * k)), int_splat(e, 24))
             sum_ = b.add(sum_, b.mul(one, u[k]))
         return sum_
 
@@ -103,7 +103,7 @@ def joined(e: Emitter, low: Value, high: Value) -> Value:
 
 def halves(e: Emitter, q: Value) -> list[Value]:
     """The lower and upper four bits of every byte, 0 to 15."""
-    return [e.b.and_(q, whole(e, NIBBLES)), e.b.and_(e.b.lshr(q, whole(e, 4)), whole(e, NIBBLES))]
+    return [e.b.and_(q, int_splat(e, NIBBLES)), e.b.and_(e.b.lshr(q, int_splat(e, 4)), int_splat(e, NIBBLES))]
 
 
 class Listed:
@@ -221,7 +221,7 @@ class Quantize:
         names = ("least", "largest", "ones", "twos", "sum")
         sums = {key: e.variable(e.vector, e.splat(0.0)) for key in names}
         nonzeros = e.variable(I64, I64(0))
-        magnitude_bits = whole(e, 0x7FFFFFFF)
+        magnitude_bits = int_splat(e, 0x7FFFFFFF)
         with e.loop(I64(0), n, e.lanes) as i:
             v = masked(e, e.vector, e.at(x, i, FLOAT), below(e, b.sub(n, i)))
             magnitude = b.bitcast(b.and_(b.bitcast(v, e.ints), magnitude_bits), e.vector)
@@ -250,11 +250,11 @@ class Quantize:
         """Write u; returns max|e|. quantization: lo, step and 1 / step."""
         b, x, n = e.b, f.slot("x"), f["n"]
         planes, largest = (f.slot("u0"), f.slot("u1")), e.variable(e.vector, e.splat(0.0))
-        sums = [e.variable(e.ints, whole(e, 0)) for _ in planes]
+        sums = [e.variable(e.ints, int_splat(e, 0)) for _ in planes]
         lo, step, scale = map(e.splat, quantization)
         to_int = e.intrinsic(f"llvm.fptosi.sat.v{e.lanes}i32.v{e.lanes}f32", e.ints, e.vector)
-        narrow, magnitude_bits = ir.VectorType(BYTE, e.lanes), whole(e, 0x7FFFFFFF)
-        none, full = whole(e, 0), whole(e, LEVELS)
+        narrow, magnitude_bits = ir.VectorType(BYTE, e.lanes), int_splat(e, 0x7FFFFFFF)
+        none, full = int_splat(e, 0), int_splat(e, LEVELS)
         with e.loop(I64(0), n, e.lanes) as i:
             mask = below(e, b.sub(n, i))
             v = masked(e, e.vector, e.at(x, i, FLOAT), mask)
@@ -266,7 +266,7 @@ class Quantize:
             error = b.bitcast(b.and_(b.bitcast(error, e.ints), magnitude_bits), e.vector)
             largest.set(e.larger(largest.get(), b.select(mask, error, e.splat(0.0))))
             for k, (plane, sum_) in enumerate(zip(planes, sums, strict=True)):
-                part = b.and_(b.lshr(u, whole(e, 8 * k)), whole(e, 255))
+                part = b.and_(b.lshr(u, int_splat(e, 8 * k)), int_splat(e, 255))
                 sum_.set(b.add(sum_.get(), part))
                 b.store(b.trunc(part, narrow), e.at(plane, i), align=1)
         for k, sum_ in enumerate(sums):
@@ -330,7 +330,7 @@ class ZeroProofKernel:
         line = self.vectors * e.isa.line
         with e.loop(f["begin"], f["end"], f["step"]) as tile:
             base = e.at(f.pointer("weights"), b.mul(tile, f["pitch"]))
-            sums = [[e.variable(e.ints, whole(e, 0)) for _ in range(2)] for _ in range(self.vectors)]
+            sums = [[e.variable(e.ints, int_splat(e, 0)) for _ in range(2)] for _ in range(self.vectors)]
             with e.loop(I64(0), count) as k:
                 listed.add(base, k, sums)
             for v, (low, high) in enumerate(sums):
@@ -392,7 +392,7 @@ class SecondProofKernel:
         """Σ l u for both planes of u. later: a row to prefetch."""
         b, products = e.b, Dots(e, self.instruction)
         line = e.at(f.pointer("weights"), b.mul(row, f["pitch"]))
-        sums, nibble = [e.variable(e.ints, whole(e, 0)) for _ in range(2)], whole(e, 0x0F0F0F0F)
+        sums, nibble = [e.variable(e.ints, int_splat(e, 0)) for _ in range(2)], int_splat(e, 0x0F0F0F0F)
         vectors = 16 // e.lanes  # vectors of 64 bytes
         later_line = e.at(f.pointer("weights"), b.mul(later, f["pitch"]))
         e.prefetch(e.at(f.pointer("constants"), b.mul(later, I64(4 * len(CONSTANTS)))), writes=False)
@@ -402,7 +402,7 @@ class SecondProofKernel:
                 address = e.at(line, b.add(b.mul(block, I64(64)), I64(v * e.isa.line)))
                 q = b.load(address, typ=e.ints, align=1)
                 for half in range(2):
-                    part = b.and_(b.lshr(q, whole(e, 4)) if half else q, nibble)
+                    part = b.and_(b.lshr(q, int_splat(e, 4)) if half else q, nibble)
                     u_offset = b.add(b.mul(block, I64(128)), I64(64 * half + v * e.isa.line))
                     for plane, key in enumerate(("u0", "u1")):
                         u = b.load(e.at(f.slot(key), u_offset), typ=e.ints, align=1)

@@ -93,7 +93,7 @@ class Emitter:
         return self.b.asm(kind, "", "=r,0", [pointer], side_effect=False)
 
     def line(self, pointer: Value, index: Value | int = 0) -> Value:
-        """The address of vector `index`, counted in whole vectors."""
+        """The address of vector `index`, counted in full vectors."""
         if isinstance(index, int):
             return self.at(pointer, index * self.isa.line)
         return self.at(pointer, self.b.mul(index, I64(self.isa.line)))

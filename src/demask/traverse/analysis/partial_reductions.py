@@ -469,8 +469,8 @@ def attention(
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
 
     >>> q, k = torch.randn(1, 5, 4), torch.randn(1, 6, 4)
-    >>> whole = torch.nn.functional.scaled_dot_product_attention(q, k, k)
-    >>> torch.allclose(attention(q, k.split(4, 1), k.split(4, 1)), whole, atol=1e-6)
+    >>> full = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+    >>> torch.allclose(attention(q, k.split(4, 1), k.split(4, 1)), full, atol=1e-6)
     True
     """
     queries = q.to(_wide(q.dtype)) * (q.shape[-1] ** -0.5 if scale is None else scale)

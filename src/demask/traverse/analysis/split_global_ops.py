@@ -195,7 +195,7 @@ def _replace(editor: GraphEditor, node: fx.Node) -> None:
 
 
 def _broadcast_again(node: fx.Node) -> None:
-    """Let arithmetic broadcast a whole value instead of reading its expanded copy."""
+    """Let arithmetic broadcast a full value instead of reading its expanded copy."""
     for user in [user for user in node.users if user.target in traits.ARITHMETIC]:
         others = [fake(n) for n in user.all_input_nodes if n is not node]
         if any(same_shape(v, fake(user)) for v in others):
@@ -372,8 +372,8 @@ def _adaptive(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> f
     return editor.call(node.target, mean, sizes)
 
 
-def _whole_pool(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
-    """A mean or maximum in place of a pool whose window is the whole image."""
+def _global_pool(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+    """A mean or maximum in place of a pool whose window is the full image."""
     x = bound["self"]
     size, kernel, padding = fake(x).shape, bound["kernel_size"], bound["padding"]
     space = list(range(fake(x).ndim - len(kernel), fake(x).ndim))
@@ -457,7 +457,7 @@ _OUTPUT_RULES: dict[Any, Callable[[GraphEditor, fx.Node, int], fx.Node | None]] 
 }
 _POOLS: dict[Any, _Rule] = {
     **dict.fromkeys(traits.ADAPTIVE_AVERAGE_POOLS, _adaptive),
-    **dict.fromkeys((*traits.AVERAGE_POOLS, *traits.MAX_POOLS), _whole_pool),
+    **dict.fromkeys((*traits.AVERAGE_POOLS, *traits.MAX_POOLS), _global_pool),
 }
 _RULES: dict[Any, _Rule] = {
     **_POOLS,

@@ -2,7 +2,7 @@
 
     attention(q, k, v) == online softmax over blocks of rows of k and v   (`partial_reductions`)
 
-Keys and values in memory are read whole, by torch's kernel.
+Keys and values in memory are read in full, by torch's kernel.
 """
 
 from __future__ import annotations

@@ -162,11 +162,11 @@ def run_remote_task(
 def _run_task(job: Streaming, arena: Any, folder: str, image: int, segment: int, rows: Interval) -> dict[str, Any]:
     values = safetensors.torch.load_file(Path(folder, _values_name(image, segment)))
     place = job.layout.places[segment]
-    whole = dict(job.flow.constants)
+    uncut = dict(job.flow.constants)
     nodes = {node.name: node for node in job.flow.program.graph.nodes}
-    whole.update({nodes[name]: value for name, value in values.items()})
+    uncut.update({nodes[name]: value for name, value in values.items()})
     sink, store = job.open_part()
-    ends = SourcesAndSinks({}, {job.flow.inputs[0]: job.source.image(image)}, {job.output: sink.image(image)}, whole)
+    ends = SourcesAndSinks({}, {job.flow.inputs[0]: job.source.image(image)}, {job.output: sink.image(image)}, uncut)
     assert job.target is not None
     stored = {name for p in job.layout.places for name in p.segment.spills}
     for value in {*place.stage.enters, *place.stage.targets}:

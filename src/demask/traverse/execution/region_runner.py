@@ -28,7 +28,7 @@ from demask.traverse.analysis.flow import Flow
 from demask.traverse.execution.run import new_memory
 from demask.traverse.execution.segment_executor import Counter, SegmentExecutor, SourcesAndSinks
 from demask.traverse.planning.plan_memory import plan_stage_memory, step_macs, tile_at, value_bytes
-from demask.traverse.planning.schedule import Stage, Step, build_stage, target_rows, tile_bands, whole_step
+from demask.traverse.planning.schedule import Stage, Step, build_stage, target_rows, tile_bands, full_step
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # Cost of rectangles by their heights and widths, in positions: arrays of one shape -> another.
@@ -112,8 +112,8 @@ def merge(bounds: np.ndarray, cost: Cost) -> np.ndarray:
         result, gain = result[keep], gain[np.ix_(keep, keep)]
         gain[i] = gain[:, i] = _gain(result[i], result, cost)
         gain[i, i] = -np.inf
-    whole = np.array([[*result.min(0)[[0]], *result.max(0)[[1]], *result.min(0)[[2]], *result.max(0)[[3]]]])
-    return whole if _costs(whole, cost).sum() <= _costs(result, cost).sum() else result
+    union = np.array([[*result.min(0)[[0]], *result.max(0)[[1]], *result.min(0)[[2]], *result.max(0)[[3]]]])
+    return union if _costs(union, cost).sum() <= _costs(result, cost).sum() else result
 
 
 def _coarser(selected: Tensor) -> Tensor:
@@ -152,10 +152,10 @@ def refusals(flow: Flow) -> list[str]:
         reads = [n.name for n in node.all_input_nodes if n in flow.axes]
         if node in flow.gathers:
             reasons.setdefault(node, "reduces all positions")
-        elif node in flow.local and any(read.whole for read in flow.local[node].reads):
+        elif node in flow.local and any(read.all_rows for read in flow.local[node].reads):
             reasons.setdefault(node, "reads all rows at once")
         elif reads and node not in flow.local:
-            reasons.setdefault(node, "runs on whole values only")
+            reasons.setdefault(node, "runs on full values only")
     for node in flow.outputs:
         if not isinstance(node, fx.Node) or flow.axes.get(node) != (2, 3):
             reasons[node] = "is an output, but no image (n, c, rows, columns) as the input is"
@@ -181,13 +181,13 @@ class RegionNetwork:
     def of(cls, flow: Flow) -> RegionNetwork:
         """The region network of a flow without refusals."""
         cut_calls = [n for n in flow.calls if n in flow.local]
-        whole_calls = [n for n in flow.calls if n not in flow.local]
+        uncut_calls = [n for n in flow.calls if n not in flow.local]
         main = build_stage(flow, cut_calls, {n for n in flow.outputs if isinstance(n, fx.Node)})
         targets = target_rows(main)
         rows, columns = max(targets.values()), max(map(flow.columns, targets))
         for unit in main.units:  # compile kernels once, before anything is timed
             flow.local[unit.node].kind.compile(unit.after, unit.addend is not None)
-        return cls(flow, build_stage(flow, whole_calls, ()), main, (rows, columns))
+        return cls(flow, build_stage(flow, uncut_calls, ()), main, (rows, columns))
 
     def frustum(self, rectangle: Rectangle) -> Step:
         """The positions of each value that a rectangle needs."""
@@ -234,7 +234,7 @@ class RegionNetwork:
     ) -> Counter:
         """Write rectangles of one image into `results`. Returns multiply-adds and steps.
 
-        values: constants, and whole inputs. index: of the image in inputs and results. An output
+        values: constants, and uncut inputs. index: of the image in inputs and results. An output
         that another output depends on is written with its halo.
         """
         counter, ends = Counter(), SourcesAndSinks()
@@ -243,12 +243,12 @@ class RegionNetwork:
             if node in axes:
                 ends.sources[node] = tensor_source(tensor, axes[node], index)
             else:
-                ends.whole_values[node] = tensor
+                ends.uncut_values[node] = tensor
         for node, tensor in results.items():
             ends.sinks[node] = tensor_sink(tensor, axes[node], fake(node).dtype, index)
         empty = plan_stage_memory(self.front, (), frozenset())
         front = SegmentExecutor(self.front, empty, ends, new_memory(0), Counter())
-        front.run([whole_step(self.front)])
+        front.run([full_step(self.front)])
         steps = list(self.steps(rectangles))
         memory = plan_stage_memory(self.main, steps, frozenset())
         SegmentExecutor(self.main, memory, ends, new_memory(memory.size), counter).run(steps)

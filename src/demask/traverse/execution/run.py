@@ -102,7 +102,7 @@ def _merge_statistics(executors: list[SegmentExecutor], ends: SourcesAndSinks) -
     for node, (reduction, state) in executors[0].states.items():
         for other in executors[1:]:
             reduction.merge(state, other.states[node][1])
-        ends.whole_values[node] = reduction.finish(state)
+        ends.uncut_values[node] = reduction.finish(state)
 
 
 OnStep = Callable[[PlacedSegment, Step], None]
@@ -114,12 +114,12 @@ RunSegment = Callable[[PlacedSegment, SourcesAndSinks, Tensor, Counter, Callable
 class ImageRun:
     """The sources and sinks of one image.
 
-    sources, sinks: of values with rows. whole_values: inputs without rows, and constants.
+    sources, sinks: of values with rows. uncut_values: inputs without rows, and constants.
     """
 
     sources: Mapping[fx.Node, Any]
     sinks: Mapping[fx.Node, Any]
-    whole_values: Mapping[fx.Node, Any]
+    uncut_values: Mapping[fx.Node, Any]
 
 
 def execute(
@@ -149,15 +149,15 @@ def execute(
 def rehearse(flow: Flow, layout: MemoryLayout, constants: Mapping[fx.Node, Any]) -> None:
     """Run each segment on zeros until each of its calls ran once, so that code and kernels that the
     process loads are not allocated during a call."""
-    sources, whole_values = {}, dict(constants)
+    sources, uncut_values = {}, dict(constants)
     for node in flow.inputs:
         value: Any = node.meta.get("val")
         if node in flow.axes:
             sources[node] = tensor_source(_zeros(value), flow.axes[node])
         else:
-            whole_values[node] = _zeros(value) if isinstance(value, Tensor) else value
+            uncut_values[node] = _zeros(value) if isinstance(value, Tensor) else value
     sinks = {v: Nowhere() for v in flow.outputs if isinstance(v, fx.Node) and v in flow.axes}
-    call = ImageRun(sources, sinks, whole_values)
+    call = ImageRun(sources, sinks, uncut_values)
     try:
         with torch.no_grad():
             _execute(flow, layout, call, _run_until_all_computed, tempfile.gettempdir(), None)
@@ -181,10 +181,10 @@ def _execute(
     spill_name: SpillName | None = None,
 ) -> tuple[dict[fx.Node, Any], Counter]:
     counter, arena = Counter(), new_memory(layout.size)
-    whole_values, spills = dict(call.whole_values), dict[fx.Node, Spill]()
+    uncut_values, spills = dict(call.uncut_values), dict[fx.Node, Spill]()
     for k, place in enumerate(layout.places):
         maps = _maps(flow, layout, place, arena)
-        ends = SourcesAndSinks(maps, dict(call.sources), dict(call.sinks), whole_values)
+        ends = SourcesAndSinks(maps, dict(call.sources), dict(call.sinks), uncut_values)
         for v in place.stage.targets:
             if v.name in place.segment.spills:
                 value = fake(v)
@@ -200,10 +200,10 @@ def _execute(
             release_free_memory()
         _delete_spills(layout, k, spills)
         for v in layout.last_used[k]:
-            whole_values.pop(v, None)
+            uncut_values.pop(v, None)
     for file in spills.values():
         file.delete()
-    return whole_values, counter
+    return uncut_values, counter
 
 
 def _run_segment(
@@ -233,8 +233,8 @@ def _run_until_all_computed(
     executor = SegmentExecutor(place.stage, place.memory, ends, work, counter)
     executor.run(steps(), on_step)
     for node, (statistic, state) in executor.states.items():
-        if node not in ends.whole_values:  # statistics of the rows so far
-            ends.whole_values[node] = statistic.finish(state)
+        if node not in ends.uncut_values:  # statistics of the rows so far
+            ends.uncut_values[node] = statistic.finish(state)
 
 
 class Nowhere:

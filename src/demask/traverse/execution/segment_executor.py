@@ -17,7 +17,7 @@ from demask.ops.regions import Interval
 from demask.ops.schema import fake
 from demask.traverse.analysis.partial_reductions import Reduction
 from demask.traverse.analysis.streamed_attention import attend, keys_of
-from demask.traverse.axes import Axes, Window, cut_shape, empty, part, strides, whole
+from demask.traverse.axes import Axes, Window, cut_shape, empty, part, strides, full_window
 from demask.traverse.planning.plan_memory import StageMemory
 from demask.traverse.planning.schedule import LiveRows, Stage, Step, Unit
 from demask.traverse.storage.sources_and_sinks import RowSource, Sink, tensor_source
@@ -27,21 +27,21 @@ from demask.traverse.storage.sources_and_sinks import RowSource, Sink, tensor_so
 class SourcesAndSinks:
     """The values that a stage reads and writes.
 
-    maps: values that are whole in memory, in the layout of parts. sources: of other values. sinks:
-    of targets, including those that are maps. whole_values: values without rows. packed: weights in
+    maps: values that are complete in memory, in the layout of parts. sources: of other values. sinks:
+    of targets, including those that are maps. uncut_values: values without rows. packed: weights in
     the layout of the calls that read them.
     """
 
     maps: MutableMapping[fx.Node, Tensor] = field(default_factory=dict)
     sources: MutableMapping[fx.Node, RowSource] = field(default_factory=dict)
     sinks: MutableMapping[fx.Node, Sink] = field(default_factory=dict)
-    whole_values: MutableMapping[fx.Node, Any] = field(default_factory=dict)
+    uncut_values: MutableMapping[fx.Node, Any] = field(default_factory=dict)
     packed: MutableMapping[fx.Node, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Counter:
-    """Multiply-adds, and steps (bands, tiles and whole segments) that were executed."""
+    """Multiply-adds, and steps (bands, tiles and full segments) that were executed."""
 
     macs: int = 0
     steps: int = 0
@@ -148,7 +148,7 @@ class SegmentExecutor:
             if unit.node in self.states:
                 self._gather(unit, step)
             elif unit.value not in self.flow.axes or unit.node not in self.flow.local:
-                self._run_whole(unit, step)
+                self._run_uncut(unit, step)
             elif step[unit.value].computed[0] < step[unit.value].computed[1]:
                 self._compute(k, unit, step)
             if k in self.memory.large:
@@ -201,7 +201,7 @@ class SegmentExecutor:
         rows, columns = self.flow.rows(source), self.flow.columns(source)
         is_last = live.end >= rows and live.columns[1] >= columns
         if is_last and self.finishes:
-            self.ends.whole_values[unit.node] = reduction.finish(state)
+            self.ends.uncut_values[unit.node] = reduction.finish(state)
 
     def _compute(self, k: int, unit: Unit, step: Step) -> None:
         live, local = step[unit.value], self.flow.local[unit.node]
@@ -267,14 +267,14 @@ class SegmentExecutor:
         return self.ends.packed[node]
 
     def _value(self, value: Any) -> Any:
-        return self.ends.whole_values[value] if isinstance(value, fx.Node) else value
+        return self.ends.uncut_values[value] if isinstance(value, fx.Node) else value
 
-    def _run_whole(self, unit: Unit, step: Step) -> None:
-        """Run a call on whole values."""
+    def _run_uncut(self, unit: Unit, step: Step) -> None:
+        """Run a call on full values."""
 
         def value(source: fx.Node) -> Any:
-            if source in self.ends.whole_values:
-                return self.ends.whole_values[source]
+            if source in self.ends.uncut_values:
+                return self.ends.uncut_values[source]
             return self._rows(source, step, 0, self.flow.rows(source))
 
         node = unit.node
@@ -283,12 +283,12 @@ class SegmentExecutor:
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         self.counter.macs += self.flow.macs(node)
         if node not in self.flow.axes:
-            self.ends.whole_values[node] = result
+            self.ends.uncut_values[node] = result
             return
         into = self._rows(node, step, 0, self.flow.rows(node))
         into.copy_(result)
         if node in self.ends.sinks:
-            self.ends.sinks[node].write(whole(node, self.flow.axes[node]), into)
+            self.ends.sinks[node].write(full_window(node, self.flow.axes[node]), into)
 
     def _rows(self, node: fx.Node, step: Step, low: int, high: int, columns: Interval | None = None) -> Tensor:
         """A view of some rows and columns of a value, in a map or a block."""

@@ -88,10 +88,10 @@ def check_shared(flow: Flow, layout: MemoryLayout) -> None:
     """Raise BadInput unless all maps are in files, for tasks on several machines."""
     for place in layout.places:
         for value in place.stage.targets:
-            whole = None if value.name in place.segment.spills else _reader_of_all(flow, value)
-            if whole is not None:
+            reader = None if value.name in place.segment.spills else _reader_of_all(flow, value)
+            if reader is not None:
                 raise BadInput(
-                    f"{whole.name} reads all rows of {value.name} at once: this network cannot be "
+                    f"{reader.name} reads all rows of {value.name} at once: this network cannot be "
                     "streamed on several machines; leave client= out"
                 )
 
@@ -113,11 +113,11 @@ def _stripe(flow: Flow, stage: Stage, segment: Segment, rows: int, wanted: int |
         size = -(-wanted * factor // unit) * unit
         return size if size < height else 0
     size = unit * max(1, -(-height // (MOST * unit)))
-    whole = step_macs(stage, tile_at(stage, (0, height), _all_columns(stage)))
+    once = step_macs(stage, tile_at(stage, (0, height), _all_columns(stage)))
     while size < height:
         cut = replace(segment, stripe=size)
         again = sum(step_macs(stage, tile_at(stage, r, _all_columns(stage))) for r in stripes_of(stage, cut))
-        if again <= AGAIN * whole:
+        if again <= AGAIN * once:
             return size
         size *= 2
     return 0
@@ -131,7 +131,7 @@ def _reader_of_all(flow: Flow, value: fx.Node) -> fx.Node | None:
     """A call that reads all rows of a value, and cannot read them in blocks."""
     readers = [u for u in value.users if u.op == "call_function" and not can_stream_keys(u)]
     edges = ((u, edge) for u in readers for edge in flow.edges(u))
-    return next((u for u, edge in edges if edge.whole and edge.source is value), None)
+    return next((u for u, edge in edges if edge.all_rows and edge.source is value), None)
 
 
 def task_names(layout: MemoryLayout, images: int) -> Sequence[tuple[int, int, Interval]]:
@@ -353,7 +353,7 @@ class Counted:
 class RowProgress:
     """Reports the number of rows written so far, and the time left.
 
-    work: multiply-adds of the whole job. Time left is of those to come, at the speed so far;
+    work: multiply-adds of the full job. Time left is of those to come, at the speed so far;
     what an earlier run did counts as done, and not as time.
     """
 
@@ -368,7 +368,7 @@ class RowProgress:
         self._tell(1)
 
     def task(self, place: PlacedSegment, rows: Interval, *, resumed: bool) -> None:
-        """Report a whole task: one that an earlier run did, or another process."""
+        """Report a full task: one that an earlier run did, or another process."""
         height = max(target_rows(place.stage).values())
         share = (rows[1] - rows[0]) / height
         if resumed:
@@ -378,7 +378,7 @@ class RowProgress:
         self._tell(max(1, round(share * place.segment.steps)))
 
     def image(self, places: Sequence[PlacedSegment], rows: int) -> None:
-        """Report a whole image that an earlier run did."""
+        """Report a full image that an earlier run did."""
         self.rows, self.resumed = self.rows + rows, self.resumed + rows
         self.skipped += sum(place.segment.macs for place in places)
         self._tell(sum(place.segment.steps for place in places))
@@ -435,7 +435,7 @@ class Streaming:
 
     @property
     def window(self) -> Window:
-        """The window of one whole image of the result."""
+        """The window of one image of the result."""
         value = fake(self.output)
         rows, columns = ((0, 1 if axis is None else value.shape[axis]) for axis in self.axes)
         return rows, columns
@@ -516,14 +516,14 @@ class Streaming:
         return (image, writers[0], 0, _extents(self.window)[0])
 
     def _is_image_done(self, image: int, journal: Journal | None, store: RecordingStore | None) -> bool:
-        """Whether an earlier run wrote a whole image, and the file still has it."""
+        """Whether an earlier run wrote a full image, and the file still has it."""
         key = self._image_key(image)
         if journal is None or store is None or key not in journal.done:
             return False
         return is_intact(store, journal.done[key])
 
     def _add_image(self, image: int, journal: Journal | None, store: RecordingStore | None) -> None:
-        """Note a whole image as done."""
+        """Note a full image as done."""
         key = self._image_key(image)
         if journal is not None and store is not None and key is not None:
             journal.add(key, TaskRecord(0, store.take(), {}))
@@ -677,13 +677,13 @@ def _planned(
 
 def _reserved(source: Any, sink: Any) -> int:
     """Bytes of the budget for buffers: those of chunks live at the same time, others one after
-    another; they are largest for a whole value."""
-    sizes = [end.workspace(_whole_window(end)) for end in (source, sink)]
+    another; they are largest for a full value."""
+    sizes = [end.workspace(_full_window(end)) for end in (source, sink)]
     has_chunks = any(getattr(getattr(end, "store", None), "chunks", None) for end in (source, sink))
     return sum(sizes) if has_chunks else max(sizes)
 
 
-def _whole_window(end: Any) -> Window:
+def _full_window(end: Any) -> Window:
     rows, columns = ((0, 1 if axis is None else end.shape[axis]) for axis in end.axes)
     return rows, columns
 

@@ -90,7 +90,7 @@ class TaskMask:
     fill: float = 0.0
 
     def columns(self, rows: Interval, chunk: int) -> list[Interval]:
-        """The columns that some rows need, in whole chunks."""
+        """The columns that some rows need, in full chunks."""
         width = self.wanted.shape[1]
         any_row = self.wanted[rows[0] : rows[1]].any(0)
         starts = range(0, width, chunk)
@@ -143,7 +143,7 @@ def merge_states(place: PlacedSegment, parts: Sequence[States]) -> dict[fx.Node,
 class TaskRunner:
     """Runs the segments of one image in this process, task by task.
 
-    count: called for each whole task, (segment, rows, resumed=whether an earlier run did it).
+    count: called for each full task, (segment, rows, resumed=whether an earlier run did it).
     remote: computes tasks elsewhere: (segment, rows of the tasks, values without rows) to records,
     as they are finished. mask: of the output.
     """
@@ -177,14 +177,14 @@ class TaskRunner:
         counter.macs += sum(record.macs for record in records.values())
         counter.steps += len(records)
         states = [dict(records[rows].states) for rows in stripes_of(place)]
-        ends.whole_values.update(merge_states(place, states))
+        ends.uncut_values.update(merge_states(place, states))
 
     def _compute(
         self, place: PlacedSegment, ends: SourcesAndSinks, work: Tensor, missing: Sequence[Interval], on_step: OnStep
     ) -> Iterator[tuple[Interval, TaskRecord]]:
         if self.remote is not None and missing:
             number = self.layout.places.index(place)
-            for rows, record in self.remote(number, missing, ends.whole_values):
+            for rows, record in self.remote(number, missing, ends.uncut_values):
                 self.count(place, rows, resumed=False)
                 yield rows, record
             return

@@ -216,7 +216,7 @@ def _nodes_per_image(flow: Flow, flat: Sequence[Any], count: int) -> set[fx.Node
 
 
 def _stack(stacked: Any, value: Any, k: int, count: int) -> Any:
-    """The stacked whole values of all images, with that of image k set."""
+    """The stacked full values of all images, with that of image k set."""
     if count == 1 or not isinstance(value, Tensor):
         return value
     if stacked is None:
@@ -296,12 +296,12 @@ def run_image(
     Returns the values without rows, and multiply-adds and steps. on_step: called after each step.
     """
     flow = prepared.flow
-    sources, whole_values = {}, constants(module, flow)
+    sources, uncut_values = {}, constants(module, flow)
     for node, value in zip(flow.inputs, flat, strict=True):
         if node in flow.axes:
             sources[node] = tensor_source(value, flow.axes[node], k)
         else:
-            whole_values[node] = value
+            uncut_values[node] = value
     sinks, inputs = {}, dict(zip(flow.inputs, flat, strict=True))
     for index, node in enumerate(flow.outputs):
         if not isinstance(node, fx.Node) or node not in flow.axes:
@@ -316,7 +316,7 @@ def run_image(
         else:
             sinks[node] = tensor_sink(results[index], flow.axes[node], fake(node).dtype, k)
     return execute(
-        flow, prepared.layout, ImageRun(sources, sinks, whole_values), on_step=on_step, folder=tempfile.gettempdir()
+        flow, prepared.layout, ImageRun(sources, sinks, uncut_values), on_step=on_step, folder=tempfile.gettempdir()
     )
 
 

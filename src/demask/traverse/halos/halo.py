@@ -8,7 +8,7 @@ output position, both ends integers. Then
 for every such tile whose halo is within the image, at any alignment to strides. `before` and
 `after` are the least numbers that suffice for all alignments; they follow from the table's rules. A
 crop begins at a multiple of `align`, else strided layers would sample other positions than in the
-whole image.
+full image.
 
 The error of a tile as a function of its padding.
 """
@@ -129,8 +129,8 @@ def curve_of(
     tell = progress or (lambda title, share: None)
     work = structural_copy(model, share=True).eval()
     leaves, spec = pytree.tree_flatten(call)
-    tell("whole image", 0.0)
-    whole = _outputs(work, leaves, spec)
+    tell("full image", 0.0)
+    references = _outputs(work, leaves, spec)
     sizes = [_length(cut, leaves) for cut in cuts]
     tile = [_middle(size, cut.grid) for size, cut in zip(sizes, cuts, strict=True)]
     points: dict[tuple[int, ...], Point] = {}
@@ -139,10 +139,10 @@ def curve_of(
         crops = [_padded(one, cut, share, size) for one, cut, size in zip(tile, cuts, sizes, strict=True)]
         padding = tuple(max(one[0] - crop[0], crop[1] - one[1]) for one, crop in zip(tile, crops, strict=True))
         if padding in points or crops == [(0, size) for size in sizes]:
-            continue  # a crop that is the whole image is no tile
+            continue  # a crop that is the full image is no tile
         parts = [_part(leaf, cuts, k, crops) for k, leaf in enumerate(leaves)]
         outputs = _outputs(work, parts, spec)
-        pairs = _tiles(outputs, whole, cuts, tile, crops)
+        pairs = _tiles(outputs, references, cuts, tile, crops)
         points[padding] = Point(padding, float(share), *_errors(pairs, levels))
     tell("compared", 1.0)
     return tuple(points.values())
@@ -186,11 +186,15 @@ def _part(leaf: Any, cuts: Sequence[TileCut], k: int, crops: Sequence[Range]) ->
 
 
 def _tiles(
-    outputs: Sequence[Any], whole: Sequence[Any], cuts: Sequence[TileCut], tile: Sequence[Range], crops: Sequence[Range]
+    outputs: Sequence[Any],
+    references: Sequence[Any],
+    cuts: Sequence[TileCut],
+    tile: Sequence[Range],
+    crops: Sequence[Range],
 ) -> list[tuple[Tensor, Tensor]]:
-    """The tile of each output: computed from a crop, and cut from the whole output."""
+    """The tile of each output: computed from a crop, and cut from the full output."""
     pairs = []
-    for k, (part, image) in enumerate(zip(outputs, whole, strict=True)):
+    for k, (part, image) in enumerate(zip(outputs, references, strict=True)):
         leaves = [cut.outputs[k] for cut in cuts]
         if any(leaf is None for leaf in leaves):
             continue
@@ -224,10 +228,10 @@ class Side:
     """The halo of one input along one axis, in positions of that input.
 
     Attributes:
-        before: positions required before the tile; math.inf if a call reads the whole axis.
-        after: positions required after the tile; math.inf if a call reads the whole axis.
-        local_before, local_after: the same if calls that read the whole axis, such as group norm,
-            received their statistics of the whole image; always finite.
+        before: positions required before the tile; math.inf if a call reads the full axis.
+        after: positions required after the tile; math.inf if a call reads the full axis.
+        local_before, local_after: the same if calls that read the full axis, such as group norm,
+            received their statistics of the full image; always finite.
         align: a crop of the input must begin at a multiple of this number; 1 without strides.
         exact: whether `before` and `after` are finite, so that padded tiles are exact.
     """
@@ -269,7 +273,7 @@ class Barrier:
         node: name of the call.
         op: name of the op, such as "aten.group_norm.default".
         module: path of the submodule that makes the call, "" for the model itself.
-        axes: axes that the call reads whole, "rows", "columns" or both.
+        axes: axes that the call reads in full, "rows", "columns" or both.
         why: the reason in words.
     """
 
@@ -297,10 +301,10 @@ class Halo(PageSource):
         inputs: tuple with an entry per image or sequence: `name`, `leaf` (index among all inputs),
             `rows` and `columns` (None for sequences). `rows` and `columns` have, in positions of
             the input, `before` and `after` (number required at either side of a tile; math.inf if a
-            call reads the whole image), `align` (a crop must begin at a multiple of this number),
+            call reads the full image), `align` (a crop must begin at a multiple of this number),
             and `local_before` and `local_after` (the numbers that a tile would need if calls that
-            read the whole image received their statistics from elsewhere).
-        barriers: tuple of the calls that read the whole image: `node` (name of the call), `op`,
+            read the full image received their statistics from elsewhere).
+        barriers: tuple of the calls that read the full image: `node` (name of the call), `op`,
             `module` (path of the submodule), `axes` and `why` (the reason).
         notes: tuple of texts, such as a restriction to the example's size; default ().
         curve: errors of a tile with growing padding if requested, else (): `padding` (positions per
@@ -357,7 +361,7 @@ def halo(
     """The number of input positions that a tile needs outside of the tile, as a `Halo`.
 
     A halo is the part of the receptive field outside of the tile: the smallest padding with which
-    tiles that are computed one by one equal the whole output, for tiles at any position. Inputs of
+    tiles that are computed one by one equal the full output, for tiles at any position. Inputs of
     four axes or more are images with rows and columns as axes 2 and 3; inputs of three axes are
     sequences with positions as axis 2. The model is analyzed in eval mode, is not changed, and runs
     only if `curve` is set.
@@ -367,7 +371,7 @@ def halo(
         args: tuple of example inputs. Values matter only for `curve`.
         kwargs: mapping of example keyword inputs; default None, no keyword inputs.
         curve: whether to run the model on a tile in the middle of the image with growing padding
-            and compare it with the whole output; needs an nn.Module; default False.
+            and compare it with the full output; needs an nn.Module; default False.
         levels: output values that 8-bit rounding maps to 0 and 255, for `curve`; default (0.0,
             1.0).
         progress: function called with a title and the finished share, 0 to 1, while `curve` is
@@ -585,7 +589,7 @@ def _barrier_lines(barriers: tuple[Barrier, ...]) -> list[str]:
     for one in barriers:
         nodes = groups.setdefault((one.op, one.axes, one.why), [])
         nodes.append(one.module or one.node)
-    lines = ["read the whole image (`local` takes them position by position):"] if groups else []
+    lines = ["read the full image (`local` takes them position by position):"] if groups else []
     for (op, axes, why), nodes in groups.items():
         more = f" and {len(nodes) - SHOWN} more" if len(nodes) > SHOWN else ""
         line = f"{op} along {' and '.join(axes)} {why}: {', '.join(nodes[:SHOWN])}{more}"

@@ -9,7 +9,7 @@ The calls of one run of a model, recorded on tensors without data.
 
 torch.export proves much that a halo does not need, and takes seconds for hundreds of layers. This
 dispatch mode records the calls as they run: in inference mode torch dispatches composite ops
-(conv2d, linear, group_norm) whole, which is the level of the table. Models that the recording does
+(conv2d, linear, group_norm) unsplit, which is the level of the table. Models that the recording does
 not support (control flow that depends on values, writes through views) go through torch.export.
 """
 
@@ -258,13 +258,13 @@ class SpanEdge:
     """One value that a call reads.
 
     step: positions read along the image axis; None where every position reads all of the value
-    (`whole`), or none of it. why: reason why a value with the axis is read whole. like: whether
+    (`all_positions`), or none of it. why: reason why a value with the axis is read in full. like: whether
     such a value has as many positions as the output.
     """
 
     source: fx.Node
     step: AxisStep | None = None
-    whole: bool = False
+    all_positions: bool = False
     why: str = ""
     like: bool = False
 
@@ -290,7 +290,7 @@ class Paths:
 
     @property
     def read_whole(self) -> tuple[fx.Node, ...]:
-        """The values with the axis that a call without the axis reads whole."""
+        """The values with the axis that a call without the axis reads in full."""
         sources = (
             edge.source
             for node, edges in self.edges.items()
@@ -404,7 +404,7 @@ def _edge(
 ) -> SpanEdge:
     before, after = parts.get(source), parts.get(reader[0])
     if before is None:
-        return SpanEdge(source, whole=True)
+        return SpanEdge(source, all_positions=True)
     like = after is not None and before.size == after.size
     if isinstance(relation, Declined):
         return SpanEdge(source, None, True, relation.text, like)
@@ -457,7 +457,7 @@ def _through(edge: SpanEdge, span: Span, local: bool) -> Span | None:
     if span == ALL:
         return None if local else ALL
     if step is None:
-        return ALL if edge.whole and not local else None
+        return ALL if edge.all_positions and not local else None
     return step.start(int(span[0])), step.end(int(span[1]))
 
 
@@ -483,7 +483,7 @@ def _periods(paths: Paths) -> Iterator[Fraction]:
 
 def alignment(paths: Paths, node: fx.Node) -> int:
     """The number of positions of which crops of this input begin at a multiple, so that strided
-    layers sample the same positions as in the whole image."""
+    layers sample the same positions as in the full image."""
     return int(least_multiple([Fraction(1), *(s / paths.scales[node] for s in paths.scales.values())]))
 
 

@@ -1,12 +1,10 @@
 """One call on parts of its operands.
 
-    run(parts of operands that needs(window) names, window) == op(whole operands)[window]
+    run(parts of operands that needs(window) names, window) == op(full operands)[window]
 
 The op's entry in the table selects the way: along carried axes, the op runs on the parts; views and
-shuffles are copied; sliding windows read a border only where the image has one; moved positions are
-copied from their source.
-
-Calls on parts, where positions move along the cut axes: slices, joins, pads, flips, rolls.
+shuffles are copied; sliding windows read a border only where the image has one; moved positions
+(slices, joins, pads, flips, rolls) are copied from their source, here.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from demask.ops.relation import Relation
 from demask.ops.schema import fake
 from demask.traverse import axes as parts
 from demask.traverse.axes import COLUMNS, NONE, ROWS, Axes, Window
-from demask.traverse.local.call import LocalCall, LocalKind, OperandCut, Scratch, narrowed, nbytes, stepped
+from demask.traverse.local.call import LocalCall, LocalKind, OperandCut, Scratch, activate, narrowed, nbytes, stepped
 from demask.traverse.local.carried import LocalApply, LocalRearrange, is_rearranged
 from demask.traverse.local.kernels import faster_kind
 from demask.traverse.local.resize import LocalResize
 from demask.traverse.local.windows import windowed
-from demask.tune.epilogue import Epilogue, apply_activation
+from demask.tune.epilogue import Epilogue
 
 _MANY = 16  # more runs of one axis than that are selected by index, not copied one by one
 
@@ -104,10 +102,10 @@ class MovedAxis:
             position = run.start + (low - run.first) * run.step
             position -= lows[run.source] if run.source >= 0 else 0
             clipped.append(PositionRun(low - start, high - low, run.source, position, run.step))
-        return clipped if len(clipped) <= _MANY else _selected(clipped)
+        return clipped if len(clipped) <= _MANY else _merge_adjacent(clipped)
 
 
-def _selected(clipped: list[PositionRun]) -> list[PositionRun]:
+def _merge_adjacent(clipped: list[PositionRun]) -> list[PositionRun]:
     """Adjacent runs of one operand merged into one with an index."""
     merged = []
     for source, group in itertools.groupby(clipped, key=lambda run: run.source):
@@ -136,7 +134,7 @@ class LocalMove(LocalKind):
         return LocalMove(call, tuple(axes))
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
-        for taken in itertools.product(*self._within(window)):
+        for taken in itertools.product(*self._runs_within(window)):
             target, source = into, max(run.source for run in taken)
             for moved, run in zip(self.axes, taken, strict=True):
                 target = target.narrow(moved.axis, run.first, run.count)
@@ -146,12 +144,13 @@ class LocalMove(LocalKind):
             else:
                 self._copy(values[source], target, taken)
 
-    def _within(self, window: Window) -> list[list[PositionRun]]:
+    def _runs_within(self, window: Window) -> list[list[PositionRun]]:
         return [
-            moved.within(self.call.window(moved.axis, window), self._lows(moved.axis, window)) for moved in self.axes
+            moved.within(self.call.window(moved.axis, window), self._part_starts(moved.axis, window))
+            for moved in self.axes
         ]
 
-    def _lows(self, axis: int, window: Window) -> list[int]:
+    def _part_starts(self, axis: int, window: Window) -> list[int]:
         """Per operand, the position at which its part begins along an axis."""
         if axis not in self.call.axes:
             return [0] * len(self.call.cuts)
@@ -183,7 +182,9 @@ class LocalMove(LocalKind):
 
     def allocated_bytes(self, window: Window) -> int:
         """The first of two selections, where indices select along two axes."""
-        has_index = [any(r.index is not None or r.step < 0 for r in axis_runs) for axis_runs in self._within(window)]
+        has_index = [
+            any(r.index is not None or r.step < 0 for r in axis_runs) for axis_runs in self._runs_within(window)
+        ]
         return self.call.bytes(window) if sum(has_index) > 1 else 0
 
 
@@ -194,14 +195,14 @@ RESIZES = ("nearest", "exact", "linear", "cubic")
 class Read:
     """An operand that is cut.
 
-    operand: its index. rules: what a window of the output needs along its rows and columns. whole:
-    whether every window needs all of its rows.
+    operand: its index. rules: what a window of the output needs along its rows and columns.
+    all_rows: whether every window needs all of its rows.
     """
 
     node: fx.Node
     operand: int
     rules: tuple[Rule, Rule]
-    whole: bool
+    all_rows: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,8 +238,8 @@ class Local:
         """The output's part of a window, written into `into` where that is not None.
 
         Args:
-            operands: of each operand of the relation, exactly the part that the window needs; the
-                whole operand where it is not cut.
+            operands: of each operand of the relation, exactly the part that the window needs; all
+                of it where it is not cut.
             add: whether to add to the values in `into`.
             after: an activation to apply last.
 
@@ -264,7 +265,7 @@ class Local:
         return into
 
     def _narrowed(self, operands: Sequence[Any], window: Window) -> list[Any]:
-        """The operands; those that arrive whole are narrowed to what the window needs."""
+        """The operands; those that arrive uncut are narrowed to what the window needs."""
         values = list(operands)
         for k, cut in enumerate(self.call.cuts):
             for axis, rule, arrives, w in zip(cut.axes, cut.rules, cut.arrives, window, strict=True):
@@ -287,15 +288,8 @@ class Local:
         return self.kind.allocated_bytes(window)
 
 
-def activate(after: Epilogue, into: Tensor) -> None:
-    """Apply an activation to a part in place."""
-    activated = apply_activation(after, into)
-    if activated is not into:
-        into.copy_(activated)
-
-
 def local(node: fx.Node, relation: Relation | Declined, axes: Mapping[fx.Node, Axes]) -> Local | Declined:
-    """How a call runs on parts; Declined where it must run whole.
+    """How a call runs on parts; Declined where it must run on full operands.
 
     axes: of the values that are cut, including the call's own.
     """
@@ -306,27 +300,22 @@ def local(node: fx.Node, relation: Relation | Declined, axes: Mapping[fx.Node, A
         return Declined(f"{name}: no rows run through it")
     if len(relation.outs) != 1:
         return Declined(f"{name}: several outputs have no parts yet")
-    operands = [_read(relation, k, pair, axes) for k in range(len(relation.operands))]
+    operands = [_cut_operand(relation, k, pair, axes) for k in range(len(relation.operands))]
     for cut, _ in operands:
         if isinstance(cut, Declined):
             return cut
-    call = _call(relation, pair, tuple(cut for cut, _ in operands))  # type: ignore[arg-type]
-    kind = _kind(call)
+    bound = dict(schema.arguments(node))
+    for index in relation.entry.indices:
+        bound[index] = bound[index].meta["positions"]
+    shape = tuple(schema.example_size(n) for n in fake(node).shape)
+    call = LocalCall(relation, pair, shape, fake(node).dtype, bound, tuple(cut for cut, _ in operands))  # type: ignore[arg-type]
+    kind = _select_kind(call)
     if isinstance(kind, Declined):
         return kind
     return Local(node, relation, pair, tuple(r for _, r in operands if r is not None), call, kind)
 
 
-def _call(relation: Relation, pair: Axes, cuts: tuple[OperandCut, ...]) -> LocalCall:
-    value = fake(relation.node)
-    bound = dict(schema.arguments(relation.node))
-    for name in relation.entry.indices:
-        bound[name] = bound[name].meta["positions"]
-    shape = tuple(schema.example_size(n) for n in value.shape)
-    return LocalCall(relation, pair, shape, value.dtype, bound, cuts)
-
-
-def _read(
+def _cut_operand(
     relation: Relation, k: int, pair: Axes, axes: Mapping[fx.Node, Axes]
 ) -> tuple[OperandCut | Declined, Read | None]:
     """How operand k is cut along the output's rows and columns, and what is read of it."""
@@ -348,15 +337,15 @@ def _read(
     window_rules = []
     for dim in (ROWS, COLUMNS):
         cut_axis, rule = value_axes[dim], rules[dim]
-        window_rules.append(rule if arrives[dim] else _all(1 if cut_axis is None else shape[cut_axis]))
-    return cut, Read(operand.value, k, (window_rules[0], window_rules[1]), whole=not arrives[ROWS])
+        window_rules.append(rule if arrives[dim] else _all_positions(1 if cut_axis is None else shape[cut_axis]))
+    return cut, Read(operand.value, k, (window_rules[0], window_rules[1]), all_rows=not arrives[ROWS])
 
 
-def _all(length: int) -> Rule:
+def _all_positions(length: int) -> Rule:
     return lambda start, end: (0, length)
 
 
-def _kind(call: LocalCall) -> LocalKind | Declined:
+def _select_kind(call: LocalCall) -> LocalKind | Declined:
     """The way to run a call, selected by the table's roles of the axes that are cut."""
     relation = call.relation
     letters = {letter for axis in call.axes if axis is not None for letter in relation.outs[0][axis]}
@@ -369,6 +358,3 @@ def _kind(call: LocalCall) -> LocalKind | Declined:
     if is_rearranged(call):
         return LocalRearrange.of(call)
     return LocalApply.of(call)
-
-
-__all__ = ["Local", "Read", "local"]

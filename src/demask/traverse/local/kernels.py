@@ -1,19 +1,14 @@
 """Which kernel runs a call on parts: one of ours where it applies, torch's ops elsewhere.
 
-Depthwise convolutions and pools on parts, by a compiled kernel (`kernels.cpu.window`).
+Depthwise convolutions and pools run by `kernels.cpu.window`, 3 x 3 convolutions by
+`kernels.cpu.winograd`. Both read rows in the layout of parts, take positions outside of the image
+as zeros, and write straight into the output's memory: nothing is padded, filled with zeros or
+allocated.
 
-It reads rows in the layout of parts, takes positions outside of the image as zeros, and writes
-straight into the output's memory: nothing is padded, filled with zeros or allocated.
-
-What the calls have in common that run by kernels compiled in this process.
-
-Convolutions of 3 x 3 taps on parts, by a compiled kernel (`kernels.cpu.winograd`).
-
-It needs 16 products where others need 36, or 9 after a nearest-neighbor resize by 2, reads rows in
-the layout of parts, takes positions outside of the image as zeros, and writes straight into the
-output's memory. Tiles begin at even positions of the whole image, so that results do not depend on
-the part. Sums differ from those of direct kernels by rounding; where one of the products overflows,
-or an input is infinite, an output may be NaN that is infinite in direct kernels.
+The latter needs 16 products where others need 36, or 9 after a nearest-neighbor resize by 2. Tiles
+begin at even positions of the full image, so that results do not depend on the part. Sums differ
+from those of direct kernels by rounding; where one of the products overflows, or an input is
+infinite, an output may be NaN that is infinite in direct kernels.
 """
 
 from __future__ import annotations
@@ -45,178 +40,28 @@ from demask.ops.regions import Interval
 from demask.ops.schema import fake
 from demask.traverse.axes import COLUMNS, NONE, ROWS, empty
 from demask.traverse.axes import Window as Part
-from demask.traverse.local.call import LocalCall, LocalKind, Scratch, Sliding, nbytes
+from demask.traverse.local.call import LocalCall, LocalKind, Scratch, Sliding, activate, nbytes
 from demask.traverse.local.windows import LocalAvgPool, LocalConv, LocalMaxPool
-from demask.tune.epilogue import Epilogue, apply_activation
+from demask.tune.epilogue import Epilogue
 
-LLVM = 40 * 2**20  # bytes that the compiler takes, measured
-# Bytes of memory of a call, which its threads share: about what fits in the L2 caches.
+# Bytes of memory of a Winograd call, which its threads share: about what fits in the L2 caches.
 SCRATCH = 2**20
 CHANNELS = 32, 512  # at least, and at most: with more, a block has few tiles
-LEAST_POSITIONS = 64 * 64  # of the whole output, from which packing the weight pays
+LEAST_POSITIONS = 64 * 64  # of the full output, from which packing the weight pays
 RESIZES = ("aten.upsample_nearest2d.", "aten._upsample_nearest_exact2d.")
 
 
-def compiled_winograd(kind: LocalKind) -> LocalKind | None:
-    """The convolution with the compiled kernel; None where that does not apply."""
-    if not isinstance(kind, LocalConv) or not winograd_applies(kind):
-        return None
-    rows, columns = across(kind.call, kind.axes)
-    assert rows is not None
-    outer, inner = fake(kind.call.bound["weight"]).shape[:2]
-    kernel = WinogradKernel(inner, outer, (_doubled(kind, rows), _doubled(kind, columns)))
-    return CompiledWinograd(kind, (rows, columns), kernel)
+def faster_kind(kind: LocalKind | Declined) -> LocalKind | Declined:
+    """The call with a compiled kernel, where one applies; else the kind as it is.
 
-
-def winograd_applies(kind: LocalConv) -> bool:
-    """Whether the compiled kernel can run this call, and pays.
-
-    It takes float32 on the CPU, one image whose windows of 3 x 3 slide along rows and columns in
-    steps of one, and numbers of channels that fill whole vectors.
+    The choice depends on the sizes of the full image, not on those of parts: results are the same
+    for all bands.
     """
-    call = kind.call
-    windows = [(s.geometry.kernel, s.geometry.step, s.geometry.reach) for s in kind.axes]
-    if windows != [(3, 1, 2)] * 2 or call.bound["groups"] != 1:
-        return False
-    if not is_float32(call) or not is_laid_out(call, kind.axes) or not compiles():
-        return False
-    outer, inner = fake(call.bound["weight"]).shape[:2]
-    is_whole = outer % host().lanes == 0 and inner % max(host().lanes, UNROLLED) == 0
-    positions = math.prod(call.shape) // max(outer, 1)
-    least, most = CHANNELS
-    return is_whole and least <= min(inner, outer) and max(inner, outer) <= most and positions >= LEAST_POSITIONS
-
-
-def _doubled(kind: LocalConv, s: Sliding) -> bool:
-    """Whether tiles along an axis begin between a position and its copy: the input is resized by 2,
-    nearest neighbor, and the first tile begins before the image."""
-    x = kind.call.node.args[0]
-    if not isinstance(x, fx.Node) or x.op != "call_function" or s.geometry.padding % 2 == 0:
-        return False
-    if not op_name(x.target).startswith(RESIZES):
-        return False
-    resized: Any = x.args[0]
-    source, value, axis = fake(resized), fake(x), s.axis + 2
-    arguments = schema.arguments(x)
-    names = ("scales_h", "scales_w")
-    factors = arguments.get("scale_factors") or [arguments.get(name) for name in names]
-    return value.shape[s.axis] == 2 * source.shape[s.axis] and factors[axis] in (None, 2.0)
-
-
-class _Dense(NamedTuple):
-    """A part that the kernel can read or write, with its rows, columns and pitch in floats."""
-
-    tensor: Tensor
-    rows: int
-    columns: int
-    pitch: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CompiledWinograd(LocalKind):
-    """A convolution with a sum and an activation in the same kernel.
-
-    fallback: runs the call without the kernel. across: windows along rows and columns. kernel: the
-    one without a sum and an activation. runners: those compiled so far.
-    """
-
-    fallback: LocalConv
-    across: tuple[Sliding, Sliding]
-    kernel: WinogradKernel
-    runners: dict[tuple[Act | None, bool], WinogradRunner] = field(default_factory=dict)
-
-    adds = True
-    compiler_bytes = LLVM
-
-    @property
-    def without_compiler(self) -> LocalKind:
-        return self.fallback
-
-    def run_onto(
-        self, values: list[Any], window: Part, into: Tensor, scratch: Scratch, after: Epilogue | None, add: bool
-    ) -> None:
-        """Fill `into`, or add to its values; then apply the activation.
-
-        The weight may be one that `pack_weight` has returned.
-        """
-        x, weight, bias = [*values, None][:3]
-        packed = self.pack_weight(weight, window) if weight.ndim > 2 else weight
-        bias = None if bias is None else bias.contiguous()
-        memory = scratch((self._scratch_floats(window),), NONE, torch.float32)
-        source, target = self._dense(x, 0), self._dense(into, 1)
-        act = fused(after)
-        addresses = (
-            source.tensor.data_ptr(),
-            target.tensor.data_ptr(),
-            packed.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-        )
-        self._runner(act, add).run(
-            self._sizes(source, target, window), torch.get_num_threads(), addresses, (memory.data_ptr(), memory.nbytes)
-        )
-        if target.tensor is not into:
-            into.copy_(target.tensor)
-        if after is not None and act is None:
-            activated = apply_activation(after, into)
-            if activated is not into:
-                into.copy_(activated)
-
-    def _dense(self, part: Tensor, which: int) -> _Dense:
-        """A part with dense columns. which: 0 for the operand, 1 for the output."""
-        rows, columns = (s.axis for s in self.across)
-        dims = PartDims(rows, columns, -3, part.shape[-3])
-        sizes = dims.of(part)
-        if sizes is None:
-            axes = self.fallback.call.axes if which else self.fallback.call.cuts[0].axes
-            part = empty(part.shape, axes, part.dtype).copy_(part)
-            sizes = dims.of(part)
-        assert sizes is not None
-        return _Dense(part, *sizes)
-
-    def _sizes(self, source: _Dense, target: _Dense, window: Part) -> WinogradSizes:
-        firsts, skipped = [], []
-        for s, (begin, _) in zip(self.across, window, strict=True):
-            g, tile = s.geometry, begin // 2 * 2
-            part_begin = min(max(begin - g.padding, 0), g.input)
-            firsts.append(tile - g.padding - part_begin)
-            skipped.append(begin - tile)
-        return WinogradSizes(
-            source.rows, source.columns, target.rows, target.columns, source.pitch, target.pitch, *firsts, *skipped
-        )
-
-    def _runner(self, act: Act | None, add: bool) -> WinogradRunner:
-        runner = self.runners.get((act, add))
-        if runner is None:
-            kernel = replace(self.kernel, act=act, add=add)
-            runner = self.runners.setdefault((act, add), WinogradRunner(kernel))
-        return runner
-
-    def compile(self, after: Epilogue | None, add: bool) -> None:
-        self._runner(fused(after), add).compile()
-
-    def _scratch_floats(self, window: Part) -> int:
-        """Floats of memory for the tiles of a window: of all, or of blocks of them."""
-        tiles = math.prod(-(-end // 2) - begin // 2 for begin, end in window)
-        most = max(SCRATCH, scratch_bytes(self.kernel, 1))
-        return align_size(min(scratch_bytes(self.kernel, tiles), most)) // 4
-
-    def scratch_bytes(self, window: Part) -> int:
-        return nbytes((self._scratch_floats(window),), torch.float32)
-
-    def macs(self, window: Part) -> int:
-        """Those of a direct convolution: what plans count."""
-        return self.fallback.macs(window)
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the transformed weight."""
-        return 4 * self.kernel.count * self.kernel.inner * self.kernel.outer
-
-    def pack_weight(self, weight: Tensor, window: Part) -> Tensor:
-        """The weight transformed, to be passed in place of `weight`."""
-        if self.across[ROWS].axis > self.across[COLUMNS].axis:
-            weight = weight.transpose(-1, -2)
-        return pack_winograd(weight, self.kernel)
+    if isinstance(kind, (LocalConv, LocalAvgPool, LocalMaxPool)) and window_kernel_applies(kind):
+        return (CompiledDepthwise if isinstance(kind, LocalConv) else CompiledPool).of(kind)
+    if isinstance(kind, LocalConv) and winograd_applies(kind):
+        return CompiledWinograd.of(kind)
+    return kind
 
 
 def is_float32(call: LocalCall) -> bool:
@@ -285,46 +130,49 @@ def fused(after: Epilogue | None) -> Act | None:
     return activation.name, tuple(after.scalars)
 
 
-def compiled_windows(kind: LocalKind) -> LocalKind | None:
-    """The depthwise convolution or pool with the compiled kernel; None where none applies."""
-    if isinstance(kind, LocalConv):
-        return CompiledDepthwise.of(kind) if is_supported(kind) else None
-    if isinstance(kind, (LocalAvgPool, LocalMaxPool)):
-        return CompiledPool.of(kind) if is_supported(kind) else None
-    return None
+@dataclass(frozen=True, slots=True, eq=False)
+class _CompiledKind(LocalKind):
+    """A call that runs by kernels compiled in this process. fallback: runs it without them."""
+
+    fallback: LocalConv | LocalAvgPool | LocalMaxPool
+
+    compiler_bytes = 40 * 2**20  # measured
+
+    @property
+    def without_compiler(self) -> LocalKind:
+        return self.fallback
+
+    def macs(self, window: Part) -> int:
+        """Those of the fallback: what plans count."""
+        return self.fallback.macs(window)
 
 
-def is_supported(kind: LocalConv | LocalAvgPool | LocalMaxPool) -> bool:
+def window_kernel_applies(kind: LocalConv | LocalAvgPool | LocalMaxPool) -> bool:
     """Whether the compiled kernel can run this call.
 
     It takes float32 on the CPU, one image (or sequence) whose windows slide along rows and columns,
-    kernels of at most 7 x 7.
+    kernels of at most 7 x 7; of convolutions depthwise ones.
     """
     call = kind.call
     is_too_large = any(s.geometry.kernel > LARGEST_WINDOW for s in kind.axes)
     if is_too_large or not is_float32(call) or not is_laid_out(call, kind.axes) or not compiles():
         return False
-    return not isinstance(kind, LocalConv) or _is_depthwise(call)
-
-
-def _is_depthwise(call: LocalCall) -> bool:
-    """Whether each channel has one kernel, and each kernel one channel."""
+    if not isinstance(kind, LocalConv):
+        return True
     weight = fake(call.bound["weight"])
     return weight.shape[1] == 1 and weight.shape[0] == call.bound["groups"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _CompiledWindows(LocalKind):
-    """A call that runs by compiled kernels.
+class _CompiledWindows(_CompiledKind):
+    """A depthwise convolution or pool.
 
-    across: windows along rows (None for a sequence) and columns. fallback: runs the call without
-    the kernel. runners: those compiled so far.
+    across: windows along rows (None for a sequence) and columns. runners: those compiled so far.
     """
 
     call: LocalCall
     across: tuple[Sliding | None, Sliding]
     layout: PartDims
-    fallback: LocalConv | LocalAvgPool | LocalMaxPool
     runners: dict[tuple[Act | None, bool], WindowRunner] = field(default_factory=dict)
 
     @classmethod
@@ -332,16 +180,7 @@ class _CompiledWindows(LocalKind):
         call, windows = kind.call, across(kind.call, kind.axes)
         rows, columns = (None if s is None else s.axis for s in windows)
         channels = -1 - len(kind.axes)
-        return cls(call, windows, PartDims(rows, columns, channels, call.shape[channels]), kind)  # type: ignore[arg-type]
-
-    compiler_bytes = LLVM
-
-    @property
-    def without_compiler(self) -> LocalKind:
-        return self.fallback
-
-    def macs(self, window: Part) -> int:
-        return self.fallback.macs(window)
+        return cls(kind, call, windows, PartDims(rows, columns, channels, call.shape[channels]))  # type: ignore[arg-type]
 
     def _runner(self, mode: str, divisor: int, act: Act | None, add: bool) -> WindowRunner:
         runner = self.runners.get((act, add))
@@ -360,12 +199,12 @@ class _CompiledWindows(LocalKind):
         source, target, (rows, columns) = self.layout.of(x), self.layout.of(into), self.across
         if source is None or target is None:
             return None
-        top = 0 if rows is None else _before(rows, window[ROWS])
-        left = _before(columns, window[ROWS if rows is None else COLUMNS])
+        top = 0 if rows is None else _count_before(rows, window[ROWS])
+        left = _count_before(columns, window[ROWS if rows is None else COLUMNS])
         return WindowSizes(*source[:2], *target[:2], source[2], target[2], top, left)
 
 
-def _before(s: Sliding, interval: Interval) -> int:
+def _count_before(s: Sliding, interval: Interval) -> int:
     """Positions before the operand's first that an interval of the output reads."""
     return max(s.geometry.padding - interval[0] * s.geometry.step, 0)
 
@@ -394,9 +233,7 @@ class CompiledDepthwise(_CompiledWindows):
         addresses = (x.data_ptr(), into.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr())
         self._runner("conv", 1, act, add).run(sizes, torch.get_num_threads(), addresses)
         if after is not None and act is None:
-            activated = apply_activation(after, into)
-            if activated is not into:
-                into.copy_(activated)
+            activate(after, into)
 
     def compile(self, after: Epilogue | None, add: bool) -> None:
         self._runner("conv", 1, fused(after), add).compile()
@@ -445,7 +282,9 @@ class CompiledPool(_CompiledWindows):
         if override:
             return override
         if bound["count_include_pad"]:
-            inside = all(_last(s) <= s.geometry.input + s.geometry.padding for s in axes)
+            # ceil_mode may put the last window after the padding
+            ends = [(g.output - 1) * g.step - g.padding + g.kernel for g in (s.geometry for s in axes)]
+            inside = all(end <= s.geometry.input + s.geometry.padding for end, s in zip(ends, axes, strict=True))
         else:
             rank = len(self.call.shape)
             margins = [s.margins(self.call.window(rank + s.axis, window)) for s in axes]
@@ -453,22 +292,148 @@ class CompiledPool(_CompiledWindows):
         return self._taps if inside else None
 
 
-def _last(s: Sliding) -> int:
-    """The end of the last window, which ceil_mode may put after the padding."""
-    g = s.geometry
-    return (g.output - 1) * g.step - g.padding + g.kernel
+def winograd_applies(kind: LocalConv) -> bool:
+    """Whether the compiled kernel can run this call, and pays.
 
-
-#: Each returns the call with its kernel, or None; the first that applies is taken.
-KERNELS = (compiled_windows, compiled_winograd)
-
-
-def faster_kind(kind: LocalKind | Declined) -> LocalKind | Declined:
-    """The call with a compiled kernel, where one applies; else the kind as it is.
-
-    The choice depends on the sizes of the whole image, not on those of parts: results are the same
-    for all bands.
+    It takes float32 on the CPU, one image whose windows of 3 x 3 slide along rows and columns in
+    steps of one, and numbers of channels that fill full vectors.
     """
-    if isinstance(kind, Declined):
-        return kind
-    return next((faster for rule in KERNELS if (faster := rule(kind)) is not None), kind)
+    call = kind.call
+    windows = [(s.geometry.kernel, s.geometry.step, s.geometry.reach) for s in kind.axes]
+    if windows != [(3, 1, 2)] * 2 or call.bound["groups"] != 1:
+        return False
+    if not is_float32(call) or not is_laid_out(call, kind.axes) or not compiles():
+        return False
+    outer, inner = fake(call.bound["weight"]).shape[:2]
+    fills_vectors = outer % host().lanes == 0 and inner % max(host().lanes, UNROLLED) == 0
+    positions = math.prod(call.shape) // max(outer, 1)
+    least, most = CHANNELS
+    return fills_vectors and least <= min(inner, outer) and max(inner, outer) <= most and positions >= LEAST_POSITIONS
+
+
+def _reads_copies(kind: LocalConv, s: Sliding) -> bool:
+    """Whether tiles along an axis begin between a position and its copy: the input is resized by 2,
+    nearest neighbor, and the first tile begins before the image."""
+    x = kind.call.node.args[0]
+    if not isinstance(x, fx.Node) or x.op != "call_function" or s.geometry.padding % 2 == 0:
+        return False
+    if not op_name(x.target).startswith(RESIZES):
+        return False
+    resized: Any = x.args[0]
+    source, value, axis = fake(resized), fake(x), s.axis + 2
+    arguments = schema.arguments(x)
+    names = ("scales_h", "scales_w")
+    factors = arguments.get("scale_factors") or [arguments.get(name) for name in names]
+    return value.shape[s.axis] == 2 * source.shape[s.axis] and factors[axis] in (None, 2.0)
+
+
+class _Dense(NamedTuple):
+    """A part that the kernel can read or write, with its rows, columns and pitch in floats."""
+
+    tensor: Tensor
+    rows: int
+    columns: int
+    pitch: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledWinograd(_CompiledKind):
+    """A convolution with a sum and an activation in the same kernel.
+
+    across: windows along rows and columns. kernel: the one without a sum and an activation.
+    runners: those compiled so far.
+    """
+
+    across: tuple[Sliding, Sliding]
+    kernel: WinogradKernel
+    runners: dict[tuple[Act | None, bool], WinogradRunner] = field(default_factory=dict)
+
+    adds = True
+
+    @staticmethod
+    def of(kind: LocalConv) -> CompiledWinograd:
+        rows, columns = across(kind.call, kind.axes)
+        assert rows is not None
+        outer, inner = fake(kind.call.bound["weight"]).shape[:2]
+        kernel = WinogradKernel(inner, outer, (_reads_copies(kind, rows), _reads_copies(kind, columns)))
+        return CompiledWinograd(kind, (rows, columns), kernel)
+
+    def run_onto(
+        self, values: list[Any], window: Part, into: Tensor, scratch: Scratch, after: Epilogue | None, add: bool
+    ) -> None:
+        """Fill `into`, or add to its values; then apply the activation.
+
+        The weight may be one that `pack_weight` has returned.
+        """
+        x, weight, bias = [*values, None][:3]
+        packed = self.pack_weight(weight, window) if weight.ndim > 2 else weight
+        bias = None if bias is None else bias.contiguous()
+        memory = scratch((self._scratch_floats(window),), NONE, torch.float32)
+        source, target = self._with_dense_columns(x, 0), self._with_dense_columns(into, 1)
+        act = fused(after)
+        addresses = (
+            source.tensor.data_ptr(),
+            target.tensor.data_ptr(),
+            packed.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+        )
+        self._runner(act, add).run(
+            self._sizes(source, target, window), torch.get_num_threads(), addresses, (memory.data_ptr(), memory.nbytes)
+        )
+        if target.tensor is not into:
+            into.copy_(target.tensor)
+        if after is not None and act is None:
+            activate(after, into)
+
+    def _with_dense_columns(self, part: Tensor, which: int) -> _Dense:
+        """A part with dense columns. which: 0 for the operand, 1 for the output."""
+        rows, columns = (s.axis for s in self.across)
+        dims = PartDims(rows, columns, -3, part.shape[-3])
+        sizes = dims.of(part)
+        if sizes is None:
+            axes = self.fallback.call.axes if which else self.fallback.call.cuts[0].axes
+            part = empty(part.shape, axes, part.dtype).copy_(part)
+            sizes = dims.of(part)
+        assert sizes is not None
+        return _Dense(part, *sizes)
+
+    def _sizes(self, source: _Dense, target: _Dense, window: Part) -> WinogradSizes:
+        firsts, skipped = [], []
+        for s, (begin, _) in zip(self.across, window, strict=True):
+            g, tile = s.geometry, begin // 2 * 2
+            part_begin = min(max(begin - g.padding, 0), g.input)
+            firsts.append(tile - g.padding - part_begin)
+            skipped.append(begin - tile)
+        return WinogradSizes(
+            source.rows, source.columns, target.rows, target.columns, source.pitch, target.pitch, *firsts, *skipped
+        )
+
+    def _runner(self, act: Act | None, add: bool) -> WinogradRunner:
+        runner = self.runners.get((act, add))
+        if runner is None:
+            kernel = replace(self.kernel, act=act, add=add)
+            runner = self.runners.setdefault((act, add), WinogradRunner(kernel))
+        return runner
+
+    def compile(self, after: Epilogue | None, add: bool) -> None:
+        self._runner(fused(after), add).compile()
+
+    def _scratch_floats(self, window: Part) -> int:
+        """Floats of memory for the tiles of a window: of all, or of blocks of them."""
+        tiles = math.prod(-(-end // 2) - begin // 2 for begin, end in window)
+        most = max(SCRATCH, scratch_bytes(self.kernel, 1))
+        return align_size(min(scratch_bytes(self.kernel, tiles), most)) // 4
+
+    def scratch_bytes(self, window: Part) -> int:
+        return nbytes((self._scratch_floats(window),), torch.float32)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the transformed weight."""
+        return 4 * self.kernel.count * self.kernel.inner * self.kernel.outer
+
+    def pack_weight(self, weight: Tensor, window: Part) -> Tensor:
+        """The weight transformed, to be passed in place of `weight`."""
+        if self.across[ROWS].axis > self.across[COLUMNS].axis:
+            weight = weight.transpose(-1, -2)
+        return pack_winograd(weight, self.kernel)

@@ -1,12 +1,9 @@
-"""Convolutions on parts, where windows slide along the cut axes; `pools` has the pools.
+"""Convolutions and pools on parts, where windows slide along the cut axes.
 
-Only windows at the image's border read beyond the image: zeros, or the lowest number. A border of
-equal size at both ends of a part is the op's padding; any other is part of a padded copy.
-
-Pools on parts: windows that slide along the cut axes.
-
-A max pool compares taps inside the image, so that it needs no border. An average pool runs the op
-inside the image; at the border it divides sums by the number of positions of each window.
+Only windows at the image's border read beyond the image. Convolutions read zeros there: a border of
+equal size at both ends of a part is the op's padding; any other is part of a padded copy. A max pool
+compares taps inside the image, so that it needs no border. An average pool runs the op inside the
+image; at the border it divides sums by the number of positions of each window.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from demask.ops.entry import Declined, op_name
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
 from demask.ops.traits import CONV_OF_AXES
-from demask.traverse import axes as parts
 from demask.traverse.axes import Window
 from demask.traverse.local.call import (
     LocalCall,
@@ -33,6 +29,7 @@ from demask.traverse.local.call import (
     LocalWindows,
     Scratch,
     Sliding,
+    activate,
     grown,
     nbytes,
     padded,
@@ -42,11 +39,9 @@ from demask.traverse.local.call import (
     writes_in_place,
 )
 from demask.traverse.local.carried import bind_arguments
-from demask.tune.epilogue import Epilogue, apply_activation
+from demask.tune.epilogue import Epilogue
 
 aten = torch.ops.aten
-
-
 _DIRECT = 9  # a max pool of more taps runs axis by axis
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -63,15 +58,12 @@ class LocalMaxPool(LocalWindows):
         x = values[0]
         for k, (s, axis_taps) in enumerate(zip(self.axes, taps, strict=True)):
             last = k == len(self.axes) - 1
-            target = into if last else scratch(self._between(x.shape, window, k), self._layout(), x.dtype)
+            target = into if last else scratch(self._between(x.shape, window, k), self.call.cuts[0].axes, x.dtype)
             _largest(x, target, (s,), (axis_taps,))
             x = target
 
     def _direct(self) -> bool:
         return len(self.axes) == 1 or math.prod(s.geometry.kernel for s in self.axes) <= _DIRECT
-
-    def _layout(self) -> parts.Axes:
-        return self.call.cuts[0].axes
 
     def _between(self, shape: Sequence[int], window: Window, k: int) -> tuple[int, ...]:
         sizes = list(shape)
@@ -120,7 +112,7 @@ def _largest(x: Tensor, into: Tensor, axes: Sequence[Sliding], taps: Sequence[li
     full = [into.shape[s.axis] for s in axes]
     start = next((c for c in combinations if [t.count for t in c] == full), None)
     if start is None:
-        into.fill_(_lowest(into.dtype))
+        into.fill_(-math.inf if into.is_floating_point() else torch.iinfo(into.dtype).min)
     else:
         into.copy_(_tapped(x, axes, start))
         combinations.remove(start)
@@ -135,10 +127,6 @@ def _tapped(x: Tensor, axes: Sequence[Sliding], taps: Sequence[_Tap]) -> Tensor:
     for s, tap in zip(axes, taps, strict=True):
         x = stepped(x, s.axis, tap.start, tap.count, tap.step)
     return x
-
-
-def _lowest(dtype: torch.dtype) -> float | int:
-    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,8 +172,8 @@ class LocalAvgPool(LocalWindows):
         for s, interval in zip(self.axes, self.intervals(window), strict=True):
             before, inside, after = s.margins(interval)
             # A stride may leave positions after the last window unread: those are no border.
-            whole = interval == (0, s.geometry.output) and inside == s.geometry.input
-            borders.append("inside" if not before and not after else "all" if whole else "")
+            is_all = interval == (0, s.geometry.output) and inside == s.geometry.input
+            borders.append("inside" if not before and not after else "all" if is_all else "")
         return borders
 
     def _margins(self, window: Window) -> dict[int, Interval]:
@@ -302,16 +290,16 @@ class LocalConv(LocalWindows):
         if margins:
             x = padded(x, self.call.cuts[0].axes, margins, 0, scratch)
         if not available(x.dtype, x.device):
-            self._plain(x, weight, bias, padding, into, after, add)
+            self._run_aten(x, weight, bias, padding, into, after, add)
             return
         if not add:
             into.zero_()
         fused = "relu" if after is not None and after.name == "relu" else None
-        _onto(into, x, weight, bias, (padding, *self._steps()), self.call.bound["groups"], fused)
+        _add_onednn(into, x, weight, bias, (padding, *self._steps()), self.call.bound["groups"], fused)
         if after is not None and fused is None:
-            _activate(after, into)
+            activate(after, into)
 
-    def _plain(self, x, weight, bias, padding, into: Tensor, after: Epilogue | None, add) -> None:
+    def _run_aten(self, x, weight, bias, padding, into: Tensor, after: Epilogue | None, add) -> None:
         stride, dilation = self._steps()
         target = CONV_OF_AXES[len(self.axes)]
         result = target(x, weight, bias, stride, padding, dilation, self.call.bound["groups"])
@@ -320,7 +308,7 @@ class LocalConv(LocalWindows):
         else:
             into.copy_(result)
         if after is not None:
-            _activate(after, into)
+            activate(after, into)
 
     def _steps(self) -> tuple[list[int], list[int]]:
         stride = [s.geometry.step for s in self.axes]
@@ -393,13 +381,7 @@ class LocalConv(LocalWindows):
         return ops()._reorder_convolution_weight(weight, *geometry, shape)
 
 
-def _activate(after: Epilogue, into: Tensor) -> None:
-    activated = apply_activation(after, into)
-    if activated is not into:
-        into.copy_(activated)
-
-
-def _onto(into: Tensor, x: Tensor, weight, bias, geometry, groups: int, relu: str | None) -> None:
+def _add_onednn(into: Tensor, x: Tensor, weight, bias, geometry, groups: int, relu: str | None) -> None:
     """oneDNN's convolution, added to `into`; sequences run as images of one row."""
     padding, stride, dilation = geometry
     if len(padding) == 1:
@@ -419,8 +401,7 @@ class LocalTransposedConv(LocalWindows):
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
         x, weight, bias = [*values, None][:3]
         plans = self._plans(window)
-        margins = {s.axis: p.zeros for s, p in zip(self.axes, plans, strict=True) if any(p.zeros)}
-        if margins:
+        if margins := self._margins(plans):
             x = padded(x, self.call.cuts[0].axes, margins, 0, scratch)
         target: Any = self.call.node.target
         values = [x, weight] if bias is None else [x, weight, bias]
@@ -435,7 +416,7 @@ class LocalTransposedConv(LocalWindows):
 
     def _plans(self, window: Window) -> list[_TransposedWindow]:
         pairs = zip(self.axes, self.intervals(window), strict=True)
-        return [_plan(s, interval, self._rule(s)(*interval)) for s, interval in pairs]
+        return [_plan_transposed(s, interval, self._rule(s)(*interval)) for s, interval in pairs]
 
     def _rule(self, s: Sliding):
         axis = len(self.call.shape) + s.axis
@@ -445,19 +426,21 @@ class LocalTransposedConv(LocalWindows):
                 return rule
         return lambda start, end: (0, s.geometry.input)
 
+    def _margins(self, plans: list[_TransposedWindow]) -> dict[int, Interval]:
+        return {s.axis: p.zeros for s, p in zip(self.axes, plans, strict=True) if any(p.zeros)}
+
     def scratch_bytes(self, window: Window) -> int:
-        plans = self._plans(window)
-        margins = {s.axis: p.zeros for s, p in zip(self.axes, plans, strict=True) if any(p.zeros)}
+        margins = self._margins(self._plans(window))
         return nbytes(grown(self.operand(window), margins), self.call.dtype) if margins else 0
 
     def allocated_bytes(self, window: Window) -> int:
         plans = self._plans(window)
         surplus = {s.axis: (0, p.surplus) for s, p in zip(self.axes, plans, strict=True)}
         result = nbytes(grown(self.call.sizes(window), surplus), self.call.dtype)
-        return result + self._inside(window, result)
+        return result + self._bytes_inside_op(window, result)
 
-    def _inside(self, window: Window, result_bytes: int) -> int:
-        """Bytes allocated inside the op. oneDNN, for images: a copy of the operand, or with groups
+    def _bytes_inside_op(self, window: Window, result_bytes: int) -> int:
+        """Bytes that the op allocates. oneDNN, for images: a copy of the operand, or with groups
         the result. ATen: the columns, a one for each position, and with groups the results."""
         weight = fake(self.call.bound["weight"])
         dtype, groups = self.call.dtype, self.call.bound["groups"]
@@ -470,7 +453,7 @@ class LocalTransposedConv(LocalWindows):
         return columns + ones + (result_bytes if groups > 1 else 0) + nbytes(shape, dtype)
 
     def macs(self, window: Window) -> int:
-        """Multiply-adds: each position read is multiplied by the whole kernel."""
+        """Multiply-adds: each position read is multiplied by all taps of the kernel."""
         shape, weight = self.operand(window), fake(self.call.bound["weight"]).shape
         return math.prod(shape) * math.prod(weight[1:])
 
@@ -490,7 +473,7 @@ class _TransposedWindow:
     surplus: int
 
 
-def _plan(s: Sliding, interval: Interval, needs: Interval) -> _TransposedWindow:
+def _plan_transposed(s: Sliding, interval: Interval, needs: Interval) -> _TransposedWindow:
     """The padding and cropping of an interval of the output.
 
     Position i of the operand writes positions [i * step - padding, i * step - padding + reach].
@@ -505,6 +488,3 @@ def _plan(s: Sliding, interval: Interval, needs: Interval) -> _TransposedWindow:
     added = max(-(-(extra - largest_extra) // g.step), 0)
     extra -= added * g.step
     return _TransposedWindow((before, zeros_after + added), crop, max(extra, 0), max(-extra, 0))
-
-
-__all__ = ["windowed"]

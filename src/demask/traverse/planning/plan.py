@@ -26,7 +26,7 @@ class Segment:
     each other are stored in full; values inside a segment are not.
 
     Attributes:
-        mode: "layer-wise": each call computes its whole output. "bands": some rows at a time over
+        mode: "layer-wise": each call computes its full output. "bands": some rows at a time over
             the full width; rows that the next band reads again stay in memory. "frustums":
             overlapping tiles that share nothing and compute the overlap again. "barrier": calls on
             values without rows, such as statistics.

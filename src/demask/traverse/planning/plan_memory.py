@@ -1,4 +1,4 @@
-"""The memory of a whole plan: stages, the maps between them, one arena.
+"""The memory of a plan: stages, the maps between them, one arena.
 
 Maps live from the segment that computes them to the last that reads them; a segment's own memory
 lives while it runs. A map may overwrite a map that is read for the last time, if every row is
@@ -41,7 +41,7 @@ from demask.traverse.planning.schedule import (
     tile_bands,
     tile_step,
     walk_bands,
-    whole_step,
+    full_step,
 )
 
 LARGE = 2**20  # bytes allocated by torch that are returned to the system after a unit
@@ -137,7 +137,7 @@ def plan_stage_memory(
 ) -> StageMemory:
     """The memory of a stage for all of its steps.
 
-    maps: values that are whole in the plan's arena. estimate: sum live bytes without placing
+    maps: values that are complete in the plan's arena. estimate: sum live bytes without placing
     blocks: faster, and a lower bound.
     """
     peaks = _PeakSizes(stage, maps)
@@ -220,7 +220,7 @@ KERNELS = 1024  # in oneDNN's cache
 class PlacedSegment:
     """A segment with exact sizes, its stage, and its memory.
 
-    maps: those of its values that are whole in the arena. memory: of each worker. strips: of each
+    maps: those of its values that are complete in the arena. memory: of each worker. strips: of each
     worker; none for one worker.
     """
 
@@ -257,7 +257,7 @@ class MemoryLayout:
     """The memory of a plan.
 
     places: the segments. maps: offsets of maps in the arena; work: of each segment's memory. size:
-    of the arena. whole_bytes: of the values without rows that live while each segment runs;
+    of the arena. uncut_bytes: of the values without rows that live while each segment runs;
     last_used: those that it reads last. stored: bytes of all values that live between segments, of
     those alive while each segment runs.
     """
@@ -266,15 +266,15 @@ class MemoryLayout:
     maps: Mapping[fx.Node, int]
     work: tuple[int, ...]
     size: int
-    whole_bytes: tuple[int, ...]
+    uncut_bytes: tuple[int, ...]
     last_used: tuple[frozenset[fx.Node], ...]
     stored: tuple[int, ...]
 
     @property
     def live(self) -> int:
         """Peak bytes of values and packed weights, including all of the arena."""
-        pairs = zip(self.places, self.whole_bytes, strict=True)
-        return self.size + max((place.allocated + whole for place, whole in pairs), default=0)
+        pairs = zip(self.places, self.uncut_bytes, strict=True)
+        return self.size + max((place.allocated + uncut for place, uncut in pairs), default=0)
 
     def compile_kernels(self) -> None:
         """Compile the plan's kernels."""
@@ -297,7 +297,7 @@ class MemoryLayout:
 
 
 def value_bytes(node: fx.Node) -> int:
-    """Bytes of a whole value."""
+    """Bytes of a full value."""
     value = fake(node)
     return prod(value.shape) * value.dtype.itemsize if isinstance(value, Tensor) else 0
 
@@ -305,7 +305,7 @@ def value_bytes(node: fx.Node) -> int:
 def steps_of(stage: Stage, segment: Segment) -> Iterator[Step]:
     """The steps in which a segment runs."""
     if not target_rows(stage):
-        yield whole_step(stage)
+        yield full_step(stage)
     elif segment.stripe:
         for rows in stripes_of(stage, segment):
             yield from steps_of_stripe(stage, segment, rows)
@@ -317,7 +317,7 @@ def steps_of(stage: Stage, segment: Segment) -> Iterator[Step]:
     elif segment.mode == FRUSTUMS:
         yield from tiles(stage, segment.rows, segment.columns)
     else:
-        yield whole_step(stage)
+        yield full_step(stage)
 
 
 def stripes_of(stage: Stage, segment: Segment) -> list[Interval]:
@@ -402,7 +402,7 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
         spilled = {name for s in segments for name in s.spills}
         for unit in stage.units:
             for edge in unit.edges:
-                if edge.whole and edge.source.name in spilled and not can_stream_keys(unit.node):
+                if edge.all_rows and edge.source.name in spilled and not can_stream_keys(unit.node):
                     raise BadInput(
                         f"the plan stores {edge.source.name} on disk, but "
                         f"{unit.node.name} reads all of its rows at once"
@@ -439,7 +439,7 @@ def lay_out(flow: Flow, segments: Sequence[Segment]) -> MemoryLayout:
     maps = {v for stage in stages for v in stage.targets if v.name not in spilled}
     outputs = {n for n in flow.outputs if isinstance(n, fx.Node)}
     values_read = {v for stage in stages for v in stage.enters} | {
-        e.source for stage in stages for u in stage.units for e in u.edges if e.whole
+        e.source for stage in stages for u in stage.units for e in u.edges if e.all_rows
     }
     maps = {v for v in maps if v in values_read or v not in outputs}
     places = []
@@ -481,7 +481,7 @@ def step_macs(stage: Stage, step: Step) -> int:
     return total
 
 
-def _whole_lifetimes(flow: Flow, places: Sequence[PlacedSegment]) -> dict[fx.Node, tuple[int, int]]:
+def _uncut_lifetimes(flow: Flow, places: Sequence[PlacedSegment]) -> dict[fx.Node, tuple[int, int]]:
     """The first and the last segment in which each value without rows is alive."""
     lifetimes: dict[fx.Node, tuple[int, int]] = {}
     for k, place in enumerate(places):
@@ -513,18 +513,18 @@ def _allocate(flow: Flow, places: tuple[PlacedSegment, ...], map_values: set[fx.
     arena = plan_arena(blocks)
     offset_of = dict(zip(lives, arena.offsets, strict=False))
     maps = {v: offset_of[owner[v]] for v in map_values if owner[v] in offset_of}
-    whole_lifetimes = _whole_lifetimes(flow, places)
-    whole_bytes, last_used = [], []
+    uncut_lifetimes = _uncut_lifetimes(flow, places)
+    uncut_bytes, last_used = [], []
     for k in range(len(places)):
-        live_values = (v for v, (first, last) in whole_lifetimes.items() if first <= k <= last)
-        whole_bytes.append(sum(map(value_bytes, live_values)))
-        last_used.append(frozenset(v for v, (_, last) in whole_lifetimes.items() if last == k))
+        live_values = (v for v, (first, last) in uncut_lifetimes.items() if first <= k <= last)
+        uncut_bytes.append(sum(map(value_bytes, live_values)))
+        last_used.append(frozenset(v for v, (_, last) in uncut_lifetimes.items() if last == k))
     work = arena.offsets[len(lives) :]
     stored = tuple(
-        whole + sum(block.size for block in blocks[: len(lives)] if block.start <= k <= block.end)
-        for k, whole in enumerate(whole_bytes)
+        uncut + sum(block.size for block in blocks[: len(lives)] if block.start <= k <= block.end)
+        for k, uncut in enumerate(uncut_bytes)
     )
-    return MemoryLayout(places, maps, work, arena.size, tuple(whole_bytes), tuple(last_used), stored)
+    return MemoryLayout(places, maps, work, arena.size, tuple(uncut_bytes), tuple(last_used), stored)
 
 
 def find_overwrites(stage: Stage, steps: Sequence[Step], maps: frozenset[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -554,7 +554,7 @@ def _can_overwrite(stage: Stage, maker: tuple[int, Unit], base: fx.Node) -> bool
     if value.shape != base_value.shape or value.dtype != base_value.dtype:
         return False
     readers = stage.readers[base]
-    if any(edge.whole or j > k for j, edge in readers):
+    if any(edge.all_rows or j > k for j, edge in readers):
         return False
     return not any(j == k and unit.addend is not base for j, _ in readers)
 

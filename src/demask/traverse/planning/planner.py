@@ -1,6 +1,6 @@
 """Search for the fastest plan within a budget: cuts of the graph, and a mode for each segment.
 
-The calls between two cuts are a segment; values that cross a cut are stored whole, as maps (the
+The calls between two cuts are a segment; values that cross a cut are stored in full, as maps (the
 dependence closure of Occam, arXiv 2006.15308). Cuts are forced where a call waits for all rows of a
 value (statistics, keys of attention), and optional where few bytes cross. A dynamic program over
 the cuts finds the fastest sequence of segments that all fit the budget: the memory of a segment
@@ -40,7 +40,7 @@ from demask.traverse.planning.plan_memory import (
     tile_at,
     value_bytes,
 )
-from demask.traverse.planning.schedule import Stage, Step, build_stage, middle_steps, target_rows, whole_step
+from demask.traverse.planning.schedule import Stage, Step, build_stage, middle_steps, target_rows, full_step
 
 Cut = Callable[[MemoryLayout], MemoryLayout]
 
@@ -162,7 +162,7 @@ class Planner:
             for v in sorted(crossing - self.outputs, key=lambda v: -value_bytes(v)):
                 read = [n for n in v.all_input_nodes if n in self.flow.axes]
                 is_cheap = all(n in crossing or n.op == "placeholder" for n in read)
-                is_cheap = is_cheap and not self._is_read_whole(v)
+                is_cheap = is_cheap and not self._is_read_in_full(v)
                 cost = self.flow.macs(v) if v in self.flow.local else math.inf
                 if is_cheap and v not in cheap and spent + cost <= RECOMPUTED * total:
                     cheap.add(v)
@@ -306,16 +306,16 @@ class Planner:
         """Whether a value is an output that no call reads."""
         return node in self.outputs and all(u.op == "output" for u in node.users)
 
-    def _is_read_whole(self, node: fx.Node, unless: Callable[[fx.Node], bool] = lambda reader: False) -> bool:
+    def _is_read_in_full(self, node: fx.Node, unless: Callable[[fx.Node], bool] = lambda reader: False) -> bool:
         """Whether a call reads all rows of a value at once. unless: readers to ignore."""
         readers = [u for u in node.users if u.op == "call_function" and not unless(u)]
-        return any(e.whole and e.source is node for u in readers for e in self.flow.edges(u))
+        return any(e.all_rows and e.source is node for u in readers for e in self.flow.edges(u))
 
     def _is_spilled(self, node: fx.Node) -> bool:
         return (
             self.spills
             and not self._is_only_returned(node)
-            and not self._is_read_whole(node, unless=can_stream_keys)
+            and not self._is_read_in_full(node, unless=can_stream_keys)
             and value_bytes(node) >= self.smallest
         )
 
@@ -392,10 +392,10 @@ def _forced_cuts(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
     """Indices of calls that wait for all rows of a value computed since the last cut."""
     cuts: list[int] = []
     group: set[fx.Node] = set()
-    ready: set[fx.Node] = set()  # whole values computed since the last cut
+    ready: set[fx.Node] = set()  # full values computed since the last cut
     for k, node in enumerate(calls):
         cut = node in flow.local or node in flow.gathers
-        must_wait = any(e.whole and e.source in group for e in flow.edges(node))
+        must_wait = any(e.all_rows and e.source in group for e in flow.edges(node))
         must_wait |= any(n in ready for n in node.all_input_nodes) and cut
         must_wait |= any(n in ready and n in flow.gathers for n in node.all_input_nodes)
         must_wait |= bool(group) and cut != _runs_in_parts(flow, calls[k - 1])
@@ -421,7 +421,7 @@ def _sample_steps(stage: Stage, segment: Segment) -> list[Step]:
         top = max(targets.values()) // 2 // rows * rows
         left = max(stage.flow.columns(v) for v in targets) // 2 // columns * columns
         return [tile_at(stage, (top, top + rows), (left, left + columns))]
-    return [whole_step(stage)]
+    return [full_step(stage)]
 
 
 def _all_macs(stage: Stage) -> int:
@@ -456,7 +456,7 @@ def plan_tiles(
         budget: bytes.
         reserved: bytes of the budget that the call uses for other data.
         disk: whether maps may be stored in files.
-        cut: cuts the segments of a layout into tasks. All maps that are not read whole are then in
+        cut: cuts the segments of a layout into tasks. All maps that are not read in full are then in
             files: any process can compute any task, and a plan is the same for one or several.
 
     Raises:
@@ -542,6 +542,6 @@ def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, reserved: int) ->
 
 
 def _notes(flow: Flow) -> Iterator[str]:
-    """Notes on calls that run whole, with reasons."""
+    """Notes on calls that run uncut, with reasons."""
     for node, text in flow.refusals.items():
         yield f"{node.name} runs whole: {text}"

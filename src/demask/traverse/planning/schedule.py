@@ -33,7 +33,7 @@ from demask.ops.regions import Interval
 from demask.ops.schema import fake
 from demask.ops.traits import ADDS, CONVOLUTIONS
 from demask.traverse.analysis.flow import Flow, FlowEdge
-from demask.traverse.axes import Window, whole
+from demask.traverse.axes import Window, full_window
 from demask.tune.epilogue import Epilogue, epilogue_of
 
 
@@ -80,23 +80,23 @@ class Stage:
         return tuple(u for u in self.units if u.node in self.flow.gathers)
 
     @property
-    def wholes(self) -> tuple[Unit, ...]:
-        """Units that can only run on whole values."""
+    def uncut_units(self) -> tuple[Unit, ...]:
+        """Units that can only run on full values."""
         cut = self.flow.local.keys() | self.flow.gathers.keys()
         return tuple(u for u in self.units if u.node not in cut)
 
     def streamed(self, unit: Unit, maps: Container[fx.Node]) -> list[FlowEdge]:
-        """The operands that a unit reads whole, in blocks, from their source."""
-        return [e for e in unit.edges if e.whole and e.source in self.enters and e.source not in maps]
+        """The operands that a unit reads in full, in blocks, from their source."""
+        return [e for e in unit.edges if e.all_rows and e.source in self.enters and e.source not in maps]
 
     @property
     def is_streamable(self) -> bool:
         """Whether the stage can run in parts: no unit waits for all rows of another's value."""
         computed = {u.value for u in self.units} | {u.node for u in self.units}
-        waits = any(e.whole and e.source in computed for u in self.units for e in u.edges)
+        waits = any(e.all_rows and e.source in computed for u in self.units for e in u.edges)
         gathered = {u.node for u in self.sinks}
         reads_statistics = any(n in gathered for u in self.units for n in u.node.all_input_nodes)
-        return not self.wholes and not waits and not reads_statistics
+        return not self.uncut_units and not waits and not reads_statistics
 
 
 def build_stage(flow: Flow, nodes: Sequence[fx.Node], keeps: Collection[fx.Node]) -> Stage:
@@ -269,10 +269,10 @@ def cut_strips(stage: Stage, workers: int) -> list[Strip]:
         pairs = itertools.pairwise(candidate)
         if all(a.last[v] >= a.first[v] and a.seen[v] <= b.own[v] for a, b in pairs for v in a.own):
             return candidate
-    return [_whole_strip(stage)]
+    return [_full_strip(stage)]
 
 
-def _whole_strip(stage: Stage) -> Strip:
+def _full_strip(stage: Stage) -> Strip:
     """One strip of all rows."""
     rows = {v: stage.flow.rows(v) for v in _values(stage)}
     return Strip(dict.fromkeys(rows, 0), rows, rows, rows, {})
@@ -319,11 +319,11 @@ def _top(stage: Stage, rows: Mapping[fx.Node, int], share: float) -> dict[fx.Nod
 def walk_bands(
     stage: Stage, band: int, strip: Strip | None = None, columns: Mapping[fx.Node, Interval] | None = None
 ) -> Iterator[Step]:
-    """The steps of bands of `band` rows of the tallest target, down a strip or the whole image.
+    """The steps of bands of `band` rows of the tallest target, down a strip or the full image.
 
     columns: of each value; None: the full width.
     """
-    strip = strip or _whole_strip(stage)
+    strip = strip or _full_strip(stage)
     ends = target_rows(stage)
     height = max(ends.values())
     top = min(strip.first[v] * height // n for v, n in ends.items())
@@ -393,7 +393,7 @@ def _is_empty(window: Window) -> bool:
 
 def middle_steps(stage: Stage, band: int) -> list[Step]:
     """Two steps from the middle of `walk_bands`, representative of most of them."""
-    ends, strip = target_rows(stage), _whole_strip(stage)
+    ends, strip = target_rows(stage), _full_strip(stage)
     height = max(ends.values())
     row = height // 2 // band * band
     values = _values(stage)
@@ -411,18 +411,18 @@ def middle_steps(stage: Stage, band: int) -> list[Step]:
     return steps
 
 
-def whole_step(stage: Stage) -> Step:
-    """The step that computes every value whole."""
+def full_step(stage: Stage) -> Step:
+    """The step that computes every value in full."""
     step = {}
     for node in _values(stage):
-        (_, rows), columns = whole(node, stage.flow.axes[node])
+        (_, rows), columns = full_window(node, stage.flow.axes[node])
         step[node] = LiveRows(0, 0, rows, rows, columns)
     return step
 
 
 def _cut_edges(unit: Unit) -> list[FlowEdge]:
-    """The operands that a unit reads in parts; those that it reads whole are maps."""
-    return [edge for edge in unit.edges if not edge.whole]
+    """The operands that a unit reads in parts; those that it reads in full are maps."""
+    return [edge for edge in unit.edges if not edge.all_rows]
 
 
 def _values(stage: Stage) -> list[fx.Node]:
@@ -437,7 +437,7 @@ def _union(a: Interval, b: Interval) -> Interval:
 def _ahead(stage: Stage, ends: Mapping[fx.Node, int], height: int, band: int) -> dict[fx.Node, float]:
     """Rows by which each value is ahead of its share, from the first band."""
     nothing = dict.fromkeys(_values(stage), 0)
-    strip = _whole_strip(stage)
+    strip = _full_strip(stage)
     wanted = {v: math.floor(min(band, height) * n / height) for v, n in ends.items()}
     end = _rows_after(stage, strip, wanted, nothing, 0, height, {})
     rows = stage.flow.rows

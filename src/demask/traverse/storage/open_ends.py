@@ -39,8 +39,8 @@ def open_source(source: End, layout: str | None = None, region: Region | None = 
     order. Raises BadInput where it is no array of images."""
     if _is_memory(source):
         images = _order(tuple(source.shape), layout, "the source", region)
-        whole = tensor_source(source, NONE)
-        return replace(whole, tensor=_part(whole.tensor, images))
+        opened = tensor_source(source, NONE)
+        return replace(opened, tensor=_part(opened.tensor, images))
     store: Store = open_path(source) if _is_path(source) else SliceStore.of(source, "the source")
     images = _order(store.shape, layout or store.layout, store.name, region)
     return StoredSource.of(store, images, NONE)
@@ -75,8 +75,8 @@ def _order(shape: tuple[int, ...], layout: str | None, name: str, region: Region
 
 def _part(tensor: Tensor, images: AxisOrder) -> Tensor:
     """The images in a tensor of any order, as a view."""
-    whole = images.in_array(tuple((0, n) for n in images.shape))
-    for axis, (start, end) in enumerate(whole):
+    box = images.in_array(tuple((0, n) for n in images.shape))
+    for axis, (start, end) in enumerate(box):
         tensor = tensor.narrow(axis, start, end - start)
     return images.view_images(tensor)
 

@@ -132,9 +132,9 @@ def _memory(layout: FileLayout, box: Box, tensor: Tensor) -> Iterator[memoryview
     """The memory of each contiguous piece of a box."""
     outer = layout.outer(box)
     if tensor.dim() == 1:  # a buffer in the file's order: consecutive pieces
-        whole, runs = _bytes(tensor), math.prod(box[a][1] - box[a][0] for a in layout.order[:outer])
-        size = len(whole) // max(runs, 1)
-        yield from (whole[start : start + size] for start in range(0, runs * size, max(size, 1)))
+        data, runs = _bytes(tensor), math.prod(box[a][1] - box[a][0] for a in layout.order[:outer])
+        size = len(data) // max(runs, 1)
+        yield from (data[start : start + size] for start in range(0, runs * size, max(size, 1)))
         return
     ordered = tensor.detach().permute(layout.order)
     for index in product(*map(range, ordered.shape[:outer])):
@@ -234,8 +234,8 @@ class _TensorEnd:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the image, or of the batch."""
-        whole = tuple(self.tensor.shape)
-        return whole if self.index is None else (1, *whole[1:])
+        shape = tuple(self.tensor.shape)
+        return shape if self.index is None else (1, *shape[1:])
 
     def _in_batch(self, box: Box) -> Box:
         """A box of the image as a box of the batch."""

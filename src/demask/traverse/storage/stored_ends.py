@@ -349,8 +349,8 @@ class _StoredEnd:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the image, or of all images."""
-        whole = self.images.shape
-        return whole if self.index is None else (1, *whole[1:])
+        shape = self.images.shape
+        return shape if self.index is None else (1, *shape[1:])
 
     def image(self, index: int) -> Self:
         """The source or sink of one image of the batch."""

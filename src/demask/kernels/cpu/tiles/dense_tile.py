@@ -72,13 +72,13 @@ class Products:
                     address = e.at(begin, e.b.mul(row, self.fields["tap_pitch"]))
                     self._row([address], weight, sums)
             return
-        whole = e.b.sub(count, e.b.srem(count, I64(self.unroll)))
-        with e.loop(I64(0), whole, self.unroll) as number:
+        full = e.b.sub(count, e.b.srem(count, I64(self.unroll)))
+        with e.loop(I64(0), full, self.unroll) as number:
             table = e.at(offsets, number, I64)
             channels = [e.at(first, e.load(I64, table, n)) for n in range(self.unroll)]
             self._row(channels, weight, sums)
         if self.unroll > 1:
-            with e.loop(whole, count) as number:
+            with e.loop(full, count) as number:
                 self._row([channel(number)], weight, sums)
 
     def _row(self, channels: list[Value], weight: Variable, sums: list[list[Variable]]) -> None:

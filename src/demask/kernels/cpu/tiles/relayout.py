@@ -1,4 +1,4 @@
-"""Kernels that move and combine whole vectors: layout conversion, borders of tiles, pools.
+"""Kernels that move and combine full vectors: layout conversion, borders of tiles, pools.
 
 Each is called with (call, arena). `call` has 64-bit fields; a buffer is a pair (slot of the arena,
 byte offset). Kernels loop over channels; tables describe one channel.
@@ -105,7 +105,7 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class TransposedKernel:
-    """`Gather` or, if `out`, `Scatter` of tensors in channels-last order, for whole vectors of
+    """`Gather` or, if `out`, `Scatter` of tensors in channels-last order, for full vectors of
     channels:
     lanes and channels are transposed in registers.
     """

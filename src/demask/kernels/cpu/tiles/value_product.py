@@ -42,13 +42,13 @@ class ValueProductKernel:
         fields = Fields(e, CALL.names)
         bases = [fields.buffer(key) for key in ("x", "out", "add")[: 2 + self.add]]
         outputs = fields["outputs"]
-        whole = e.b.sub(outputs, e.b.srem(outputs, I64(self.rows)))
+        full = e.b.sub(outputs, e.b.srem(outputs, I64(self.rows)))
         with e.loop(I64(0), fields["count"]) as number:
             tile = e.at(fields.pointer("tiles"), e.b.mul(number, I64(TILE.itemsize)))
             places = [e.line(base, e.load_long(I32, tile, k)) for k, base in enumerate(bases)]
-            with e.loop(I64(0), whole, self.rows) as first:
+            with e.loop(I64(0), full, self.rows) as first:
                 self._block(e, fields, places, first, self.rows)
-            with e.loop(whole, outputs) as first:
+            with e.loop(full, outputs) as first:
                 self._block(e, fields, places, first, 1)
 
     def _block(self, e: Emitter, fields: Fields, places: list[Value], first: Value, rows: int) -> None:

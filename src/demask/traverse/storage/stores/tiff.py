@@ -107,7 +107,7 @@ class TiledFile:
         raise NotImplementedError
 
     def write(self, box: Box, values: Tensor) -> None:
-        """Write whole tiles: the positions of a chunk."""
+        """Write full tiles: the positions of a chunk."""
         rows = self.letters.index("H")
         outer, inner = box[:rows], values.shape[rows + 2 :]
         tile = (EDGE, EDGE, *inner)

@@ -106,7 +106,7 @@ class PyramidStore:
         return self.levels[0].read(box)
 
     def write(self, box: Box, values: Tensor) -> None:
-        """Write a box of whole chunks to all levels."""
+        """Write a box of full chunks to all levels."""
         self.levels[0].write(box, values)
         for level in self.levels[1:]:
             values = halve(values, self.letters, self.is_labels)
