@@ -2,7 +2,7 @@
 
 from demask.traverse.batching.batch import batch, traffic
 from demask.traverse.calibrate import calibrate
-from demask.traverse.halos.halo import Halo, halo
+from demask.traverse.halo import Halo, halo
 from demask.traverse.normalization import FrozenStatistics
 from demask.traverse.planning.plan import Segment
 from demask.traverse.planning.plan import TilePlan as Plan

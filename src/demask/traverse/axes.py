@@ -47,6 +47,15 @@ def axes_of(
     return {node: pair for node, pair in axes.items() if pair[ROWS] is not None}
 
 
+def image_axes(node: fx.Node) -> Axes | None:
+    """The axes of an input: the first two spatial axes of images and volumes, the last axis of
+    sequences (N, C, L); None for other ranks."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.ndim < 3:
+        return None
+    return (2, None) if value.ndim == 3 else (2, 3)
+
+
 def _axis(relation: Relation, axes: Mapping[fx.Node, Axes], dim: int) -> int | None:
     """The output's axis whose major part is the operands' rows or columns."""
     value = fake(relation.node)

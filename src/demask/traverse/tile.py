@@ -19,7 +19,7 @@ from demask.numerics import is_integer
 from demask.ops import TABLE, Table
 from demask.ops.flow import axis_of
 from demask.ops.regions import region_rule
-from demask.traverse.analysis.flow import Flow, flow_of, read
+from demask.traverse.analysis.flow import Flow, capture_at_sizes, flow_of
 from demask.traverse.analysis.split_global_ops import with_moments
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.execution.tiled_module import Tiled, tiled
@@ -133,12 +133,12 @@ def _planned(
 ) -> tuple[Program, Flow, TilePlan, MemoryLayout]:
     if not is_integer(workers) or not 1 <= workers <= WORKERS:
         raise BadInput(f"expected 1 to {WORKERS} workers, got {workers!r}")
-    program = read(model, args, kwargs)
+    program = capture_at_sizes(model, args, kwargs)
     count = _count(program)
     has_several = count > 1
     if has_several:
         _check_independent(program, count, table)
-        program = read(model, *_first(args, kwargs or {}, count))
+        program = capture_at_sizes(model, *_first(args, kwargs or {}, count))
     flow = flow_of(program, table)
     if not flow.axes:
         raise BadInput("no input has rows to cut: expected images (N, C, H, W), volumes or sequences")

@@ -13,7 +13,7 @@ from torch import nn
 
 import traverse_networks as shared
 from demask.errors import BadInput
-from demask.traverse.halos.halo import halo
+from demask.traverse.halo import halo
 
 SIZE = 96  # rows of the images that are perturbed, row by row
 

@@ -6,7 +6,7 @@ from test_traverse_halo import Apply, Level, conv, positive
 from torch import nn
 
 from demask.errors import BadInput
-from demask.traverse.halos.halo import halo
+from demask.traverse.halo import halo
 
 
 def test_the_curve_of_a_local_network_ends_at_nothing():

@@ -30,7 +30,7 @@ from demask.rewrites.normalize import CANONICAL
 from demask.shrink.program_size import count_macs
 from demask.traverse.analysis.partial_reductions import Reduction, reduction
 from demask.traverse.analysis.split_global_ops import split_global_calls, with_moments
-from demask.traverse.axes import Axes, axes_of, length, full_window
+from demask.traverse.axes import Axes, axes_of, full_window, image_axes, length
 from demask.traverse.local.dispatch import Local, local
 
 Rule = Callable[[int, int], Interval]  # positions of an output -> those of an operand
@@ -126,7 +126,7 @@ def _same(start: int, end: int) -> Interval:
     return start, end
 
 
-def read(model: nn.Module | Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Program:
+def capture_at_sizes(model: nn.Module | Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Program:
     """A model captured at the sizes of the example: functional, constants folded, canonical."""
     return rewrite(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))), CANONICAL)
 
@@ -142,7 +142,7 @@ def flow_of(program: Program, table: Table) -> Flow:
 
 
 def _flow(program: Program, table: Table) -> Flow:
-    inputs = {n: axes for n in program.graph.find_nodes(op="placeholder") if (axes := _input_axes(n)) is not None}
+    inputs = {n: axes for n in program.graph.find_nodes(op="placeholder") if (axes := image_axes(n)) is not None}
     relations = Analysis(program, table).relations
     axes = axes_of(program.graph, relations, inputs)
     while new_inputs := _cut_anew(relations, axes):
@@ -178,19 +178,10 @@ def _cut_anew(relations: Mapping[fx.Node, Relation | Declined], axes: Mapping[fx
         if node in axes or not any(n in axes for n in node.all_input_nodes):
             continue
         is_whole = isinstance(relation, Declined) or isinstance(reduction(node, relation, axes), Declined)
-        pair = _input_axes(node) if is_whole else None
+        pair = image_axes(node) if is_whole else None
         if pair is not None and length(node, pair, 0) > 1:
             new_inputs[node] = pair
     return new_inputs
-
-
-def _input_axes(node: fx.Node) -> Axes | None:
-    """The axes of an input: the first two spatial axes of images and volumes, the last axis of
-    sequences (N, C, L); None for other ranks."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.ndim < 3:
-        return None
-    return (2, None) if value.ndim == 3 else (2, 3)
 
 
 def _copy_inputs(program: Program, inputs: Collection[fx.Node]) -> Program:
@@ -207,7 +198,7 @@ def _copy_inputs(program: Program, inputs: Collection[fx.Node]) -> Program:
 
 def _hoist_uncut_calls(program: Program) -> Program:
     """The program with calls that depend on no rows moved first: they run once."""
-    has_rows = {n for n in program.graph.find_nodes(op="placeholder") if _input_axes(n) is not None}
+    has_rows = {n for n in program.graph.find_nodes(op="placeholder") if image_axes(n) is not None}
     for node in program.graph.nodes:
         if node.op == "call_function" and any(n in has_rows for n in node.all_input_nodes):
             has_rows.add(node)

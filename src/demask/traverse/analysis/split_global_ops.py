@@ -27,7 +27,7 @@ from demask.ops.entry import Shape as S
 from demask.ops.schema import fake, same_shape
 from demask.registry import CUSTOM_OPS
 from demask.traverse.analysis.partial_reductions import moments_of
-from demask.traverse.axes import Axes, axes_of
+from demask.traverse.axes import NONE, Axes, axes_of, image_axes
 
 aten = torch.ops.aten
 _Rule = Callable[[GraphEditor, fx.Node, Mapping[str, Any]], "fx.Node | None"]
@@ -47,12 +47,12 @@ def _(x: Tensor, dims: list[int]) -> Tensor:
     return x.new_empty([2, *sizes], dtype=torch.float64)
 
 
-def _moments(x: Tensor, dims: list[int]) -> Tensor:
+def _reference_moments(x: Tensor, dims: list[int]) -> Tensor:
     variance, mean = torch.var_mean(x.double(), dims, correction=0, keepdim=True)
     return torch.stack([mean, variance])
 
 
-CUSTOM_OPS.register("moments", CustomOp(_moments))
+CUSTOM_OPS.register("moments", CustomOp(_reference_moments))
 
 
 def _moments_line(node: fx.Node) -> str:
@@ -102,7 +102,7 @@ def split_global_calls(program: Program, table: Table, nodes: Collection[str] | 
         if target in _RULES:
             _replace(editor, copies[name])
     for node in editor.graph.find_nodes(op="call_function", target=aten.expand.default):
-        _broadcast_again(node)
+        _broadcast_unexpanded(node)
     return editor.finish()
 
 
@@ -113,12 +113,14 @@ def global_calls(program: Program, table: Table, inputs: Mapping[str, Axes] | No
     (n c h w) and sequences (n c l).
     """
     editor = _with_single_outputs(program)
-    trained = [node for node in editor.graph.nodes if _is_trained(node)]
+    trained = [node for node in editor.graph.nodes if _uses_batch_statistics(node)]
     names = [node.name for node in trained]
     for node in trained:  # the table has no entry for them, so that their axes would end there
         _replace(editor, node)
     relations = Analysis(program.with_graph(editor.graph), table).relations
-    axes = axes_of(editor.graph, relations, _input_axes(editor.graph, inputs))
+    placeholders = editor.graph.find_nodes(op="placeholder")
+    pairs = {n: image_axes(n) if inputs is None else inputs.get(n.name) for n in placeholders}
+    axes = axes_of(editor.graph, relations, {n: pair for n, pair in pairs.items() if pair and pair[0] is not None})
     for node, relation in relations.items():
         if node.target in _RULES and isinstance(relation, Relation) and _needs_all(relation, axes):
             names.append(node.name)
@@ -134,7 +136,7 @@ def folded_scale(program: Program) -> Program:
     for node in editor.calls(aten.addcmul.default):
         operands: Any = node.args
         shift, conv, scale = operands
-        if not _is_point(conv, node) or tuple(fake(scale).shape[2:]) != (1, 1):
+        if not _is_point_conv_of_norm(conv, node) or tuple(fake(scale).shape[2:]) != (1, 1):
             continue
         bound = schema.arguments(conv)
         with editor.graph.inserting_before(node):
@@ -148,7 +150,7 @@ def folded_scale(program: Program) -> Program:
     return editor.finish()
 
 
-def _is_point(conv: Any, norm: fx.Node) -> bool:
+def _is_point_conv_of_norm(conv: Any, norm: fx.Node) -> bool:
     """Whether this is a 1x1 convolution of one image that only a norm and its moments read."""
     if conv.target is not aten.conv2d.default or fake(conv).shape[0] != 1:
         return False
@@ -165,23 +167,10 @@ def _with_single_outputs(program: Program) -> GraphEditor:
     return editor
 
 
-def _input_axes(graph: fx.Graph, inputs: Mapping[str, Axes] | None) -> dict[fx.Node, Axes]:
-    axes: dict[fx.Node, Axes] = {}
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.op != "placeholder" or not isinstance(value, Tensor):
-            continue
-        plain: Axes = (2, 3) if value.ndim > 3 else (2, None) if value.ndim == 3 else (None, None)
-        pair = plain if inputs is None else inputs.get(node.name, (None, None))
-        if pair[0] is not None:
-            axes[node] = pair
-    return axes
-
-
 def _needs_all(relation: Relation, axes: Mapping[fx.Node, Axes]) -> bool:
     """Whether a cut axis of the operand must be complete, or a pool reduces it to one position."""
     x, output = relation.operands[0].value, fake(relation.node)
-    cut = [axis for axis in axes.get(x, (None, None)) if axis is not None]
+    cut = [axis for axis in axes.get(x, NONE) if axis is not None]
     if relation.node.target in _POOLS:
         return any(output.shape[axis] == 1 < fake(x).shape[axis] for axis in cut)
     return any(set(relation.ins[0][axis]) & relation.complete for axis in cut)
@@ -194,7 +183,7 @@ def _replace(editor: GraphEditor, node: fx.Node) -> None:
         editor.replace(node, replacement, inherit=True)
 
 
-def _broadcast_again(node: fx.Node) -> None:
+def _broadcast_unexpanded(node: fx.Node) -> None:
     """Let arithmetic broadcast a full value instead of reading its expanded copy."""
     for user in [user for user in node.users if user.target in traits.ARITHMETIC]:
         others = [fake(n) for n in user.all_input_nodes if n is not node]
@@ -243,7 +232,10 @@ def _normalize_groups(
     if per_group > 1:
         mean, variance = _merge_groups(editor, mean, variance)
     scale = _deviation(editor, variance, bound["eps"])
-    weight, bias = (_by_group(editor, bound[name], grouped) for name in ("weight", "bias"))
+    weight, bias = (
+        None if bound[name] is None else editor.call(aten.reshape.default, bound[name], [1, *grouped[1:]])
+        for name in ("weight", "bias")
+    )
     if weight is not None:
         scale = editor.call(aten.mul.Tensor, weight, scale)
     shift = editor.call(aten.neg.default, editor.call(aten.mul.Tensor, mean, scale))
@@ -260,10 +252,6 @@ def _merge_groups(editor: GraphEditor, mean: fx.Node, variance: fx.Node) -> tupl
     distances = editor.call(aten.square.default, editor.call(aten.sub.Tensor, mean, overall))
     second_moments = editor.call(aten.add.Tensor, variance, distances)
     return overall, editor.call(aten.mean.dim, second_moments, [2], True)
-
-
-def _by_group(editor: GraphEditor, value: fx.Node | None, grouped: list[int]) -> fx.Node | None:
-    return None if value is None else editor.call(aten.reshape.default, value, [1, *grouped[1:]])
 
 
 def _per_channel(editor: GraphEditor, value: fx.Node, grouped: list[int], rank: int) -> fx.Node:
@@ -284,8 +272,7 @@ def _instance_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any])
     return _normalize_groups(editor, node, bound, value.shape[1], list(range(2, value.ndim)))
 
 
-def _is_trained(node: fx.Node) -> bool:
-    """Whether this is a batch norm that uses the statistics of its batch."""
+def _uses_batch_statistics(node: fx.Node) -> bool:
     return node.target is aten.batch_norm.default and schema.arguments(node)["training"]
 
 
@@ -469,5 +456,3 @@ _RULES: dict[Any, _Rule] = {
     aten.softmax.int: _softmax,
     aten.log_softmax.int: _log_softmax,
 }
-
-__all__ = ["folded_scale", "global_calls", "moments", "split_global_calls", "with_moments"]

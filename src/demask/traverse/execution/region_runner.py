@@ -28,7 +28,7 @@ from demask.traverse.analysis.flow import Flow
 from demask.traverse.execution.run import new_memory
 from demask.traverse.execution.segment_executor import Counter, SegmentExecutor, SourcesAndSinks
 from demask.traverse.planning.plan_memory import plan_stage_memory, step_macs, tile_at, value_bytes
-from demask.traverse.planning.schedule import Stage, Step, build_stage, target_rows, tile_bands, full_step
+from demask.traverse.planning.schedule import Stage, Step, build_stage, full_step, target_rows, tile_bands
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # Cost of rectangles by their heights and widths, in positions: arrays of one shape -> another.

@@ -15,9 +15,8 @@ from demask.machine.allocator import release_free_memory
 from demask.machine.arena import align_size
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
-from demask.traverse.analysis.partial_reductions import Reduction
-from demask.traverse.analysis.streamed_attention import attend, keys_of
-from demask.traverse.axes import Axes, Window, cut_shape, empty, part, strides, full_window
+from demask.traverse.analysis.partial_reductions import Reduction, attend, keys_of
+from demask.traverse.axes import Axes, Window, cut_shape, empty, full_window, part, strides
 from demask.traverse.planning.plan_memory import StageMemory
 from demask.traverse.planning.schedule import LiveRows, Stage, Step, Unit
 from demask.traverse.storage.sources_and_sinks import RowSource, Sink, tensor_source

@@ -33,7 +33,7 @@ from demask.ops.regions import Interval
 from demask.ops.schema import fake
 from demask.traverse.analysis.captured_size import captured, network_of
 from demask.traverse.analysis.flow import Flow, flow_of
-from demask.traverse.analysis.streamed_attention import can_stream_keys
+from demask.traverse.analysis.partial_reductions import can_stream_keys
 from demask.traverse.axes import NONE, Axes, Window
 from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
 from demask.traverse.execution.run import ImageRun, execute

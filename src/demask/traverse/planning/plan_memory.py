@@ -26,7 +26,7 @@ from demask.machine.arena import ArenaPlan, Block, align_size, peak_bytes, plan_
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
 from demask.traverse.analysis.flow import Flow
-from demask.traverse.analysis.streamed_attention import can_stream_keys, scratch_bytes
+from demask.traverse.analysis.partial_reductions import attention_scratch_bytes, can_stream_keys
 from demask.traverse.axes import cut_shape
 from demask.traverse.planning.plan import BANDS, FRUSTUMS, Segment
 from demask.traverse.planning.schedule import (
@@ -37,11 +37,11 @@ from demask.traverse.planning.schedule import (
     Unit,
     build_stage,
     cut_strips,
+    full_step,
     target_rows,
     tile_bands,
     tile_step,
     walk_bands,
-    full_step,
 )
 
 LARGE = 2**20  # bytes allocated by torch that are returned to the system after a unit
@@ -118,7 +118,7 @@ class _PeakSizes:
         if self.stage.streamed(unit, self.maps):
             value = fake(unit.value)
             queries = cut_shape(value.shape, self.stage.flow.axes[unit.value], window)
-            self._add_allocated(k, scratch_bytes(unit.node, queries, value.dtype))
+            self._add_allocated(k, attention_scratch_bytes(unit.node, queries, value.dtype))
             return
         self.scratch[k] = max(self.scratch[k], local.scratch_bytes(window))
         self._add_allocated(k, local.allocated_bytes(window))

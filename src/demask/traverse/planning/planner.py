@@ -26,7 +26,7 @@ from demask.machine.byte_sizes import format_bytes
 from demask.machine.cost import TWO_CORES
 from demask.ops.schema import fake
 from demask.traverse.analysis.flow import Flow
-from demask.traverse.analysis.streamed_attention import can_stream_keys
+from demask.traverse.analysis.partial_reductions import can_stream_keys
 from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment, TilePlan
 from demask.traverse.planning.plan_memory import (
     LIBRARIES,
@@ -40,7 +40,7 @@ from demask.traverse.planning.plan_memory import (
     tile_at,
     value_bytes,
 )
-from demask.traverse.planning.schedule import Stage, Step, build_stage, middle_steps, target_rows, full_step
+from demask.traverse.planning.schedule import Stage, Step, build_stage, full_step, middle_steps, target_rows
 
 Cut = Callable[[MemoryLayout], MemoryLayout]
 

@@ -8,9 +8,7 @@ output position, both ends integers. Then
 for every such tile whose halo is within the image, at any alignment to strides. `before` and
 `after` are the least numbers that suffice for all alignments; they follow from the table's rules. A
 crop begins at a multiple of `align`, else strided layers would sample other positions than in the
-full image.
-
-The error of a tile as a function of its padding.
+full image. The error of a tile is measured as a function of its padding.
 """
 
 from __future__ import annotations
@@ -41,11 +39,12 @@ from demask.ops.schema import fake
 from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pytree_paths import leaves_with_paths
 from demask.text_table import WIDTH
-from demask.traverse.halos.axis_steps import Rules, TooSmall
-from demask.traverse.halos.spans import (
+from demask.traverse.halo_spans import (
     NAMES,
     HaloRecording,
     Paths,
+    Rules,
+    TooSmall,
     alignment,
     alignments,
     least_multiple,
@@ -131,19 +130,19 @@ def curve_of(
     leaves, spec = pytree.tree_flatten(call)
     tell("full image", 0.0)
     references = _outputs(work, leaves, spec)
-    sizes = [_length(cut, leaves) for cut in cuts]
+    sizes = [_count_positions(cut, leaves) for cut in cuts]
     tile = [_middle(size, cut.grid) for size, cut in zip(sizes, cuts, strict=True)]
     points: dict[tuple[int, ...], Point] = {}
     for k, share in enumerate(SHARES):
         tell(f"tile with {float(share):.0%} of the halo", (k + 1) / (len(SHARES) + 1))
-        crops = [_padded(one, cut, share, size) for one, cut, size in zip(tile, cuts, sizes, strict=True)]
+        crops = [_pad_tile(one, cut, share, size) for one, cut, size in zip(tile, cuts, sizes, strict=True)]
         padding = tuple(max(one[0] - crop[0], crop[1] - one[1]) for one, crop in zip(tile, crops, strict=True))
         if padding in points or crops == [(0, size) for size in sizes]:
             continue  # a crop that is the full image is no tile
-        parts = [_part(leaf, cuts, k, crops) for k, leaf in enumerate(leaves)]
+        parts = [_crop_leaf(leaf, cuts, k, crops) for k, leaf in enumerate(leaves)]
         outputs = _outputs(work, parts, spec)
         pairs = _tiles(outputs, references, cuts, tile, crops)
-        points[padding] = Point(padding, float(share), *_errors(pairs, levels))
+        points[padding] = Point(padding, float(share), *_measure_errors(pairs, levels))
     tell("compared", 1.0)
     return tuple(points.values())
 
@@ -158,8 +157,7 @@ def _outputs(work: nn.Module, leaves: Sequence[Any], spec: Any) -> list[Any]:
         raise BadInput(f"the model does not run on inputs of shapes {shapes}, so it has no curve: {error}") from error
 
 
-def _length(cut: TileCut, leaves: Sequence[Any]) -> int:
-    """The number of positions of the first input that is cut."""
+def _count_positions(cut: TileCut, leaves: Sequence[Any]) -> int:
     k, leaf = next((k, leaf) for k, leaf in enumerate(cut.inputs) if leaf is not None)
     return leaves[k].shape[leaf.axis]
 
@@ -170,13 +168,13 @@ def _middle(size: int, grid: int) -> Range:
     return start, start + length
 
 
-def _padded(tile: Range, cut: TileCut, share: Fraction, size: int) -> Range:
+def _pad_tile(tile: Range, cut: TileCut, share: Fraction, size: int) -> Range:
     """A tile padded by a share of the halo, rounded up to the grid, within the image."""
     pad = math.ceil(share * cut.halo / cut.grid) * cut.grid
     return max(tile[0] - pad, 0), min(tile[1] + pad, size)
 
 
-def _part(leaf: Any, cuts: Sequence[TileCut], k: int, crops: Sequence[Range]) -> Any:
+def _crop_leaf(leaf: Any, cuts: Sequence[TileCut], k: int, crops: Sequence[Range]) -> Any:
     for cut, (start, end) in zip(cuts, crops, strict=True):
         leaf_cut = cut.inputs[k]
         if leaf_cut is not None:
@@ -208,7 +206,7 @@ def _tiles(
     return pairs
 
 
-def _errors(pairs: Sequence[tuple[Tensor, Tensor]], levels: tuple[float, float]) -> tuple[float, float]:
+def _measure_errors(pairs: Sequence[tuple[Tensor, Tensor]], levels: tuple[float, float]) -> tuple[float, float]:
     """The largest absolute difference, and the share of 8-bit values that differ."""
     low, high = levels
     worst = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
@@ -339,11 +337,26 @@ class Halo(PageSource):
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dictionary of JSON types; None instead of infinity."""
-        return _plain(asdict(self))
+        return _without_infinity(asdict(self))
 
     def page(self) -> Page:
         """What `print`, `to_html` and notebooks show, as sections."""
-        return _page(self)
+        rows = []
+        for one in self.inputs:
+            for name, side in (("rows", one.rows), ("columns", one.columns)):
+                if side is not None:
+                    exact = _pair(side.before, side.after)
+                    local = _pair(side.local_before, side.local_after)
+                    rows.append((one.name, name, exact, local, str(side.align)))
+        lines = [*_barrier_lines(self.barriers), *(f"padding {point}" for point in self.curve)]
+        head = ("input", "axis", "exact", "local", "align")
+        return Page(
+            "demask halo",
+            (
+                TextTable(head, rows, "Positions that a tile needs around it", left=range(len(head))),
+                Lines([*lines, *self.notes], "What reads more"),
+            ),
+        )
 
 
 @in_isolation
@@ -393,8 +406,8 @@ def halo(
     """
     check_args(args)
     kwargs = dict(kwargs or {})
-    _check(args, kwargs)
-    recording, paths, notes = _read(model, args, kwargs, table)
+    _check_has_image(args, kwargs)
+    recording, paths, notes = _record_paths(model, args, kwargs, table)
     names = _names(model, args, kwargs)
     inputs = tuple(
         InputHalo(k, names[k], _side(paths[0], node), _side(paths[1], node) if node in paths[1].parts else None)
@@ -411,8 +424,7 @@ def halo(
     return Halo(inputs, result.barriers, notes, points)
 
 
-def _check(args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise BadInput unless an input has positions."""
+def _check_has_image(args: Any, kwargs: dict[str, Any]) -> None:
     leaves = pytree.tree_leaves((args, kwargs))
     if not any(_is_image(leaf) for leaf in leaves):
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -429,7 +441,7 @@ def _is_image(leaf: Any) -> bool:
 # --- reading the model --------------------------------------------------------------------------
 
 
-def _read(
+def _record_paths(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], table: Table
 ) -> tuple[HaloRecording, tuple[Paths, Paths], tuple[str, ...]]:
     """The recording, its paths along rows and columns, and notes.
@@ -447,7 +459,7 @@ def _read(
             return recording, (paths[0], paths[1]), (note,) * (max(factors) > 1)
         factors = tuple(n if isinstance(axis, Paths) else n * GROWTH for n, axis in zip(factors, paths, strict=True))
         try:
-            recording = record_calls(model, *_larger(args, kwargs, factors), table)
+            recording = record_calls(model, *_enlarge_images(args, kwargs, factors), table)
         except (NotExportable, BadInput):
             break
     rows, columns = _paths(original, table, last=True)
@@ -455,7 +467,7 @@ def _read(
     return original, (rows, columns), (note,)  # type: ignore[return-value]
 
 
-def _larger(args: Any, kwargs: Any, factors: tuple[int, ...]) -> tuple[Any, Any]:
+def _enlarge_images(args: Any, kwargs: Any, factors: tuple[int, ...]) -> tuple[Any, Any]:
     """The example with images enlarged by factors along rows and columns."""
 
     def enlarge(leaf: Any) -> Any:
@@ -501,7 +513,7 @@ def _names(model: Any, args: Any, kwargs: Any) -> list[str]:
 
 def _side(paths: Paths, node: fx.Node) -> Side:
     """The halo of an input along one image axis, over all alignments of tiles."""
-    inputs = {n: place for n, place in paths.parts.items() if n.op == "placeholder"}
+    inputs = {n: part for n, part in paths.parts.items() if n.op == "placeholder"}
     exact, local = [], []
     for tile_start in alignments(paths, inputs):
         position = tile_start / paths.scales[node]
@@ -525,14 +537,11 @@ def _barriers(paths: tuple[Paths, Paths]) -> tuple[Barrier, ...]:
             if why:
                 calls.setdefault(node, ([], why))[0].append(name)
     return tuple(
-        Barrier(node.name, op_name(_call(node).target), node.meta.get("module", ""), tuple(axes), why)
+        Barrier(node.name, op_name(call.target), node.meta.get("module", ""), tuple(axes), why)
         for node, (axes, why) in calls.items()
+        # for one of several outputs, the call that has them
+        for call in (node if has_schema(node.target) else node.all_input_nodes[0],)
     )
-
-
-def _call(node: fx.Node) -> fx.Node:
-    """The call that computes a value; for one of several outputs, the call before it."""
-    return node if has_schema(node.target) else node.all_input_nodes[0]
 
 
 def _cut(paths: Paths, recording: HaloRecording, inputs: tuple[InputHalo, ...], axis: int) -> TileCut:
@@ -556,31 +565,12 @@ def _cut(paths: Paths, recording: HaloRecording, inputs: tuple[InputHalo, ...], 
 # --- in words -----------------------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
+def _without_infinity(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: _without_infinity(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_without_infinity(item) for item in value]
     return None if value == math.inf else value
-
-
-def _page(result: Halo) -> Page:
-    rows = []
-    for one in result.inputs:
-        for name, side in (("rows", one.rows), ("columns", one.columns)):
-            if side is not None:
-                exact = _pair(side.before, side.after)
-                local = _pair(side.local_before, side.local_after)
-                rows.append((one.name, name, exact, local, str(side.align)))
-    lines = [*_barrier_lines(result.barriers), *(f"padding {point}" for point in result.curve)]
-    head = ("input", "axis", "exact", "local", "align")
-    return Page(
-        "demask halo",
-        (
-            TextTable(head, rows, "Positions that a tile needs around it", left=range(len(head))),
-            Lines([*lines, *result.notes], "What reads more"),
-        ),
-    )
 
 
 def _barrier_lines(barriers: tuple[Barrier, ...]) -> list[str]:
@@ -598,5 +588,4 @@ def _barrier_lines(barriers: tuple[Barrier, ...]) -> list[str]:
 
 
 def _pair(before: float, after: float) -> str:
-    """Two numbers, or one where they are the same."""
     return f"{before}" if before == after else f"{before} before, {after} after"

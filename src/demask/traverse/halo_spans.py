@@ -5,16 +5,20 @@
 
 computed from the outputs to the inputs: the union of the needs of a value's readers.
 
-The calls of one run of a model, recorded on tensors without data.
+The calls are recorded in one run of the model, on tensors without data. torch.export proves much
+that a halo does not need, and takes seconds for hundreds of layers. The dispatch mode here records
+calls as they run: in inference mode torch dispatches composite ops (conv2d, linear, group_norm)
+unsplit, which is the level of the table. Models that the recording does not support (control flow
+that depends on values, writes through views) go through torch.export.
 
-torch.export proves much that a halo does not need, and takes seconds for hundreds of layers. This
-dispatch mode records the calls as they run: in inference mode torch dispatches composite ops
-(conv2d, linear, group_norm) unsplit, which is the level of the table. Models that the recording does
-not support (control flow that depends on values, writes through views) go through torch.export.
+Near a border a call reads less than inside. For a halo only the inside matters: each call's rule
+(`ops.regions`) is evaluated where no border clips it, and extrapolated. Rules repeat: `period`
+positions further along the output is `step` positions further along the operand.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -29,19 +33,220 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.dispatch import OpOverload, TorchDispatchMode, base_name, is_mutable, overload_name
 from demask.failures import is_strict
-from demask.graph.capture.capture import capture
-from demask.graph.capture.fold_constants import fold_constants
-from demask.graph.capture.functionalize import functionalize
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.demasked_module import to_exportable
-from demask.ops import Table
+from demask.ops import Table, schema
 from demask.ops.entry import Declined, op_name
 from demask.ops.flow import Part, follow
+from demask.ops.regions import needed_interval
 from demask.ops.relation import Relation, bind
 from demask.ops.schema import fake
-from demask.rewrites.driver import rewrite
-from demask.rewrites.normalize import CANONICAL
-from demask.traverse.halos.axis_steps import SAME, AxisStep, Rules
+from demask.traverse.analysis.flow import capture_at_sizes
+
+PERIODS = 64  # the longest period that is searched for
+WINDOW = 16  # positions per query: more than a transposed convolution leaves out in a row
+
+
+@dataclass(frozen=True, slots=True)
+class AxisStep:
+    """The positions that a call reads on an image without borders.
+
+    Positions from `o` on read from `start(o)` on; positions before `o` read to before `end(o)`:
+
+        start(o + period) == start(o) + step,    end(o + period) == end(o) + step
+
+    exact: False where the rule does not repeat (resizing with align_corners). Then start and end
+    are bounds, off by at most two positions plus the drift along the axis.
+    """
+
+    period: int
+    step: int
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    exact: bool = True
+
+    @property
+    def scale(self) -> Fraction:
+        """Positions of the operand per position of the output."""
+        return Fraction(self.step, self.period)
+
+    def start(self, position: int) -> int:
+        if not self.exact:
+            return position * self.step // self.period + self.starts[0]
+        periods, rest = divmod(position, self.period)
+        return periods * self.step + self.starts[rest]
+
+    def end(self, position: int) -> int:
+        if not self.exact:
+            return -(-position * self.step // self.period) + self.ends[0]
+        periods, rest = divmod(position, self.period)
+        return periods * self.step + self.ends[rest]
+
+
+SAME = AxisStep(1, 1, (0,), (0,))
+
+
+class TooSmall(Exception):
+    """The image is so small that every position of a call reads its border."""
+
+
+class Rules:
+    """The step of each call, computed once for equal calls."""
+
+    def __init__(self) -> None:
+        self._cache: dict[Any, AxisStep | str | None] = {}
+
+    def step(
+        self, relation: Relation, operand: int, parts: tuple[Part, Part], out: int, last: bool
+    ) -> AxisStep | str | None:
+        """The step from an output to an operand; a reason (str) where every position reads all of
+        it; None where the middle of the output reads nothing of it.
+
+        parts: the axis of the operand and of the output. last: the image cannot be enlarged.
+
+        Raises:
+            TooSmall: if the image must be enlarged, unless `last`.
+        """
+        before, after = parts
+        carried_part = follow(relation, operand, before, out=out)
+        if carried_part is None or carried_part.axis != after.axis:
+            return f"reads all of {relation.operands[operand].name!r} at every position"
+        letters = relation.outs[out][after.axis]
+        if letters[0] not in relation.window | relation.moved:
+            return _step_carried(relation, operand, (before, carried_part, after), out)
+        key = (_cache_key(relation), operand, parts, out)
+        if key not in self._cache:
+            step = _fit_step(_AxisRule(relation, operand, before, after, out), last)
+            self._cache[key] = step
+        return self._cache[key]
+
+
+def _cache_key(relation: Relation) -> tuple[Any, ...]:
+    names = {operand.name for operand in relation.operands}
+    numbers = [repr(v) for k, v in schema.arguments(relation.node).items() if k not in names]
+    operands = [fake(o.value) if isinstance(o.value, fx.Node) else o.value for o in relation.operands]
+    return relation.node.target, tuple(numbers), tuple(tuple(schema.sizes(value)) for value in operands)
+
+
+def _step_carried(relation: Relation, operand: int, parts: tuple[Part, Part, Part], out: int) -> AxisStep | str:
+    """The step of a carried axis: position by position, unless the call needs all of it at once.
+
+    parts: of the operand, the operand's in the output, and the output's own, which may be finer.
+    """
+    before, carried_part, after = parts
+    letters = set(relation.ins[operand][before.axis]) & set(relation.outs[out][after.axis])
+    if letters & relation.complete and relation.entry.fill != "same":
+        return "normalizes over all positions"
+    if letters & relation.looped:
+        return "carries a state from position to position"
+    if carried_part.inner * carried_part.size != after.inner * after.size or carried_part.inner % after.inner:
+        return "moves positions across the image"
+    count, step = carried_part.inner // after.inner, before.size // carried_part.size
+    ends = (0, *[step] * (count - 1))  # part of a position is read as all of it
+    return AxisStep(count, step, (0,) * count, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _AxisRule:
+    """The region rule of a call between a part of an operand's axis and one of an output's."""
+
+    relation: Relation
+    operand: int
+    before: Part
+    after: Part
+    out: int
+
+    @property
+    def moves(self) -> bool:
+        """Whether the axis is moved: its positions follow a map that may differ everywhere."""
+        return self.relation.outs[self.out][self.after.axis][0] in self.relation.moved
+
+    def low(self, position: int) -> int:
+        """The first position read by positions from `position` on."""
+        end = position + (1 if self.moves else WINDOW)
+        return self._needed(position, min(end, self.after.size))[0] // self.before.inner
+
+    def high(self, position: int) -> int:
+        """One past the last position read by positions before `position`."""
+        start = position - (1 if self.moves else WINDOW)
+        return -(-self._needed(max(start, 0), position)[1] // self.before.inner)
+
+    def one(self) -> tuple[int, int]:
+        """The interval that the position in the middle reads."""
+        middle = self.after.size // 2
+        low, high = self._needed(middle, middle + 1)
+        return low // self.before.inner, -(-high // self.before.inner)
+
+    def _needed(self, start: int, end: int) -> tuple[int, int]:
+        inner = self.after.inner
+        return needed_interval(self.relation, self.operand, self.after.axis, start * inner, end * inner, out=self.out)
+
+
+def _fit_step(rule: _AxisRule, last: bool) -> AxisStep | str | None:
+    operand_size, output_size = rule.before.size, rule.after.size
+    low, high = rule.one()
+    if rule.moves and low == high:
+        return None
+    if not last and (low <= 0 or high >= operand_size):
+        raise TooSmall(f"{rule.relation.node}")
+    if (low, high) == (0, operand_size) and operand_size > 1:
+        return f"reads all {operand_size} positions at every position"
+    step = _find_period(rule)
+    if step is not None:
+        return step
+    scale, inside = Fraction(operand_size, output_size), _inside(rule)[0]
+    if not last and inside[1] - inside[0] <= 2 * scale.denominator <= output_size:
+        raise TooSmall(f"{rule.relation.node}")
+    lows = [rule.low(o) - math.floor(o * scale) for o in range(output_size)]
+    highs = [rule.high(o) - math.ceil(o * scale) for o in range(1, output_size + 1)]
+    if max(-min(lows), max(highs)) > operand_size // 2:
+        return "moves positions across the image"
+    # One more on both sides: positions not tested here may round differently.
+    bound = (min(lows) - 1,), (max(highs) + 1,)
+    return AxisStep(scale.denominator, scale.numerator, *bound, exact=False)
+
+
+def _find_period(rule: _AxisRule) -> AxisStep | None:
+    """The step of the shortest period with which the rule repeats inside the borders."""
+    lows, highs = _inside(rule)
+    longest = min(PERIODS, *((last - first + 1) // 2 for first, last in (lows, highs)))
+    for period in range(1, longest + 1):
+        step = rule.low(lows[0] + period) - rule.low(lows[0])
+        if step > 0 and _repeats(rule.low, lows, period, step) and _repeats(rule.high, highs, period, step):
+            starts = _values_of_period(rule.low, lows, period, step)
+            return AxisStep(period, step, starts, _values_of_period(rule.high, highs, period, step))
+    return None
+
+
+def _inside(rule: _AxisRule) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The first and last output position whose `low`, and whose `high`, no border clips."""
+    operand_size, output_size = rule.before.size, rule.after.size
+    if rule.moves:  # pads, crops and rolled positions are at the ends
+        return (output_size // 4, 3 * output_size // 4), (output_size // 4, 3 * output_size // 4)
+    first = bisect.bisect_right(range(output_size), 0, key=rule.low)
+    final = bisect.bisect_left(range(1, output_size + 1), operand_size, key=rule.high)
+    return (first, final - 1), (first + 1, final)
+
+
+def _repeats(value: Callable[[int], int], inside: tuple[int, int], period: int, step: int) -> bool:
+    """Whether value(o + period) == value(o) + step at both ends and in the middle of the inside."""
+    first, last = inside
+    span = last - period - first
+    anchors = {first, first + max(span - period, 0) // 2, max(first, last - 2 * period + 1)}
+    return all(
+        value(position + period) - value(position) == step
+        for anchor in anchors
+        for position in range(anchor, min(anchor + period, last - period + 1))
+    )
+
+
+def _values_of_period(value: Callable[[int], int], inside: tuple[int, int], period: int, step: int) -> tuple[int, ...]:
+    """The values of one period in the middle of the inside, by position modulo the period."""
+    middle = (sum(inside) - period + 1) // 2
+    values = {}
+    for position in range(middle, middle + period):
+        values[position % period] = value(position) - position // period * step
+    return tuple(values[rest] for rest in range(period))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +278,19 @@ def record_calls(
     if isinstance(model, ExportedProgram):  # as a module, which is captured at the example's sizes
         return _exported(model.module(check_guards=False), args, kwargs)
     try:
-        recording = _run(to_exportable(structural_copy(model, share=True).eval()), args, kwargs)
+        recording = _record_on_meta(to_exportable(structural_copy(model, share=True).eval()), args, kwargs)
     except Exception as error:  # export has a better message, or supports the model
         exported = _exported(model, args, kwargs)
         if is_strict() and not isinstance(error, _NotRecordable):
             raise
         return exported
-    is_known = all(_is_known(node, table) for node in recording.graph.nodes)
-    return recording if is_known else _exported(model, args, kwargs)
-
-
-def _is_known(node: fx.Node, table: Table) -> bool:
-    is_op = isinstance(node.target, OpOverload)
-    return not is_op or op_name(node.target) in table
+    ops = [node.target for node in recording.graph.nodes if isinstance(node.target, OpOverload)]
+    return recording if all(op_name(op) in table for op in ops) else _exported(model, args, kwargs)
 
 
 def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> HaloRecording:
     """The recording by torch.export, functional and canonical."""
-    program = rewrite(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))), CANONICAL)
+    program = capture_at_sizes(model, args, kwargs)
     inputs = [n if isinstance(n.meta.get("val"), Tensor) else None for n in program.graph.find_nodes(op="placeholder")]
     for node in program.graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
@@ -101,7 +301,7 @@ def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> H
     return HaloRecording(program.graph, tuple(inputs), tuple(outputs))
 
 
-def _run(work: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> HaloRecording:
+def _record_on_meta(work: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> HaloRecording:
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     mode = _HaloRecorder()
     nodes: list[fx.Node | None] = [None] * len(leaves)
@@ -109,25 +309,18 @@ def _run(work: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> H
         if isinstance(leaf, Tensor):
             leaves[k] = torch.empty_like(leaf, device="meta", requires_grad=False)
             nodes[k] = mode.input(leaves[k])
+
+    def leave(*_: Any) -> None:
+        mode.modules.pop()  # a hook that returns something replaces the module's output
+
     for name, module in work.named_modules():
-        module.register_forward_pre_hook(_entering(mode.modules, name))
-        module.register_forward_hook(_leaving(mode.modules))
+        module.register_forward_pre_hook(lambda *_, name=name: mode.modules.append(name))
+        module.register_forward_hook(leave)
     meta_args, meta_kwargs = pytree.tree_unflatten(leaves, spec)
     with torch.inference_mode(), mode:
         result = work(*meta_args, **meta_kwargs)
     outputs = [mode.node(v) for v in pytree.tree_leaves(result)]
     return HaloRecording(mode.graph, tuple(nodes), tuple(outputs))
-
-
-def _entering(modules: list[str], name: str) -> Callable[..., None]:
-    return lambda *_: modules.append(name)
-
-
-def _leaving(modules: list[str]) -> Callable[..., None]:
-    def leave(*_: Any) -> None:
-        modules.pop()  # a hook that returns something replaces the module's output
-
-    return leave
 
 
 class _HaloRecorder(TorchDispatchMode):
@@ -160,19 +353,19 @@ class _HaloRecorder(TorchDispatchMode):
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         if not any(id(leaf) in self.recorded for leaf in leaves):
             return func(*args, **(kwargs or {}))
-        result = self._result(func, [self._value(leaf) for leaf in leaves], spec)
-        nodes = [self._operand(leaf) for leaf in leaves]
+        result = self._result(func, [self._without_data(leaf) for leaf in leaves], spec)
+        nodes = [self._node_or_value(leaf) for leaf in leaves]
         operands, keywords = pytree.tree_unflatten(nodes, spec)
         if is_mutable(func):
             self._write(func, args, operands, keywords)
             return args[0]
-        node = self._call(func, operands, keywords, result)
+        node = self._append_call(func, operands, keywords, result)
         if isinstance(result, Tensor):
             self._remember(result, node)
             return result
         for k, part in enumerate(result):
             if isinstance(part, Tensor):
-                self._remember(part, self._call(operator.getitem, (node, k), {}, part))
+                self._remember(part, self._append_call(operator.getitem, (node, k), {}, part))
         return result
 
     def _result(self, func: Any, leaves: list[Any], spec: Any) -> Any:
@@ -188,7 +381,7 @@ class _HaloRecorder(TorchDispatchMode):
                 self.results[key] = (result.shape, result.stride(), result.dtype)
         return result
 
-    def _call(self, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
+    def _append_call(self, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(val=value, module=self.modules[-1])
         return node
@@ -203,7 +396,7 @@ class _HaloRecorder(TorchDispatchMode):
         aliases = self.aliases[_storage(args[0])]
         if any(_geometry(tensor) != _geometry(args[0]) for tensor in aliases):
             raise _NotRecordable(f"{func} writes through a view")
-        node = self._call(functional, operands, keywords, args[0])
+        node = self._append_call(functional, operands, keywords, args[0])
         for tensor in aliases:
             self.recorded[id(tensor)] = (tensor, node)
 
@@ -213,13 +406,12 @@ class _HaloRecorder(TorchDispatchMode):
         self.recorded[id(tensor)] = (tensor, node)
         return node
 
-    def _value(self, leaf: Any) -> Any:
-        """A leaf of a call as the call runs on it: without data."""
+    def _without_data(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or id(leaf) in self.recorded:
             return leaf
         return fake(self._constant(leaf))
 
-    def _operand(self, leaf: Any) -> Any:
+    def _node_or_value(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return self.node(leaf) or self._constant(leaf)
@@ -289,7 +481,7 @@ class Paths:
         return self.scales[node] / (part.inner if covers else 1)
 
     @property
-    def read_whole(self) -> tuple[fx.Node, ...]:
+    def read_in_full(self) -> tuple[fx.Node, ...]:
         """The values with the axis that a call without the axis reads in full."""
         sources = (
             edge.source
@@ -302,7 +494,7 @@ class Paths:
     @property
     def seeds(self) -> tuple[fx.Node, ...]:
         """The values to tile: the outputs, and values that global calls read."""
-        return tuple(n for n in dict.fromkeys((*self.outputs, *self.read_whole)) if n in self.parts)
+        return tuple(n for n in dict.fromkeys((*self.outputs, *self.read_in_full)) if n in self.parts)
 
 
 def relations_of(recording: HaloRecording, table: Table) -> dict[fx.Node, Relation | Declined]:
@@ -333,17 +525,17 @@ def paths_of(
     for node in recording.graph.nodes:
         if node.op != "call_function" or not isinstance(fake(node), Tensor):
             continue
-        relation, out = _read(node, relations)
+        relation, out = _relation_of(node, relations)
         part = _part_of(relation, node, out, parts)
         if part is not None:
             parts[node] = part
         edges[node] = tuple(
-            _edge(relation, k, source, (node, out), parts, rules, last) for k, source in _sources(relation, node)
+            _read_edge(relation, k, source, (node, out), parts, rules, last) for k, source in _sources(relation, node)
         )
         if part is not None:
             scales[node] = _scale(edges[node], scales, parts, part)
     outputs = tuple(node for node in recording.outputs if node is not None)
-    live = _live(edges, outputs)
+    live = _find_live(edges, outputs)
     needed = live.union(inputs)
     return Paths(_only(edges, needed), _only(parts, needed), _only(scales, needed), outputs)
 
@@ -352,8 +544,7 @@ def _only(by_node: dict[fx.Node, Value], nodes: set[fx.Node]) -> dict[fx.Node, V
     return {node: value for node, value in by_node.items() if node in nodes}
 
 
-def _live(edges: Mapping[fx.Node, tuple[SpanEdge, ...]], outputs: tuple[fx.Node, ...]) -> set[fx.Node]:
-    """The nodes that the outputs depend on."""
+def _find_live(edges: Mapping[fx.Node, tuple[SpanEdge, ...]], outputs: tuple[fx.Node, ...]) -> set[fx.Node]:
     live = set(outputs)
     for node in reversed(list(edges)):
         if node in live:
@@ -361,7 +552,7 @@ def _live(edges: Mapping[fx.Node, tuple[SpanEdge, ...]], outputs: tuple[fx.Node,
     return live
 
 
-def _read(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]) -> tuple[Relation | Declined, int]:
+def _relation_of(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]) -> tuple[Relation | Declined, int]:
     """The relation that computes a value, and the index of the value among its outputs."""
     if node.target is operator.getitem:
         call, out = node.args
@@ -393,7 +584,7 @@ def _part_of(relation: Relation | Declined, node: fx.Node, out: int, parts: Mapp
     return min(alike, key=lambda part: part.inner, default=None)
 
 
-def _edge(
+def _read_edge(
     relation: Relation | Declined,
     operand: int,
     source: fx.Node,
@@ -445,13 +636,13 @@ def spans(paths: Paths, position: Fraction, *, local: bool) -> dict[fx.Node, Spa
         if span is None:
             continue
         for edge in paths.edges[node]:
-            needed = _through(edge, span, local)
+            needed = _span_of_operand(edge, span, local)
             if needed is not None:
                 result[edge.source] = _union(result.get(edge.source), needed)
     return result
 
 
-def _through(edge: SpanEdge, span: Span, local: bool) -> Span | None:
+def _span_of_operand(edge: SpanEdge, span: Span, local: bool) -> Span | None:
     """The span of an operand that a reader with `span` needs; None: nothing."""
     step = SAME if local and edge.why and edge.like else edge.step
     if span == ALL:
