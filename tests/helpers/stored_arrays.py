@@ -14,8 +14,7 @@ from demask.traverse.storage.stores.store import ArrayInfo, replace_path
 
 def full_order(shape):
     """The order of an array whose axes are those of the images."""
-    letters = "NCDHW?"[: len(shape)]
-    return AxisOrder(letters, tuple(range(len(shape))), tuple(shape), len(shape), (0,) * len(shape))
+    return AxisOrder.unchanged("NCDHW?"[: len(shape)], tuple(shape))
 
 
 def array_source(path, axes, index=None):

@@ -260,7 +260,7 @@ def test_a_mapped_destination_holds_what_was_written(tmp_path):
 @pytest.mark.parametrize("data", [torch.ones(2, 3).to_sparse(), torch.ones(2, 3, device="meta")])
 def test_tensors_elsewhere_are_refused(data) -> None:
     with pytest.raises(BadInput, match="expected a dense tensor on the CPU"):
-        ends._tensor(data)
+        tensor_source(data, (0, 1))
 
 
 def test_chunks_stay_until_there_is_no_room() -> None:

@@ -190,7 +190,7 @@ def test_a_map_written_over_too_early_is_noticed(monkeypatch):
 
 
 def test_a_halo_one_column_short_is_noticed(monkeypatch):
-    rows = sweep.SegmentExecutor._rows
+    rows = sweep.SegmentExecutor._view_rows
 
     def short(self, node, step, low, high, columns=None):
         found = rows(self, node, step, low, high, columns)
@@ -199,7 +199,7 @@ def test_a_halo_one_column_short_is_noticed(monkeypatch):
             found[..., -1] = 0
         return found
 
-    monkeypatch.setattr(sweep.SegmentExecutor, "_rows", short)
+    monkeypatch.setattr(sweep.SegmentExecutor, "_view_rows", short)
     assert "differs by" in seen(Chain(nn.Conv2d(2, 2, (1, 7), padding=(0, 3))).eval(), Setting(FRUSTUMS, 24, 7))
 
 

@@ -357,7 +357,7 @@ def test_no_more_memory_is_used_than_the_plan_says(name: str, monkeypatch) -> No
     (arena,) = arenas
     touched = sum(bool((page != 165).any()) for page in arena.split(4096)) * 4096
     where = module.ready().layout
-    said = max(p.allocated + held for p, held in zip(where.places, where.uncut_bytes, strict=True))
+    said = max(p.allocated + held for p, held in zip(where.segments, where.uncut_bytes, strict=True))
     assert 0.9 * where.size <= touched <= where.size + 4096 and where.size <= module.plan.live
     assert beside <= said + 64 * 1024
 

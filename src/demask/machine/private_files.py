@@ -4,8 +4,6 @@ kernels, networks that optimize() has chosen.
 What is read is run, or returned to the caller. The folder must therefore belong to the user of the
 process and be closed to all others (mode 0700), and so must each file; otherwise nothing is read or
 written. Files that are damaged, missing or not readable are as if they had never been written.
-
-The folder for files that only save time: measured seconds and compiled kernels.
 """
 
 from __future__ import annotations
@@ -67,9 +65,9 @@ class PrivateFiles:
                 data = stream.read(self.most + 1)
                 with suppress(OSError):  # a file system that is only read
                     os.utime(file)  # marks it as used
-            size = len(self._head("", b""))
+            size = len(self._file_head("", b""))
             content = memoryview(data)[size:]
-            return bytes(content) if data[:size] == self._head(name, content) else None
+            return bytes(content) if data[:size] == self._file_head(name, content) else None
         return None
 
     def has(self, name: str) -> bool:
@@ -78,7 +76,7 @@ class PrivateFiles:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file at once or not at all; does nothing where the folder must not be used."""
-        head = self._head(name, content)
+        head = self._file_head(name, content)
         if len(head) + len(content) > self.most:
             return
         with suppress(OSError), self._opened(create=True) as folder:
@@ -93,9 +91,9 @@ class PrivateFiles:
                 with suppress(OSError):
                     os.unlink(new, dir_fd=folder)
                 raise
-            self._bound(folder, len(head) + len(content))
+            self._remove_oldest(folder, len(head) + len(content))
 
-    def _head(self, name: str, content: bytes | memoryview) -> bytes:
+    def _file_head(self, name: str, content: bytes | memoryview) -> bytes:
         """The start of a file: its kind, and the hash of name and content."""
         digest = hashlib.sha256(name.encode())
         digest.update(content)
@@ -115,7 +113,7 @@ class PrivateFiles:
         finally:
             os.close(folder)
 
-    def _bound(self, folder: int, written: int) -> None:
+    def _remove_oldest(self, folder: int, written: int) -> None:
         """Remove the oldest files if there are too many bytes, down to three quarters."""
         if self.size is not None and self.size + written <= self.limit:
             self.size += written

@@ -7,7 +7,6 @@ one that is summed over ends.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -136,8 +135,3 @@ def part(tensor: Tensor, axes: Axes, window: Window, origin: tuple[int, int] = (
 def empty(shape: Sequence[int], axes: Axes, dtype: torch.dtype) -> Tensor:
     """New memory for a part, in the layout of parts."""
     return torch.empty_strided(tuple(shape), strides(shape, axes), dtype=dtype)
-
-
-def is_pick(node: fx.Node) -> bool:
-    """Whether a node is one of several outputs of a call."""
-    return node.target is operator.getitem

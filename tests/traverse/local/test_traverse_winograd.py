@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from demask.errors import BudgetTooSmall
 from demask.kernels.cpu import winograd
@@ -26,7 +26,7 @@ from demask.traverse.local import kernels as local_kernels
 from demask.traverse.local.kernels import CompiledWinograd
 from demask.traverse.planning.planner import lay_out_plan, plan_flow, plan_tiles
 from demask.tune.epilogue import Epilogue, apply_activation
-from local_runs import IMAGE, Placed, Scratch, image_call, run, values_of, windows
+from local_runs import IMAGE, Placed, Scratch, assert_close, exact_result, image_call, run, values_of, windows
 
 DRAWS = settings(
     derandomize=True,
@@ -36,7 +36,6 @@ DRAWS = settings(
     suppress_health_check=list(HealthCheck),
     max_examples=25,
 )
-ULPS = 64  # of the largest output: sums of up to 9 * 64 terms in another order
 CONV = ("aten.conv2d.default", S((1, 32, 13, 18)), S((48, 32, 3, 3), True), S((48,), True), [1, 1], [1, 1])
 
 
@@ -52,17 +51,6 @@ def placed(*call, **how) -> Placed:
     return here
 
 
-def exact(here: Placed) -> Tensor:
-    """The whole call in float64."""
-    args, kwargs = fx.node.map_arg((here.node.args, here.node.kwargs), lambda node: node.meta["val"].double())
-    return here.node.target(*args, **kwargs)
-
-
-def close(result: Tensor, expected: Tensor) -> None:
-    top = expected.abs().max().clamp(min=1e-6)
-    assert (result.double() - expected).abs().max() <= ULPS * torch.finfo(torch.float32).eps * top
-
-
 def full_of(here: Placed, values: dict, **fused) -> Tensor:
     operands = [values.get(o.value, o.value) for o in here.relation.operands]
     into = fused.pop("prefill", None)
@@ -73,9 +61,9 @@ def full_of(here: Placed, values: dict, **fused) -> Tensor:
 def holds(*call, pair: Axes = IMAGE, seed: int = 0) -> None:
     """Parts are bit-equal to those of the whole, which is close to the sum in float64."""
     here = placed(*call, pair=pair)
-    values, expected = values_of(here), exact(here)
+    values, expected = values_of(here), exact_result(here)
     whole = full_of(here, values)
-    close(whole, expected)
+    assert_close(whole, expected)
     for window in windows(expected.shape, here.axes, random.Random(seed)):
         scratch = Scratch()
         result = run(here, window, values, scratch)
@@ -130,10 +118,10 @@ def test_sums_and_activations_are_fused(name, add):
     here = placed(*CONV)
     after = Epilogue(name, (0.1,) if name == "leaky_relu" else ())
     values, other = values_of(here), torch.randn(1, 48, 13, 18)
-    expected = exact(here) + other.double() * add
+    expected = exact_result(here) + other.double() * add
     fused = {"after": after, "add": add}
     whole = full_of(here, values, prefill=other, **fused)
-    close(whole, apply_activation(after, expected))
+    assert_close(whole, apply_activation(after, expected))
     for window in windows(expected.shape, here.axes, random.Random(1)):
         part = parts.part(other, here.axes, window)
         result = run(here, window, values, prefill=part, **fused)
@@ -203,7 +191,7 @@ def test_products_of_doubled_positions_are_zero(doubled):
         WinogradRunner(kernel).run(sizes, 1, addresses, (scratch.data_ptr(), scratch.nbytes))
         results.append(into)
     assert torch.equal(*results)
-    close(results[0], torch.conv2d(x.double(), weight.double(), padding=1))
+    assert_close(results[0], torch.conv2d(x.double(), weight.double(), padding=1))
 
 
 class Enlarged(nn.Module):
@@ -226,7 +214,7 @@ def test_resizes_by_two_are_noticed(factors, padding):
     kind = next(h.kind for h in flow.local.values() if isinstance(h.kind, CompiledWinograd))
     assert kind.kernel.doubled == tuple(f == 2.0 and padding == 1 for f in factors)
     with torch.no_grad():
-        close(tile(model, (x,), memory="64MiB")(x), model.double()(x.double()))
+        assert_close(tile(model, (x,), memory="64MiB")(x), model.double()(x.double()))
 
 
 def test_wild_values_stay_in_their_windows():
@@ -280,7 +268,7 @@ def test_bands_and_workers_are_bit_equal():
     assert len({str(t.plan.segments) for t in tiles}) > 3  # else this tests nothing
     with torch.no_grad():
         results = [t(x) for t in tiles]
-        close(results[0], model.double()(x.double()))
+        assert_close(results[0], model.double()(x.double()))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 

@@ -24,8 +24,9 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
+from demask.kernels.cpu.csr import masked, store_masked
 from demask.kernels.llvm.activations import activated
-from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value
+from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, Emitter, Value
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.thread_team import ENTRY, Job, SpareTasks
@@ -115,7 +116,7 @@ class _WindowBody:
     def emit(self) -> None:
         e, b, f = self.e, self.e.b, self.field
         if self.w.mode == "conv":
-            self._fill()
+            self._write_table()
         with e.loop(f["row"], f["row_end"]) as row:
             inner = b.and_(b.icmp_signed(">=", row, f["inner_row"]), b.icmp_signed("<", row, f["inner_row_end"]))
             end = b.select(inner, f["inner_unit"], f["unit_end"])
@@ -123,16 +124,16 @@ class _WindowBody:
             with e.loop(I64(0), I64(2)) as part:
                 first = b.icmp_signed("==", part, I64(0))
                 ends = b.select(first, f["unit"], begin), b.select(first, end, f["unit_end"])
-                self._units(*ends, lambda *unit: self._border(row, *unit))
+                self._each_vector(*ends, lambda *unit: self._border(row, *unit))
         begin = f["inner_row"]
         for side in self.w.side:
             count = b.sdiv(b.sub(f["inner_row_end"], begin), I64(side))
             end = b.add(begin, b.mul(count, I64(side)))
             with e.loop(begin, end, side) as row:
-                self._rows(row, side)
+                self._compute_rows(row, side)
             begin = end
 
-    def _fill(self) -> None:
+    def _write_table(self) -> None:
         """Write the weight table."""
         e, b, taps = self.e, self.e.b, self.w.taps
         weight, bias = e.pointer(self.field["weight"]), e.pointer(self.field["bias"])
@@ -149,7 +150,7 @@ class _WindowBody:
             bias_index = b.add(k, I64(taps * self.t.pitch))
             b.store(value.get(), e.at(self.table, bias_index, FLOAT))
 
-    def _units(self, begin: Value, end: Value, body: Callable[..., None]) -> None:
+    def _each_vector(self, begin: Value, end: Value, body: Callable[..., None]) -> None:
         """Calls body(index in x, index in out, phase, mask or None) for each vector of a row."""
         e, b, w, t = self.e, self.e.b, self.w, self.t
         if w.flat:
@@ -175,7 +176,7 @@ class _WindowBody:
 
     # -- rows within the image
 
-    def _rows(self, row: Value, side: int) -> None:
+    def _compute_rows(self, row: Value, side: int) -> None:
         """Rows computed together, for the units that read only from the image."""
         e, b, w, f = self.e, self.e.b, self.w, self.field
         first = b.sub(b.mul(row, I64(w.step[0])), f["top"])
@@ -183,8 +184,8 @@ class _WindowBody:
         for r in range(side):
             for i in range(w.size[0]):
                 reads.setdefault(r * w.step[0] + i * w.dilation[0], []).append((r, i))
-        sources = {y: self._row(self.x, b.add(first, I64(y)), "x_pitch") for y in sorted(reads)}
-        outs = [self._row(self.out, b.add(row, I64(r)), "out_pitch") for r in range(side)]
+        sources = {y: self._row_address(self.x, b.add(first, I64(y)), "x_pitch") for y in sorted(reads)}
+        outs = [self._row_address(self.out, b.add(row, I64(r)), "out_pitch") for r in range(side)]
         is_fixed = w.flat and self.t.modulus == e.lanes  # all vectors use the same weights
         loaded = [self._weight(I64(tap), I64(0)) for tap in range(w.taps + 1)] if is_fixed else None
 
@@ -193,15 +194,15 @@ class _WindowBody:
             sums = [self._begin()] * side
             for (y, source), j in itertools.product(sources.items(), range(w.size[1])):
                 address = e.at(source, b.add(x, I64(j * w.dilation[1] * w.channels)), FLOAT)
-                value = self._read(address, mask)
+                value = self._load_vector(address, mask)
                 for r, i in reads[y]:
-                    sums[r] = self._accumulated(sums[r], weights[i * w.size[1] + j], value)
+                    sums[r] = self._add_tap(sums[r], weights[i * w.size[1] + j], value)
             for address, sum_ in zip(outs, sums, strict=True):
                 self._end(sum_, weights[-1], e.at(address, out, FLOAT), mask)
 
-        self._units(f["inner_unit"], f["inner_unit_end"], body)
+        self._each_vector(f["inner_unit"], f["inner_unit_end"], body)
 
-    def _row(self, base: Value, row: Value, pitch: str) -> Value:
+    def _row_address(self, base: Value, row: Value, pitch: str) -> Value:
         return self.e.at(base, self.e.b.mul(row, self.field[pitch]), FLOAT)
 
     def _weight(self, tap: Value, phase: Value) -> Value | None:
@@ -216,7 +217,7 @@ class _WindowBody:
     def _begin(self) -> Value:
         return self.e.splat(-math.inf if self.w.mode == "max" else 0.0)
 
-    def _accumulated(self, sum_: Value, weight: Value, value: Value) -> Value:
+    def _add_tap(self, sum_: Value, weight: Value, value: Value) -> Value:
         e, b = self.e, self.e.b
         if self.w.mode == "conv":
             return e.fma(weight, value, sum_)
@@ -234,23 +235,19 @@ class _WindowBody:
         if self.w.mode == "mean":
             sum_ = e.b.fdiv(sum_, e.splat(float(self.w.divisor)))
         if self.w.add:
-            sum_ = e.b.fadd(sum_, self._read(address, mask))
+            sum_ = e.b.fadd(sum_, self._load_vector(address, mask))
         value = activated(e, sum_, self.w.act)
         if mask is None:
             e.b.store(value, address, align=4)
-            return
-        kinds = (e.vector, POINTER, I32, mask.type)
-        store = e.intrinsic(f"llvm.masked.store.v{e.lanes}f32.p0", VOID, *kinds)
-        e.b.call(store, [value, address, I32(4), mask])
+        else:
+            store_masked(e, value, address, mask)
 
-    def _read(self, address: Value, mask: Value | None, other: float = 0.0) -> Value:
+    def _load_vector(self, address: Value, mask: Value | None, other: float = 0.0) -> Value:
         """A vector from memory; lanes outside of the mask are not read."""
         e = self.e
         if mask is None:
             return e.b.load(address, typ=e.vector, align=4)
-        kinds = (POINTER, I32, mask.type, e.vector)
-        load = e.intrinsic(f"llvm.masked.load.v{e.lanes}f32.p0", e.vector, *kinds)
-        return e.b.call(load, [address, I32(4), mask, e.splat(other)])
+        return masked(e, e.vector, address, mask, other=other)
 
     # -- windows that cross the border
 
@@ -258,18 +255,18 @@ class _WindowBody:
         """One vector of a row, whose windows may extend outside of the image."""
         e, b, w, f = self.e, self.e.b, self.w, self.field
         used_lanes = self._within(out, f["floats_out"], mask)
-        out_row, other = (self._row(self.out, row, "out_pitch"), -math.inf if w.mode == "max" else 0.0)
+        out_row, other = (self._row_address(self.out, row, "out_pitch"), -math.inf if w.mode == "max" else 0.0)
         bias = self._weight(I64(w.taps), phase)
         sum_ = e.variable(e.vector, self._begin())
         columns = [b.add(x, I64(j * w.dilation[1] * w.channels)) for j in range(w.size[1])]
         masks = [self._within(b.sub(c, f["left"]), f["floats_in"], used_lanes) for c in columns]
         first, taps = self._taps(row)
         with e.loop(*taps) as i:
-            source = self._row(self.x, b.add(first, b.mul(i, I64(w.dilation[0]))), "x_pitch")
+            source = self._row_address(self.x, b.add(first, b.mul(i, I64(w.dilation[0]))), "x_pitch")
             for j, (column, inside) in enumerate(zip(columns, masks, strict=True)):
                 weight = self._weight(b.add(b.mul(i, I64(w.size[1])), I64(j)), phase)
-                value = self._read(e.at(source, column, FLOAT), inside, other)
-                sum_.set(self._accumulated(sum_.get(), weight, value))
+                value = self._load_vector(e.at(source, column, FLOAT), inside, other)
+                sum_.set(self._add_tap(sum_.get(), weight, value))
         self._end(sum_.get(), bias, e.at(out_row, out, FLOAT), used_lanes)
 
     def _taps(self, row: Value) -> tuple[Value, tuple[Value, Value]]:

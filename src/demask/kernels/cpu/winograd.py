@@ -137,7 +137,7 @@ class _WinogradBody:
             with e.loop(I64(0), count) as t:
                 self._transform_sums(b.add(first, t), t)
 
-    def _place(self, tile: Value) -> tuple[Value, Value]:
+    def _doubled_position(self, tile: Value) -> tuple[Value, Value]:
         """Twice the row and the column of a tile."""
         b, across = self.e.b, self.field["across"]
         row = b.udiv(tile, across)
@@ -174,10 +174,10 @@ class _WinogradBody:
 
     def _transform_inputs(self, tile: Value, t: Value) -> None:
         e, b, f, k = self.e, self.e.b, self.field, self.k
-        row, column = self._place(tile)
+        row, column = self._doubled_position(tile)
         rows, columns = (
-            [b.add(b.add(f[key], place), I64(n)) for n in components]
-            for key, place, components in zip(("top", "left"), (row, column), k.components, strict=True)
+            [b.add(b.add(f[key], position), I64(n)) for n in components]
+            for key, position, components in zip(("top", "left"), (row, column), k.components, strict=True)
         )
         sizes = ("rows_in", "columns_in", "x_pitch")
         addresses = self._addresses(self.x, self.zeros, rows, columns, sizes, k.inner)
@@ -234,10 +234,10 @@ class _WinogradBody:
 
     def _transform_sums(self, tile: Value, t: Value) -> None:
         e, b, f, k = self.e, self.e.b, self.field, self.k
-        row, column = self._place(tile)
+        row, column = self._doubled_position(tile)
         rows, columns = (
-            [b.add(b.sub(place, f[key]), I64(n)) for n in range(2)]
-            for key, place in (("skipped_rows", row), ("skipped_columns", column))
+            [b.add(b.sub(position, f[key]), I64(n)) for n in range(2)]
+            for key, position in (("skipped_rows", row), ("skipped_columns", column))
         )
         sizes = ("rows_out", "columns_out", "out_pitch")
         addresses = self._addresses(self.out, self.unused, rows, columns, sizes, k.outer)
@@ -332,8 +332,8 @@ class WinogradPacker:
                 ]
                 for n, value in enumerate(self._transformed(e, taps)):
                     value = b.fptrunc(value, e.vector)
-                    place = b.add(target.get(), I64(n * self.inner * self.outer + v * e.lanes))
-                    b.store(value, e.at(e.pointer(field["packed"]), place, FLOAT), align=4)
+                    position = b.add(target.get(), I64(n * self.inner * self.outer + v * e.lanes))
+                    b.store(value, e.at(e.pointer(field["packed"]), position, FLOAT), align=4)
             target.set(b.add(target.get(), I64(width)))
 
     def _tap(

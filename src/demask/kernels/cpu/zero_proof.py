@@ -23,11 +23,8 @@ comparison, and the row is computed.
 
 **Layouts.** 8 bits: [tile][4 columns][rows of the tile][4]. 4 bits: [tile][8 columns][rows][4
 bytes], with the first four columns in the low halves, values 0 to 15. The second plane of two: row
-by row, 128 columns in 64 bytes, low halves first. u is stored in two planes of bytes.
-
-Integer products of bytes with bytes: signed q of a matrix with u of an input.
-
-u has 16 bits, stored as two planes of bytes, so every product is summed twice, exactly.
+by row, 128 columns in 64 bytes, low halves first. u has 16 bits, stored as two planes of bytes, so
+every product of bytes is summed twice, exactly.
 """
 
 from __future__ import annotations
@@ -182,7 +179,7 @@ def tile_vectors(isa: Isa) -> int:
     return isa.registers // 4
 
 
-def _reduced(e: Emitter, x: Value, reduction: str) -> Value:
+def _reduce_lanes(e: Emitter, x: Value, reduction: str) -> Value:
     """The largest ("fmax") or smallest ("fmin") lane, or the integer sum ("add") of the lanes."""
     kind, word = (I32, "i32") if x.type == e.ints else (FLOAT, "f32")
     call = e.intrinsic(f"llvm.vector.reduce.{reduction}.v{e.lanes}{word}", kind, x.type)
@@ -204,14 +201,14 @@ class Quantize:
         step = b.fdiv(b.fsub(high, lo), FLOAT(float(LEVELS)))
         is_positive = b.fcmp_ordered(">", step, FLOAT(0.0))
         scale = b.select(is_positive, b.fdiv(FLOAT(1.0), step), FLOAT(0.0))
-        e_max = self._planes(e, f, (lo, step, scale))
+        e_max = self._write_planes(e, f, (lo, step, scale))
         # each |e| was rounded; the terms of the bound with lo and t u are rounded, too
         magnitude = b.fadd(b.fsub(FLOAT(0.0), lo), b.fsub(high, lo))
         e_max = b.fadd(b.fmul(e_max, FLOAT(1 + 4 * UNIT)), b.fmul(magnitude, FLOAT(40 * UNIT)))
         numbers = f.slot("numbers")
         for k, value in enumerate((lo, step, e_max, *sums)):
             b.store(value, e.at(numbers, k, FLOAT))
-        self._groups(e, f)
+        self._list_groups(e, f)
 
     def _statistics(self, e: Emitter, f: Fields) -> tuple[Value, Value, list[Value]]:
         """(smallest of x and 0, largest of x and 0, [1-norm, 2-norm, rounding error, sum]); norms
@@ -243,10 +240,10 @@ class Quantize:
         twos = b.fmul(b.call(root, [twos]), FLOAT(1 + 4 * UNIT))
         count = b.fadd(b.sitofp(nonzeros.get(), FLOAT), chain)
         rounding = b.fmul(b.fadd(b.fmul(count, FLOAT(1.02 * UNIT)), FLOAT(100 * UNIT)), ones)
-        least, most = _reduced(e, sums["least"].get(), "fmin"), sums["largest"].get()
-        return least, _reduced(e, most, "fmax"), [ones, twos, rounding, e.total(sums["sum"].get())]
+        least, most = _reduce_lanes(e, sums["least"].get(), "fmin"), sums["largest"].get()
+        return least, _reduce_lanes(e, most, "fmax"), [ones, twos, rounding, e.total(sums["sum"].get())]
 
-    def _planes(self, e: Emitter, f: Fields, quantization: tuple[Value, Value, Value]) -> Value:
+    def _write_planes(self, e: Emitter, f: Fields, quantization: tuple[Value, Value, Value]) -> Value:
         """Write u; returns max|e|. quantization: lo, step and 1 / step."""
         b, x, n = e.b, f.slot("x"), f["n"]
         planes, largest = (f.slot("u0"), f.slot("u1")), e.variable(e.vector, e.splat(0.0))
@@ -270,10 +267,10 @@ class Quantize:
                 sum_.set(b.add(sum_.get(), part))
                 b.store(b.trunc(part, narrow), e.at(plane, i), align=1)
         for k, sum_ in enumerate(sums):
-            b.store(_reduced(e, sum_.get(), "add"), e.at(f.slot("sums"), k, I32))
-        return _reduced(e, largest.get(), "fmax")
+            b.store(_reduce_lanes(e, sum_.get(), "add"), e.at(f.slot("sums"), k, I32))
+        return _reduce_lanes(e, largest.get(), "fmax")
 
-    def _groups(self, e: Emitter, f: Fields) -> None:
+    def _list_groups(self, e: Emitter, f: Fields) -> None:
         """List the groups that contain a nonzero u."""
         b, length = e.b, e.variable(I64, I64(0))
         u0, u1, groups = f.slot("u0"), f.slot("u1"), f.slot("groups")
@@ -378,7 +375,7 @@ class SecondProofKernel:
                 row = e.load_long(I32, lists["lists"], position)
                 later = e.load_long(I32, lists["lists"], b.add(position, I64(LATER)))
                 sums = []
-                low = self._low(e, f, row, later)
+                low = self._low_sums(e, f, row, later)
                 for k, (key, part) in enumerate(zip(("first", "second"), low, strict=True)):
                     offset = b.mul(e.load(I32, f.slot("sums"), k), I32(8))
                     upper = b.sub(e.load(I32, lists[key], position), offset)
@@ -388,7 +385,7 @@ class SecondProofKernel:
                 length.set(b.add(length.get(), b.zext(unproved, I64)))
         b.store(length.get(), f.slot("left"))
 
-    def _low(self, e: Emitter, f: Fields, row: Value, later: Value) -> list[Value]:
+    def _low_sums(self, e: Emitter, f: Fields, row: Value, later: Value) -> list[Value]:
         """Σ l u for both planes of u. later: a row to prefetch."""
         b, products = e.b, Dots(e, self.instruction)
         line = e.at(f.pointer("weights"), b.mul(row, f["pitch"]))
@@ -408,7 +405,7 @@ class SecondProofKernel:
                         u = b.load(e.at(f.slot(key), u_offset), typ=e.ints, align=1)
                         sum_ = sums[plane]
                         sum_.set(products.add(sum_.get(), products.ready(u), part))
-        return [_reduced(e, sum_.get(), "add") for sum_ in sums]
+        return [_reduce_lanes(e, sum_.get(), "add") for sum_ in sums]
 
     def _unproved(self, e: Emitter, f: Fields, numbers: dict[str, Value], row: Value, sums: list[Value]) -> Value:
         """Whether the bound of a row is not <= 0. sums: Σ q u for both planes of u."""

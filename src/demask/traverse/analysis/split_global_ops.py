@@ -127,38 +127,6 @@ def global_calls(program: Program, table: Table, inputs: Mapping[str, Axes] | No
     return tuple(names)
 
 
-def folded_scale(program: Program) -> Program:
-    """The program with norms folded into the weights of 1x1 convolutions before them.
-
-    Such a convolution runs twice, for the moments and scaled; its unscaled result is not stored.
-    """
-    editor = GraphEditor(program)
-    for node in editor.calls(aten.addcmul.default):
-        operands: Any = node.args
-        shift, conv, scale = operands
-        if not _is_point_conv_of_norm(conv, node) or tuple(fake(scale).shape[2:]) != (1, 1):
-            continue
-        bound = schema.arguments(conv)
-        with editor.graph.inserting_before(node):
-            factors, bias = (editor.call(aten.reshape.default, v, [-1]) for v in (scale, shift))
-            if bound["bias"] is not None:
-                bias = editor.call(aten.addcmul.default, bias, bound["bias"], factors)
-            column = editor.call(aten.reshape.default, scale, [-1, 1, 1, 1])
-            weight = editor.call(aten.mul.Tensor, bound["weight"], column)
-            scaled = editor.call_named(conv.target, bound | {"weight": weight, "bias": bias})
-        editor.replace(node, scaled, inherit=True)
-    return editor.finish()
-
-
-def _is_point_conv_of_norm(conv: Any, norm: fx.Node) -> bool:
-    """Whether this is a 1x1 convolution of one image that only a norm and its moments read."""
-    if conv.target is not aten.conv2d.default or fake(conv).shape[0] != 1:
-        return False
-    bound, readers = schema.arguments(conv), {user.target for user in conv.users}
-    is_dense_point = fake(bound["weight"]).shape[2:] == (1, 1) and bound["groups"] == 1
-    return is_dense_point and readers == {norm.target, torch.ops.demask.moments.default}
-
-
 def _with_single_outputs(program: Program) -> GraphEditor:
     """An editor whose graph has calls of one output in place of calls of several, where known."""
     editor = GraphEditor(program)

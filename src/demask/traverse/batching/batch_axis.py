@@ -86,7 +86,7 @@ class BatchAxes:
     def nbytes(self, node: fx.Node, n: int) -> int:
         """Bytes that a value takes for n inputs."""
         return sum(
-            math.prod(_at(size, self.symbol, n) for size in leaf.shape) * leaf.dtype.itemsize
+            math.prod(_size_for(size, self.symbol, n) for size in leaf.shape) * leaf.dtype.itemsize
             for leaf in pytree.tree_leaves(node.meta.get("val"))
             if isinstance(leaf, Tensor)
         )
@@ -107,7 +107,7 @@ def find_batch_axes(analysis: Analysis, inputs: int) -> BatchAxes:
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
-            sizes[node] = tuple(_at(value, symbol, n) for n in range(1, inputs + 1))
+            sizes[node] = tuple(_size_for(value, symbol, n) for n in range(1, inputs + 1))
         elif node.op == "placeholder":
             batch_axes |= _input_axis(node, symbol)
         elif node.target is operator.getitem:
@@ -134,8 +134,7 @@ def _symbol(program: Program) -> Any:
     )
 
 
-def _at(size: Any, symbol: Any, n: int) -> int:
-    """A size for n inputs."""
+def _size_for(size: Any, symbol: Any, n: int) -> int:
     return size if isinstance(size, int) else int(size.node.expr.subs(symbol, n))
 
 
@@ -184,7 +183,7 @@ def _batch_axis(relation: Relation, out: int, by_value: Mapping[fx.Node, Any], s
     """The batch axis of an output; all operands' batch axes must lead to the same one."""
     shape = schema.outputs(relation.node)[out].shape
     axis = next((k for k, size in enumerate(shape) if isinstance(size, torch.SymInt)), None)
-    read = [] if relation.entry.free else list(_carried(relation, out, by_value))
+    read = [] if relation.entry.free else list(_carried_parts(relation, out, by_value))
     if axis is None:
         return None if not read else _refuse_mixed(relation)
     if not read:
@@ -196,7 +195,7 @@ def _batch_axis(relation: Relation, out: int, by_value: Mapping[fx.Node, Any], s
     return BatchAxis(axis, int(outer), part.inner) if outer.is_Integer else _refuse_mixed(relation)
 
 
-def _carried(relation: Relation, out: int, by_value: Mapping[fx.Node, Any]) -> Iterator[Part | None]:
+def _carried_parts(relation: Relation, out: int, by_value: Mapping[fx.Node, Any]) -> Iterator[Part | None]:
     """The part of an output that each operand's batch axis becomes; None where there is none."""
     for k, operand in enumerate(relation.operands):
         batch_axis = by_value.get(operand.value)

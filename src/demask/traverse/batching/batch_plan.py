@@ -4,8 +4,7 @@ A level is one fully connected layer, which runs for all N inputs at once so tha
 read once, or the calls between such layers, which run for `at_once` inputs at a time. Values that
 later levels read are stored for all N inputs. `demask.traverse.batching.levels` computes the plan.
 
-Bytes of weights that are read for a number of inputs: counted or predicted, and as a table.
-
+`Traffic` is the bytes of weights that are read for a number of inputs, counted or predicted.
 Weights are the matrices and kernels that a call multiplies with. Biases, parameters of norms and
 rows of embeddings are left out: together they are a thousandth of the traffic.
 """
@@ -111,7 +110,9 @@ class Traffic:
         lines.append((f"all, {count}", "", *_cells(self)))
         widths = [max(len(line[k]) for line in lines) for k in range(6)]
         rule = "  ".join("-" * width for width in widths)
-        shown = ["  ".join(_aligned(line, widths)).rstrip() for line in lines]
+        sides = "<<>>>>"  # words aligned left, numbers right
+        columns = list(zip(sides, widths, strict=True))
+        shown = ["  ".join(f"{w:{s}{n}}" for w, (s, n) in zip(line, columns, strict=True)).rstrip() for line in lines]
         return "\n".join([shown[0], rule, *shown[1:-2], rule, *shown[-2:]])
 
 
@@ -119,12 +120,6 @@ def _cells(traffic: Traffic) -> tuple[str, str, str, str]:
     sizes = (traffic.weight_bytes, traffic.unbatched, traffic.weight_bytes_read)
     first, second, third = (f"{size / 1e6:,.3f}" for size in sizes)
     return first, second, third, f"{100 * traffic.saved:.1f} %"
-
-
-def _aligned(line: tuple[str, ...], widths: list[int]) -> list[str]:
-    """Words aligned left, numbers right."""
-    pairs = enumerate(zip(line, widths, strict=True))
-    return [word.ljust(width) if k < 2 else word.rjust(width) for k, (word, width) in pairs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,13 +60,10 @@ class Cluster:
                 f"client: the network or the source cannot be sent to workers ({error}); give paths of files instead"
             ) from error
 
-    def tasks_of(self, image: int) -> Callable[..., Iterator[tuple[Interval, TaskRecord]]]:
-        """A function that runs tasks of one image, and yields each as it is finished."""
-        return functools.partial(self._run, image)
-
-    def _run(
+    def run_tasks(
         self, image: int, segment: int, stripes: Sequence[Interval], values: Mapping[Any, Any]
     ) -> Iterator[tuple[Interval, TaskRecord]]:
+        """Run tasks of one image, and yield each as it is finished."""
         from distributed import KilledWorker, as_completed
 
         assert self.job.target is not None
@@ -101,7 +98,6 @@ class Cluster:
 
 
 def _values_name(image: int, segment: int) -> str:
-    """The file with the values without rows that a segment reads."""
     return f"values-{image}-{segment}.safetensors"
 
 
@@ -144,8 +140,7 @@ class _WorkerJob:
 
 
 @functools.cache
-def _worker_job() -> _WorkerJob:
-    """That of this process."""
+def _job_of_this_process() -> _WorkerJob:
     return _WorkerJob()
 
 
@@ -153,7 +148,7 @@ def run_remote_task(
     prepare: Prepare, folder: str, digest: str, image: int, segment: int, rows: Interval
 ) -> dict[str, Any]:
     """Compute one task in a worker. Returns its record as JSON types."""
-    worker = _worker_job()
+    worker = _job_of_this_process()
     with worker.lock:
         job, arena = worker.take(prepare, folder, digest)
         return _run_task(job, arena, folder, image, segment, rows)
@@ -161,15 +156,15 @@ def run_remote_task(
 
 def _run_task(job: Streaming, arena: Any, folder: str, image: int, segment: int, rows: Interval) -> dict[str, Any]:
     values = safetensors.torch.load_file(Path(folder, _values_name(image, segment)))
-    place = job.layout.places[segment]
+    placed = job.layout.segments[segment]
     uncut = dict(job.flow.constants)
     nodes = {node.name: node for node in job.flow.program.graph.nodes}
     uncut.update({nodes[name]: value for name, value in values.items()})
     sink, store = job.open_part()
     ends = SourcesAndSinks({}, {job.flow.inputs[0]: job.source.image(image)}, {job.output: sink.image(image)}, uncut)
     assert job.target is not None
-    stored = {name for p in job.layout.places for name in p.segment.spills}
-    for value in {*place.stage.enters, *place.stage.targets}:
+    stored = {name for p in job.layout.segments for name in p.segment.spills}
+    for value in {*placed.stage.enters, *placed.stage.targets}:
         if value.name in stored:
             fake = value.meta["val"]
             file = spill(
@@ -179,11 +174,11 @@ def _run_task(job: Streaming, arena: Any, folder: str, image: int, segment: int,
                 str(job.target.folder),
                 job.spill_name(image, value),
             )
-            (ends.sinks if value in place.stage.targets else ends.sources)[value] = file
-    if job.output not in place.stage.targets:
+            (ends.sinks if value in placed.stage.targets else ends.sources)[value] = file
+    if job.output not in placed.stage.targets:
         ends.sinks.pop(job.output)
-    work = arena[job.layout.work[segment] : job.layout.work[segment] + place.bytes]
+    work = arena[job.layout.work[segment] : job.layout.work[segment] + placed.bytes]
     with torch.no_grad():
-        record = compute_record(place, ends, work, (rows[0], rows[1]), store, job.mask)
+        record = compute_record(placed, ends, work, (rows[0], rows[1]), store, job.mask)
     store.close()
     return record.to_dict()

@@ -5,11 +5,9 @@ operand by operand, so that its halo is exactly what the layers read. At the ima
 layer has its own padding; elsewhere it reads real positions. A rectangle runs in bands that stay in
 the caches, and computes nothing twice.
 
-Cover selected tiles with few rectangles.
-
-Every rectangle runs with a halo and has the overhead of its calls; a rectangle around two others
-also covers the positions between them. Rectangles are merged, the best pair first, while merging
-reduces the cost.
+Selected tiles are covered with few rectangles. Every rectangle runs with a halo and has the
+overhead of its calls; a rectangle around two others also covers the positions between them.
+Rectangles are merged, the best pair first, while merging reduces the cost.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ def rectangles(selected: Tensor, tile: int, size: tuple[int, int], cost: Cost) -
     """
     tiles = runs(selected)
     while len(tiles) > MANY:
-        selected, tile = _coarser(selected), 2 * tile
+        selected, tile = _halve(selected), 2 * tile
         tiles = runs(selected)
     if not tiles:
         return ()
@@ -99,24 +97,24 @@ def merge(bounds: np.ndarray, cost: Cost) -> np.ndarray:
     bounds: int [count, (top, bottom, left, right)], as is the result.
     """
     result = bounds.astype(np.int64)
-    gain = _gain(result[:, None], result[None], cost)
+    gain = _saved_cost(result[:, None], result[None], cost)
     np.fill_diagonal(gain, -np.inf)
     while len(result) > 1:
         i, j = np.unravel_index(np.argmax(gain), gain.shape)
         if gain[i, j] <= 0:
             break
         result[i] = _around(result[i], result[j])
-        keep = ~_inside(result, result[i])
+        keep = (_around(result, result[i]) != result[i]).any(-1)
         keep[i] = True
         i = int(keep[:i].sum())
         result, gain = result[keep], gain[np.ix_(keep, keep)]
-        gain[i] = gain[:, i] = _gain(result[i], result, cost)
+        gain[i] = gain[:, i] = _saved_cost(result[i], result, cost)
         gain[i, i] = -np.inf
     union = np.array([[*result.min(0)[[0]], *result.max(0)[[1]], *result.min(0)[[2]], *result.max(0)[[3]]]])
     return union if _costs(union, cost).sum() <= _costs(result, cost).sum() else result
 
 
-def _coarser(selected: Tensor) -> Tensor:
+def _halve(selected: Tensor) -> Tensor:
     """Tiles of twice the size, selected where one of their four tiles is."""
     return F.max_pool2d(selected[None].float(), 2, ceil_mode=True)[0] > 0
 
@@ -126,17 +124,12 @@ def _around(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.stack([low[..., 0], high[..., 1], low[..., 2], high[..., 3]], -1)
 
 
-def _inside(inner: np.ndarray, outer: np.ndarray) -> np.ndarray:
-    return (_around(inner, outer) == outer).all(-1)
-
-
 def _costs(bounds: np.ndarray, cost: Cost) -> np.ndarray:
     costs = cost(bounds[..., 1] - bounds[..., 0], bounds[..., 3] - bounds[..., 2])
     return np.asarray(costs, np.float64)
 
 
-def _gain(a: np.ndarray, b: np.ndarray, cost: Cost) -> np.ndarray:
-    """The cost that one rectangle saves over two."""
+def _saved_cost(a: np.ndarray, b: np.ndarray, cost: Cost) -> np.ndarray:
     return _costs(a, cost) + _costs(b, cost) - _costs(_around(a, b), cost)
 
 
@@ -279,6 +272,3 @@ def fit_cost(windows: RegionNetwork, tile: int) -> Any:
 
 def _positions(rows: tuple[int, int], columns: tuple[int, int]) -> int:
     return max(rows[1] - rows[0], 0) * max(columns[1] - columns[0], 0)
-
-
-__all__ = ["RegionNetwork", "fit_cost", "refusals"]

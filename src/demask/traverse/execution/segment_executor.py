@@ -114,7 +114,7 @@ class SegmentExecutor:
         self.arena, self.counter, self.above, self.below = arena, counter, above, below
         self.views: dict[tuple[Any, ...], Tensor] = {}
         self.states: dict[fx.Node, tuple[Reduction, Any]] = {}
-        self.first, self.last = _uses(stage)
+        self.first, self.last = _first_and_last_uses(stage)
         cut = ((u.node, self.flow.local.get(u.node)) for u in stage.units)
         self.streamed = {e for u in stage.units for e in stage.streamed(u, ends.maps)}
         self.packable = frozenset(n for n, local in cut if local is not None and local.kind.packed_bytes)
@@ -172,22 +172,22 @@ class SegmentExecutor:
         """Fill a block with the rows of its tail, new rows of its source, and received rows."""
         live = step[node]
         if live.first < live.done and node in self.memory.tail:
-            tail = self._tail(node, live, live.done - live.first)
-            self._rows(node, step, live.first, live.done).copy_(tail)
+            tail = self._view_tail(node, live, live.done - live.first)
+            self._view_rows(node, step, live.first, live.done).copy_(tail)
         if node in self.ends.sources and live.done < live.end:
             window = (live.done, live.end), live.columns
-            self.ends.sources[node].read(window, self._rows(node, step, live.done, live.end))
+            self.ends.sources[node].read(window, self._view_rows(node, step, live.done, live.end))
         low, high = live.received
         if low < high and self.below is not None:
             received = self.below.take(node, self.flow.axes[node][0] or 0, (low, high))
             if received is not None:
-                self._rows(node, step, low, high).copy_(received)
+                self._view_rows(node, step, low, high).copy_(received)
 
     def _save_tail(self, node: fx.Node, step: Step) -> None:
         live = step[node]
         if live.tail and node in self.memory.tail:
-            rows = self._rows(node, step, live.keep, live.end)
-            self._tail(node, live, live.tail).copy_(rows)
+            rows = self._view_rows(node, step, live.keep, live.end)
+            self._view_tail(node, live, live.tail).copy_(rows)
 
     def _gather(self, unit: Unit, step: Step) -> None:
         source = unit.edges[0].source
@@ -195,7 +195,7 @@ class SegmentExecutor:
         reduction, state = self.states[unit.node]
         if live.done < live.end:
             window = (live.done, live.end), live.columns
-            rows = self._rows(source, step, live.done, live.end, live.columns)
+            rows = self._view_rows(source, step, live.done, live.end, live.columns)
             reduction.update(state, rows, window)
         rows, columns = self.flow.rows(source), self.flow.columns(source)
         is_last = live.end >= rows and live.columns[1] >= columns
@@ -205,15 +205,15 @@ class SegmentExecutor:
     def _compute(self, k: int, unit: Unit, step: Step) -> None:
         live, local = step[unit.value], self.flow.local[unit.node]
         window = live.computed, live.columns
-        into = self._rows(unit.value, step, *live.computed)
+        into = self._view_rows(unit.value, step, *live.computed)
         if any(edge in self.streamed for edge in unit.edges):
-            into.copy_(self._attend(unit, step, window))
+            into.copy_(self._attend_in_blocks(unit, step, window))
             self._deliver(unit, live, into)
             return
         operands = self._operands(unit, step, window)
         fused: dict[str, Any] = {}
         if unit.addend is not None:
-            addend = self._rows(unit.addend, step, *live.computed, live.columns)
+            addend = self._view_rows(unit.addend, step, *live.computed, live.columns)
             if addend.data_ptr() != into.data_ptr():
                 into.copy_(addend)
             fused["add"] = True
@@ -222,14 +222,14 @@ class SegmentExecutor:
         local.run(operands, window, into, scratch=self._scratch(k), **fused)
         self._deliver(unit, live, into)
 
-    def _attend(self, unit: Unit, step: Step, window: Window) -> Tensor:
+    def _attend_in_blocks(self, unit: Unit, step: Step, window: Window) -> Tensor:
         """Attention whose keys or values are read in blocks."""
         axes, sources = self.flow.axes, dict(self.ends.sources)
         for node in keys_of(unit.node):
             if node not in sources:
                 sources[node] = tensor_source(self.ends.maps[node], axes[node])
         q, *others = unit.edges
-        queries = self._rows(q.source, step, *q.rules[0](*window[0]), q.rules[1](*window[1]))
+        queries = self._view_rows(q.source, step, *q.rules[0](*window[0]), q.rules[1](*window[1]))
         columns = next(e.rules[1](*window[1]) for e in others if e.source is keys_of(unit.node)[1])
         return attend(unit.node, queries, sources, axes, columns)
 
@@ -250,15 +250,15 @@ class SegmentExecutor:
         for k, operand in enumerate(local.relation.operands):
             edge = cut.get(k)
             if edge is None and operand.name == "weight" and unit.node in self.packable:
-                operands.append(self._packed(unit.node, operand.value, window))
+                operands.append(self._packed_weight(unit.node, operand.value, window))
             elif edge is None:
                 operands.append(self._value(operand.value))
             else:
                 rows, columns = edge.rules[0](*window[0]), edge.rules[1](*window[1])
-                operands.append(self._rows(edge.source, step, *rows, columns))
+                operands.append(self._view_rows(edge.source, step, *rows, columns))
         return operands
 
-    def _packed(self, node: fx.Node, weight: Any, window: Window) -> Tensor:
+    def _packed_weight(self, node: fx.Node, weight: Any, window: Window) -> Tensor:
         """A weight in the layout of its call, packed by the worker that needs it first."""
         if node not in self.ends.packed:
             kind: Any = self.flow.local[node].kind
@@ -274,7 +274,7 @@ class SegmentExecutor:
         def value(source: fx.Node) -> Any:
             if source in self.ends.uncut_values:
                 return self.ends.uncut_values[source]
-            return self._rows(source, step, 0, self.flow.rows(source))
+            return self._view_rows(source, step, 0, self.flow.rows(source))
 
         node = unit.node
         arguments: Any = map_arg((node.args, dict(node.kwargs)), value)
@@ -284,12 +284,12 @@ class SegmentExecutor:
         if node not in self.flow.axes:
             self.ends.uncut_values[node] = result
             return
-        into = self._rows(node, step, 0, self.flow.rows(node))
+        into = self._view_rows(node, step, 0, self.flow.rows(node))
         into.copy_(result)
         if node in self.ends.sinks:
             self.ends.sinks[node].write(full_window(node, self.flow.axes[node]), into)
 
-    def _rows(self, node: fx.Node, step: Step, low: int, high: int, columns: Interval | None = None) -> Tensor:
+    def _view_rows(self, node: fx.Node, step: Step, low: int, high: int, columns: Interval | None = None) -> Tensor:
         """A view of some rows and columns of a value, in a map or a block."""
         live, axes = step[node], self.flow.axes[node]
         columns_read = live.columns if columns is None or axes[1] is None else columns
@@ -306,20 +306,20 @@ class SegmentExecutor:
         key = (node, rows, low - origin, high - origin, columns_read[0] - left, columns_read[1] - left, right - left)
         view = self.views.get(key)
         if view is None:
-            block = self._view(node, self.memory.block[owner], rows, live.columns)
+            block = self._view_block(node, self.memory.block[owner], rows, live.columns)
             view = part(block, axes, ((low, high), columns_read), (origin, left))
             self.views[key] = view
         return view
 
-    def _tail(self, node: fx.Node, live: LiveRows, rows: int) -> Tensor:
+    def _view_tail(self, node: fx.Node, live: LiveRows, rows: int) -> Tensor:
         key = (node, rows, live.columns)
         tail = self.views.get(key)
         if tail is None:
-            tail = self._view(node, self.memory.tail[node], rows, live.columns)
+            tail = self._view_block(node, self.memory.tail[node], rows, live.columns)
             self.views[key] = tail
         return tail
 
-    def _view(self, node: fx.Node, offset: int, rows: int, columns: Interval) -> Tensor:
+    def _view_block(self, node: fx.Node, offset: int, rows: int, columns: Interval) -> Tensor:
         value, axes = fake(node), self.flow.axes[node]
         shape = cut_shape(value.shape, axes, ((0, rows), columns))
         return view_part(self.arena, offset, shape, axes, value.dtype)
@@ -349,7 +349,7 @@ def view_part(arena: Tensor, offset: int, shape: Any, axes: Axes, dtype: torch.d
     return memory.as_strided(tuple(shape), strides(shape, axes))
 
 
-def _uses(stage: Stage) -> tuple[dict[int, list[fx.Node]], dict[int, list[fx.Node]]]:
+def _first_and_last_uses(stage: Stage) -> tuple[dict[int, list[fx.Node]], dict[int, list[fx.Node]]]:
     """Per unit, the values that it is the first to use, and those that it is the last to use."""
     first: dict[fx.Node, int] = {}
     last: dict[fx.Node, int] = {}
@@ -363,6 +363,3 @@ def _uses(stage: Stage) -> tuple[dict[int, list[fx.Node]], dict[int, list[fx.Nod
         for node, k in uses.items():
             by_unit.setdefault(k, []).append(node)
     return result
-
-
-__all__ = ["Counter", "SegmentExecutor", "SourcesAndSinks", "view_part"]

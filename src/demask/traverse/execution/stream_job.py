@@ -1,11 +1,8 @@
 """The job of `stream`: a network, its plan, a source and a result, ready to run.
 
-What a stream consists of: the network for one image, the mask, and texts that identify both.
-
-Cutting the segments of a plan into tasks: stripes of rows that are computed by themselves.
-
-A task reads the rows around its stripe again, so that it depends on the source, on statistics and
-on stored maps alone, and can run on any machine, at any time, twice.
+The segments of a plan are cut into tasks: stripes of rows that are computed by themselves. A task
+reads the rows around its stripe again, so that it depends on the source, on statistics and on
+stored maps alone, and can run on any machine, at any time, twice.
 """
 
 from __future__ import annotations
@@ -27,10 +24,11 @@ from torch import Tensor, fx
 
 from demask.errors import BadInput
 from demask.machine.arena import strided_bytes
-from demask.machine.byte_sizes import BUDGET, parse_memory
+from demask.machine.byte_sizes import BUDGET, format_bytes, parse_memory
 from demask.ops import Table
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
+from demask.pages import Lines, Page, PageSource
 from demask.traverse.analysis.captured_size import captured, network_of
 from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.analysis.partial_reductions import can_stream_keys
@@ -78,17 +76,17 @@ def cut_into_tasks(flow: Flow, layout: MemoryLayout, rows: int, stripe: int | No
             cost 5 % more multiply-adds.
     """
     segments = []
-    for place in layout.places:
-        size = _stripe(flow, place.stage, place.segment, rows, stripe)
-        segments.append(replace(place.segment, stripe=size, workers=1, over={}))
+    for placed in layout.segments:
+        size = _rows_per_task(flow, placed.stage, placed.segment, rows, stripe)
+        segments.append(replace(placed.segment, stripe=size, workers=1, over={}))
     return lay_out(flow, segments)
 
 
 def check_shared(flow: Flow, layout: MemoryLayout) -> None:
     """Raise BadInput unless all maps are in files, for tasks on several machines."""
-    for place in layout.places:
-        for value in place.stage.targets:
-            reader = None if value.name in place.segment.spills else _reader_of_all(flow, value)
+    for placed in layout.segments:
+        for value in placed.stage.targets:
+            reader = None if value.name in placed.segment.spills else _reader_of_all(flow, value)
             if reader is not None:
                 raise BadInput(
                     f"{reader.name} reads all rows of {value.name} at once: this network cannot be "
@@ -96,7 +94,7 @@ def check_shared(flow: Flow, layout: MemoryLayout) -> None:
                 )
 
 
-def _stripe(flow: Flow, stage: Stage, segment: Segment, rows: int, wanted: int | None) -> int:
+def _rows_per_task(flow: Flow, stage: Stage, segment: Segment, rows: int, wanted: int | None) -> int:
     """Rows of the tallest target per task; 0 for one task."""
     heights = target_rows(stage)
     if segment.mode not in (BANDS, FRUSTUMS) or not heights:
@@ -132,17 +130,6 @@ def _reader_of_all(flow: Flow, value: fx.Node) -> fx.Node | None:
     readers = [u for u in value.users if u.op == "call_function" and not can_stream_keys(u)]
     edges = ((u, edge) for u in readers for edge in flow.edges(u))
     return next((u for u, edge in edges if edge.all_rows and edge.source is value), None)
-
-
-def task_names(layout: MemoryLayout, images: int) -> Sequence[tuple[int, int, Interval]]:
-    """(image, segment, rows) of all tasks, in order."""
-    return [
-        (image, k, rows)
-        for image in range(images)
-        for k, place in enumerate(layout.places)
-        if place.segment.stripe
-        for rows in stripes_of(place.stage, place.segment)
-    ]
 
 
 CLASSES = 256  # at most, to store their numbers as uint8
@@ -246,7 +233,6 @@ def check_separate(source: Any, destination: Any, reader: Any, sink: Any) -> Non
 
 
 def _address_range(tensor: Tensor) -> tuple[int, int]:
-    """The addresses that a tensor spans."""
     first = tensor.data_ptr()
     return first, first + strided_bytes(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
@@ -313,16 +299,51 @@ class StreamOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamResult:
-    """What a job did: shape and dtype of the result, rows written, rows taken from an unfinished
-    stream, seconds, multiply-adds."""
+class Streamed(PageSource):
+    """The result of `stream`: shape and dtype of the output, and the time and memory of the run.
+
+    Attributes:
+        shape: shape of the written array, N first.
+        dtype: name of the written dtype, such as "float32" or "uint8".
+        images: number of images, N.
+        rows: number of rows of all images written.
+        seconds: time of execution, without capture and planning of the network.
+        peak: predicted maximum of memory in bytes, in addition to the process before the call.
+        macs: multiply-adds executed, for all images.
+        resumed: rows that an earlier, unfinished run had written; default 0.
+
+    Example:
+        >>> import torch
+        >>> from demask.traverse import stream
+        >>> net = torch.nn.Conv2d(3, 1, 3)
+        >>> x, y = torch.rand(2, 3, 64, 48), torch.empty(2, 1, 62, 46)
+        >>> streamed = stream(net, x, y, memory="16MiB")
+        >>> streamed.shape, streamed.images, streamed.rows, streamed.peak < 16 * 2**20
+        ((2, 1, 62, 46), 2, 124, True)
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    images: int
     rows: int
-    resumed: int
     seconds: float
+    peak: int
     macs: int
+    resumed: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes as a dictionary of JSON types; `shape` as a list of integers."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"shape": list(self.shape)}
+
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
+        many = f"{self.images:,} images, " if self.images > 1 else ""
+        before = f" ({self.resumed:,} of them before)" if self.resumed else ""
+        line = (
+            f"{many}{self.rows:,} rows{before} in {self.seconds:.1f} s, predicted peak "
+            f"{format_bytes(self.peak)}: {self.dtype} {self.shape}"
+        )
+        return Page("demask stream", (Lines([line]),))
 
 
 class Counted:
@@ -353,7 +374,7 @@ class Counted:
 class RowProgress:
     """Reports the number of rows written so far, and the time left.
 
-    work: multiply-adds of the full job. Time left is of those to come, at the speed so far;
+    work: multiply-adds of the job. Time left is of those to come, at the speed so far;
     what an earlier run did counts as done, and not as time.
     """
 
@@ -362,26 +383,26 @@ class RowProgress:
         self.rows = self.resumed = 0.0
         self.begun, self.computed, self.skipped = time.perf_counter(), 0.0, 0.0
 
-    def step(self, place: PlacedSegment, *_: object) -> None:
+    def step(self, placed: PlacedSegment, *_: object) -> None:
         """Report one step of a segment."""
-        self.computed += place.segment.macs / place.segment.steps
+        self.computed += placed.segment.macs / placed.segment.steps
         self._tell(1)
 
-    def task(self, place: PlacedSegment, rows: Interval, *, resumed: bool) -> None:
-        """Report a full task: one that an earlier run did, or another process."""
-        height = max(target_rows(place.stage).values())
+    def task(self, placed: PlacedSegment, rows: Interval, *, resumed: bool) -> None:
+        """Report a task: one that an earlier run did, or another process."""
+        height = max(target_rows(placed.stage).values())
         share = (rows[1] - rows[0]) / height
         if resumed:
-            self.skipped += share * place.segment.macs
+            self.skipped += share * placed.segment.macs
         else:
-            self.computed += share * place.segment.macs
-        self._tell(max(1, round(share * place.segment.steps)))
+            self.computed += share * placed.segment.macs
+        self._tell(max(1, round(share * placed.segment.steps)))
 
-    def image(self, places: Sequence[PlacedSegment], rows: int) -> None:
-        """Report a full image that an earlier run did."""
+    def image(self, placed_segments: Sequence[PlacedSegment], rows: int) -> None:
+        """Report an image that an earlier run did."""
         self.rows, self.resumed = self.rows + rows, self.resumed + rows
-        self.skipped += sum(place.segment.macs for place in places)
-        self._tell(sum(place.segment.steps for place in places))
+        self.skipped += sum(placed.segment.macs for placed in placed_segments)
+        self._tell(sum(placed.segment.steps for placed in placed_segments))
 
     def _tell(self, done: int) -> None:
         if self.progress is not None:
@@ -452,7 +473,7 @@ class Streaming:
 
     def run(
         self, progress: Callable[..., object] | None = None, *, resume: bool = True, cluster: Any = None
-    ) -> StreamResult:
+    ) -> Streamed:
         """Execute the plan, image after image.
 
         resume: whether to go on with an unfinished file. cluster: runs the tasks elsewhere.
@@ -462,14 +483,15 @@ class Streaming:
         with self._opened(resume) as (sink, journal, store), torch.no_grad():
             for k in range(self.images):
                 if self._is_image_done(k, journal, store):
-                    tell.image(self.layout.places, _extents(self.window)[0])
+                    tell.image(self.layout.segments, _extents(self.window)[0])
                     continue
-                counted = Counted(self._adjusted(sink).image(k), self.window, tell)
+                counted = Counted(self._with_adjustments(sink).image(k), self.window, tell)
                 macs += self._run_image(k, counted, journal, store, tell, cluster)
                 counted.check()
                 self._add_image(k, journal, store)
         seconds = time.perf_counter() - begun
-        return StreamResult(self.shape, name_of(self.stored), self.rows, int(tell.resumed), seconds, macs)
+        dtype, peak, resumed = name_of(self.stored), self.plan.peak, int(tell.resumed)
+        return Streamed(self.shape, dtype, self.images, self.rows, seconds, peak, macs, resumed)
 
     def _run_image(
         self,
@@ -483,14 +505,14 @@ class Streaming:
         """Run one image. Returns its multiply-adds."""
         flow, has_rows = self.flow, self.output in self.flow.axes
 
-        def count(place: PlacedSegment, rows: Interval, *, resumed: bool) -> None:
-            if self.output in target_rows(place.stage):
-                window = self.written_window(place, rows)
+        def count(placed: PlacedSegment, rows: Interval, *, resumed: bool) -> None:
+            if self.output in target_rows(placed.stage):
+                window = self.written_window(placed, rows)
                 sink.count(window)
                 tell.resumed += resumed * (window[0][1] - window[0][0])
-            tell.task(place, rows, resumed=resumed)
+            tell.task(placed, rows, resumed=resumed)
 
-        remote = None if cluster is None else cluster.tasks_of(k)
+        remote = None if cluster is None else partial(cluster.run_tasks, k)
         runner = TaskRunner(self.layout, k, journal, store, count, self.mask, remote)
         call = ImageRun({flow.inputs[0]: self.source.image(k)}, {self.output: sink} if has_rows else {}, flow.constants)
         names = None if journal is None else (lambda node: self.spill_name(k, node))
@@ -498,7 +520,7 @@ class Streaming:
             flow,
             self.layout,
             call,
-            folder=self.spill_folder(journal),
+            folder=self.folder if journal is None else str(journal.folder),
             on_step=tell.step,
             run_tasks=runner.run,
             spill_name=names,
@@ -510,37 +532,32 @@ class Streaming:
     def _image_key(self, image: int) -> TaskKey | None:
         """The key in the journal of an image whose output is written without tasks; None where
         tasks have keys of their own."""
-        writers = [k for k, place in enumerate(self.layout.places) if self.output in place.stage.targets]
-        if not writers or self.layout.places[writers[0]].segment.stripe:
+        writers = [k for k, placed in enumerate(self.layout.segments) if self.output in placed.stage.targets]
+        if not writers or self.layout.segments[writers[0]].segment.stripe:
             return None
         return (image, writers[0], 0, _extents(self.window)[0])
 
     def _is_image_done(self, image: int, journal: Journal | None, store: RecordingStore | None) -> bool:
-        """Whether an earlier run wrote a full image, and the file still has it."""
+        """Whether an earlier run wrote an image, and the file still has it."""
         key = self._image_key(image)
         if journal is None or store is None or key not in journal.done:
             return False
         return is_intact(store, journal.done[key])
 
     def _add_image(self, image: int, journal: Journal | None, store: RecordingStore | None) -> None:
-        """Note a full image as done."""
         key = self._image_key(image)
         if journal is not None and store is not None and key is not None:
             journal.add(key, TaskRecord(0, store.take(), {}))
 
-    def written_window(self, place: PlacedSegment, rows: tuple[int, int]) -> Window:
+    def written_window(self, placed: PlacedSegment, rows: tuple[int, int]) -> Window:
         """The positions of the output that a task writes."""
-        heights = target_rows(place.stage)
+        heights = target_rows(placed.stage)
         factor = max(heights.values()) // heights[self.output]
         return (rows[0] // factor, rows[1] // factor), self.window[1]
 
     def spill_name(self, image: int, node: fx.Node) -> str:
         """The name of the file of a map."""
         return f"map-{image}-{node.name}.bin"
-
-    def spill_folder(self, journal: Journal | None) -> str:
-        """The folder of maps on disk."""
-        return self.folder if journal is None else str(journal.folder)
 
     @contextmanager
     def _opened(self, resume: bool) -> Iterator[tuple[Any, Journal | None, RecordingStore | None]]:
@@ -568,14 +585,13 @@ class Streaming:
         assert self.target is not None
         sink = self.target.open(self.axes, self._written_dtype())
         store = RecordingStore(sink.store)
-        return self._adjusted(replace(sink, store=store)), store
+        return self._with_adjustments(replace(sink, store=store)), store
 
     def _written_dtype(self) -> torch.dtype:
-        """The dtype of the parts that reach the file."""
         value = fake(self.output).dtype
         return torch.int64 if self.options.output == "argmax" else value
 
-    def _adjusted(self, sink: Any) -> Any:
+    def _with_adjustments(self, sink: Any) -> Any:
         """The sink, after what changes values on the way to it."""
         metadata = {} if self.target is None else self.target.info.metadata
         value, missing = nodata_of(metadata), None
@@ -619,7 +635,7 @@ def prepare_stream(
         raise BadInput(f"spill: expected a folder that exists, got {folder}")
     if options.shared and target is None:
         raise BadInput("client: the destination must be a file, which all workers can open")
-    flow, plan, layout = _planned(flow, budget, images.image(0), end, target, options.stripe)
+    flow, plan, layout = _plan_image(flow, budget, images.image(0), end, target, options.stripe)
     if options.shared:
         check_shared(flow, layout)
     shape = target.images.shape if target is not None else sink.shape
@@ -659,7 +675,7 @@ def _result_end(
     return None, sink
 
 
-def _planned(
+def _plan_image(
     flow: Flow, budget: int, source: Any, sink: Any, target: FileTarget | None, stripe: int | None
 ) -> tuple[Flow, TilePlan, MemoryLayout]:
     """The flow with its kernels, which are compiled, and the plan of one image; for a file, cut
@@ -669,13 +685,13 @@ def _planned(
         return partial(cut_into_tasks, flow, rows=target.rows if target else 0, stripe=stripe)
 
     flow, plan, layout = plan_flow(
-        flow, budget, reserved=_reserved(source, sink), compiles=True, cut=None if target is None else cut
+        flow, budget, reserved=_buffer_bytes(source, sink), compiles=True, cut=None if target is None else cut
     )
     layout.compile_kernels()
     return flow, plan, layout
 
 
-def _reserved(source: Any, sink: Any) -> int:
+def _buffer_bytes(source: Any, sink: Any) -> int:
     """Bytes of the budget for buffers: those of chunks live at the same time, others one after
     another; they are largest for a full value."""
     sizes = [end.workspace(_full_window(end)) for end in (source, sink)]

@@ -170,7 +170,10 @@ def call_by_image(module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """The results of one call, image by image, without gradients. run: executes an image; None: by
     the plan."""
     info: Any = signature_of(module.graph)
-    return planned(module, _flatten(info, args, kwargs), run)
+    flat, spec = pytree.tree_flatten((args, dict(kwargs)))
+    if spec != info.in_spec:
+        raise TypeError(f"expected a call like that of the example: {info.in_spec}, got {spec}")
+    return planned(module, flat, run)
 
 
 @torch.no_grad()
@@ -216,20 +219,13 @@ def _nodes_per_image(flow: Flow, flat: Sequence[Any], count: int) -> set[fx.Node
 
 
 def _stack(stacked: Any, value: Any, k: int, count: int) -> Any:
-    """The stacked full values of all images, with that of image k set."""
+    """The stacked uncut values of all images, with that of image k set."""
     if count == 1 or not isinstance(value, Tensor):
         return value
     if stacked is None:
         stacked = value.new_empty((count, *value.shape[1:]))
     stacked[k : k + 1] = value
     return stacked
-
-
-def _flatten(info: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    flat, spec = pytree.tree_flatten((args, dict(kwargs)))
-    if spec != info.in_spec:
-        raise TypeError(f"expected a call like that of the example: {info.in_spec}, got {spec}")
-    return flat
 
 
 def _count_images(module: Tiled, flow: Flow, flat: Sequence[Any]) -> int:
@@ -337,6 +333,3 @@ def empty_result(node: fx.Node, flat: Sequence[Any], count: int) -> Tensor:
     is_channels_last = is_channels_last and not first.is_contiguous()  # type: ignore[union-attr]
     memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
     return torch.empty((count, *value.shape[1:]), dtype=value.dtype, memory_format=memory_format)
-
-
-__all__ = ["Tiled", "tiled"]

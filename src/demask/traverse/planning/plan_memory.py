@@ -256,13 +256,13 @@ class PlacedSegment:
 class MemoryLayout:
     """The memory of a plan.
 
-    places: the segments. maps: offsets of maps in the arena; work: of each segment's memory. size:
+    segments: in order. maps: offsets of maps in the arena; work: of each segment's memory. size:
     of the arena. uncut_bytes: of the values without rows that live while each segment runs;
     last_used: those that it reads last. stored: bytes of all values that live between segments, of
     those alive while each segment runs.
     """
 
-    places: tuple[PlacedSegment, ...]
+    segments: tuple[PlacedSegment, ...]
     maps: Mapping[fx.Node, int]
     work: tuple[int, ...]
     size: int
@@ -273,21 +273,21 @@ class MemoryLayout:
     @property
     def live(self) -> int:
         """Peak bytes of values and packed weights, including all of the arena."""
-        pairs = zip(self.places, self.uncut_bytes, strict=True)
-        return self.size + max((place.allocated + uncut for place, uncut in pairs), default=0)
+        pairs = zip(self.segments, self.uncut_bytes, strict=True)
+        return self.size + max((placed.allocated + uncut for placed, uncut in pairs), default=0)
 
     def compile_kernels(self) -> None:
         """Compile the plan's kernels."""
-        for place in self.places:
-            for unit in place.stage.units:
-                local = place.stage.flow.local.get(unit.node)
+        for placed in self.segments:
+            for unit in placed.stage.units:
+                local = placed.stage.flow.local.get(unit.node)
                 if local is not None:
                     local.kind.compile(unit.after, unit.addend is not None)
 
     @property
     def overhead(self) -> int:
         """Bytes of libraries and oneDNN's kernels."""
-        kernels = frozenset[Any]().union(*(place.memory.kernels for place in self.places))
+        kernels = frozenset[Any]().union(*(placed.memory.kernels for placed in self.segments))
         return LIBRARIES + KERNEL * min(len(kernels), KERNELS)
 
     @property
@@ -426,8 +426,8 @@ def lay_out_checked(flow: Flow, segments: Sequence[Segment]) -> MemoryLayout:
     """The memory layout of a plan from a file. Raises BadInput where the plan cannot run."""
     check(flow, segments)
     layout = lay_out(flow, segments)
-    for segment, place in zip(segments, layout.places, strict=True):
-        if place.segment.over != segment.over:
+    for segment, placed in zip(segments, layout.segments, strict=True):
+        if placed.segment.over != segment.over:
             raise BadInput(f"the plan lets maps of {segment.nodes[:1]} overwrite values that are still read")
     return layout
 
@@ -442,11 +442,11 @@ def lay_out(flow: Flow, segments: Sequence[Segment]) -> MemoryLayout:
         e.source for stage in stages for u in stage.units for e in u.edges if e.all_rows
     }
     maps = {v for v in maps if v in values_read or v not in outputs}
-    places = []
+    placed_segments = []
     for segment, stage in zip(segments, stages, strict=True):
         segment_maps = frozenset(v for v in [*stage.enters, *stage.targets] if v in maps)
-        places.append(_place_segment(segment, stage, segment_maps))
-    return _allocate(flow, tuple(places), maps)
+        placed_segments.append(_place_segment(segment, stage, segment_maps))
+    return _allocate(flow, tuple(placed_segments), maps)
 
 
 def _place_segment(segment: Segment, stage: Stage, maps: frozenset[fx.Node]) -> PlacedSegment:
@@ -465,8 +465,8 @@ def _place_segment(segment: Segment, stage: Stage, maps: frozenset[fx.Node]) -> 
     each = tuple(cut_strips(stage, segment.workers)) if is_parallel else ()
     names = {a.name: b.name for a, b in over.items()}
     exact = replace(segment, over=names, macs=macs, steps=max(count, 1))
-    place = PlacedSegment(exact, stage, maps, memory, each if len(each) > 1 else ())
-    return replace(place, segment=replace(exact, bytes=place.bytes))
+    placed = PlacedSegment(exact, stage, maps, memory, each if len(each) > 1 else ())
+    return replace(placed, segment=replace(exact, bytes=placed.bytes))
 
 
 def step_macs(stage: Stage, step: Step) -> int:
@@ -481,41 +481,41 @@ def step_macs(stage: Stage, step: Step) -> int:
     return total
 
 
-def _uncut_lifetimes(flow: Flow, places: Sequence[PlacedSegment]) -> dict[fx.Node, tuple[int, int]]:
+def _uncut_lifetimes(flow: Flow, placed_segments: Sequence[PlacedSegment]) -> dict[fx.Node, tuple[int, int]]:
     """The first and the last segment in which each value without rows is alive."""
     lifetimes: dict[fx.Node, tuple[int, int]] = {}
-    for k, place in enumerate(places):
-        for node in (node for unit in place.stage.units for node in unit.nodes):
+    for k, placed in enumerate(placed_segments):
+        for node in (node for unit in placed.stage.units for node in unit.nodes):
             for value in (node, *node.all_input_nodes):
                 if value.op == "call_function" and value not in flow.axes:
                     lifetimes[value] = lifetimes.get(value, (k, k))[0], k
     for value in flow.outputs:
         if value in lifetimes:
-            lifetimes[value] = lifetimes[value][0], len(places)
+            lifetimes[value] = lifetimes[value][0], len(placed_segments)
     return lifetimes
 
 
-def _allocate(flow: Flow, places: tuple[PlacedSegment, ...], map_values: set[fx.Node]) -> MemoryLayout:
+def _allocate(flow: Flow, placed_segments: tuple[PlacedSegment, ...], map_values: set[fx.Node]) -> MemoryLayout:
     """Maps and segments in one arena, placed by lifetime."""
     owner = {v: v for v in map_values}
     names = {v.name: v for v in map_values}
-    for place in places:
-        for target, base in place.segment.over.items():
+    for placed in placed_segments:
+        for target, base in placed.segment.over.items():
             if target in names and base in names:
                 owner[names[target]] = owner[names[base]]
     lives: dict[fx.Node, tuple[int, int]] = {}
-    for k, place in enumerate(places):
-        for v in place.maps & map_values:
+    for k, placed in enumerate(placed_segments):
+        for v in placed.maps & map_values:
             first, last = lives.get(owner[v], (k, k))
             lives[owner[v]] = min(first, k), max(last, k)
     blocks = [Block(align_size(value_bytes(v)), *life) for v, life in lives.items()]
-    blocks += [Block(align_size(p.bytes), k, k) for k, p in enumerate(places)]
+    blocks += [Block(align_size(p.bytes), k, k) for k, p in enumerate(placed_segments)]
     arena = plan_arena(blocks)
     offset_of = dict(zip(lives, arena.offsets, strict=False))
     maps = {v: offset_of[owner[v]] for v in map_values if owner[v] in offset_of}
-    uncut_lifetimes = _uncut_lifetimes(flow, places)
+    uncut_lifetimes = _uncut_lifetimes(flow, placed_segments)
     uncut_bytes, last_used = [], []
-    for k in range(len(places)):
+    for k in range(len(placed_segments)):
         live_values = (v for v, (first, last) in uncut_lifetimes.items() if first <= k <= last)
         uncut_bytes.append(sum(map(value_bytes, live_values)))
         last_used.append(frozenset(v for v, (_, last) in uncut_lifetimes.items() if last == k))
@@ -524,7 +524,7 @@ def _allocate(flow: Flow, places: tuple[PlacedSegment, ...], map_values: set[fx.
         uncut + sum(block.size for block in blocks[: len(lives)] if block.start <= k <= block.end)
         for k, uncut in enumerate(uncut_bytes)
     )
-    return MemoryLayout(places, maps, work, arena.size, tuple(uncut_bytes), tuple(last_used), stored)
+    return MemoryLayout(placed_segments, maps, work, arena.size, tuple(uncut_bytes), tuple(last_used), stored)
 
 
 def find_overwrites(stage: Stage, steps: Sequence[Step], maps: frozenset[fx.Node]) -> dict[fx.Node, fx.Node]:

@@ -521,7 +521,7 @@ def _lay_out(planner: Planner, fastest: tuple[float, list[Segment]]) -> tuple[fl
 def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, reserved: int) -> TilePlan:
     """The plan of placed segments, with exact counts."""
     exact = tuple(
-        replace(place.segment, stored=stored) for place, stored in zip(layout.places, layout.stored, strict=True)
+        replace(placed.segment, stored=stored) for placed, stored in zip(layout.segments, layout.stored, strict=True)
     )
     live = layout.live + reserved
     total = sum(s.macs for s in exact)

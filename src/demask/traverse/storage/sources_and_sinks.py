@@ -1,8 +1,7 @@
 """Sources and sinks of the parts of a value: tensors, and temporary files.
 
-Arrays outside of memory are `stored_ends`; `dtype_conversion` converts numbers.
-
-Read and write boxes of dense files, one contiguous piece at a time.
+Dense files are read and written in boxes, one contiguous piece at a time. Arrays outside of memory
+are `stored_ends`; `dtype_conversion` converts numbers.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def _transfer(
 ) -> None:
     runs = layout.runs(box)
     try:
-        for (position, size), memory in zip(runs, _memory(layout, box, tensor), strict=True):
+        for (position, size), memory in zip(runs, _memory_of_pieces(layout, box, tensor), strict=True):
             done = 0
             while done < size:
                 count = move(position + done, memory[done:])
@@ -128,7 +127,7 @@ def _transfer(
         raise BadInput(message) from error
 
 
-def _memory(layout: FileLayout, box: Box, tensor: Tensor) -> Iterator[memoryview]:
+def _memory_of_pieces(layout: FileLayout, box: Box, tensor: Tensor) -> Iterator[memoryview]:
     """The memory of each contiguous piece of a box."""
     outer = layout.outer(box)
     if tensor.dim() == 1:  # a buffer in the file's order: consecutive pieces
@@ -170,13 +169,13 @@ def named(path: Path) -> Descriptor:
 def reserve(file: Descriptor, size: int, folder: Path) -> None:
     """Reserve `size` bytes on the disk, so that it is not full after hours of work."""
     try:
-        if not _allocated(file.number, size):
+        if not _allocate(file.number, size):
             os.ftruncate(file.number, size)
     except OSError as error:
         raise BadInput(_error_text(file.name, size, folder, error)) from error
 
 
-def _allocated(number: int, size: int) -> bool:
+def _allocate(number: int, size: int) -> bool:
     """Whether the file system reserved the bytes."""
     if size == 0 or not hasattr(os, "posix_fallocate"):
         return False
@@ -238,7 +237,6 @@ class _TensorEnd:
         return shape if self.index is None else (1, *shape[1:])
 
     def _in_batch(self, box: Box) -> Box:
-        """A box of the image as a box of the batch."""
         return box if self.index is None else ((self.index, self.index + 1), *box[1:])
 
 
@@ -274,16 +272,15 @@ class TensorSink(_TensorEnd):
     def write(self, window: Window, part: Tensor) -> None:
         each = scratch_size(self.values, self.tensor.dtype)
         scratch = torch.empty(self.workspace(window) // max(each, 1), dtype=work_dtype(self.values))
-        for box in self._boxes(window):
+        for box in self._boxes_to_convert(window):
             values = within(part, box, self.axes, window)
             convert(values, view(self.tensor, self._in_batch(box)), self.axes, scratch)
 
     def workspace(self, window: Window) -> int:
         each = scratch_size(self.values, self.tensor.dtype)
-        return each * elements(next(self._boxes(window), ()))
+        return each * elements(next(self._boxes_to_convert(window), ()))
 
-    def _boxes(self, window: Window) -> Iterator[Box]:
-        """The window in boxes: one, or small ones to convert."""
+    def _boxes_to_convert(self, window: Window) -> Iterator[Box]:
         box = box_of(self.shape, self.axes, window)
         each = scratch_size(self.values, self.tensor.dtype)
         limit = LIMIT // each if each else elements(box)
@@ -361,14 +358,14 @@ def spill(
 
 def tensor_source(data: Tensor | np.ndarray, axes: Axes, index: int | None = None) -> TensorSource:
     """A tensor or an array of any layout to read."""
-    return TensorSource(axes, index, _tensor(data))
+    return TensorSource(axes, index, _as_cpu_tensor(data))
 
 
 def tensor_sink(data: Tensor | np.ndarray, axes: Axes, values: torch.dtype, index: int | None = None) -> TensorSink:
     """A tensor or an array to write to, in place. values: dtype of the parts."""
     if isinstance(data, np.ndarray) and not data.flags.writeable:
         raise BadInput("the destination is a read-only array; open it with mode='r+'")
-    tensor = _tensor(data)
+    tensor = _as_cpu_tensor(data)
     check_conversion(values, tensor.dtype)
     return TensorSink(axes, index, tensor, values)
 
@@ -387,7 +384,7 @@ def in_place(end: Any) -> Tensor | None:
     return image.as_strided(image.shape, expected) if fits else None
 
 
-def _tensor(data: Tensor | np.ndarray) -> Tensor:
+def _as_cpu_tensor(data: Tensor | np.ndarray) -> Tensor:
     if isinstance(data, Tensor):
         if data.device.type != "cpu" or data.layout != torch.strided:
             raise BadInput(
@@ -401,6 +398,3 @@ def _tensor(data: Tensor | np.ndarray) -> Tensor:
             return torch.from_numpy(data)
     except (TypeError, ValueError) as error:
         raise BadInput(f"the array's layout is not supported ({error}); copy it first") from error
-
-
-__all__ = ["RowSource", "Sink", "Spill", "TensorSink", "TensorSource", "spill", "tensor_sink", "tensor_source"]

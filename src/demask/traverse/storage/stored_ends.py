@@ -4,9 +4,8 @@ A chunk of a store is decoded and encoded as a whole. A source keeps the chunks 
 of chunks; a sink collects the positions of a chunk and writes it when it has all of them, so that
 no chunk is read back or written twice. Stores without chunks are read and written in small pieces.
 
-Sinks that change what is written: classes in the place of scores, a mask, missing values.
-
-How the axes of a stored array are those of images: (N, C, H, W), (N, C, D, H, W), (N, C, L).
+`AxisOrder` says how the axes of a stored array are those of images: (N, C, H, W), (N, C, D, H, W),
+(N, C, L). Some sinks change what is written: classes instead of scores, a mask, missing values.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from demask.traverse.storage.stores.store import Store
 # Letters of other conventions: T time and P position (series of images), S samples, Z, Y, X. T next
 # to N names the frames of videos, which a network takes together as it does D.
 ALIASES = {"T": "N", "P": "N", "S": "C", "Z": "D", "Y": "H", "X": "W"}
-KINDS = ("NCHW", "NCDHW", "NCL")
+KINDS = {len(kind): kind for kind in ("NCHW", "NCDHW", "NCL")}  # by rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class AxisOrder:
         >>> AxisOrder.of("HWC", (64, 48, 3)).shape
         (1, 3, 64, 48)
         """
-        letters = _letters(text.upper())
+        letters = _our_letters(text.upper())
         if len(letters) != len(shape):
             raise BadInput(
                 f"{name} has {len(shape)} axes {tuple(shape)}, layout={text!r} names "
@@ -90,6 +89,11 @@ class AxisOrder:
         axes = tuple(_axis_of(letter, letters, shape) for letter in kind)
         sizes = tuple(1 if axis is None else int(shape[axis]) for axis in axes)
         return cls(kind, axes, sizes, len(shape), (0,) * len(kind))
+
+    @classmethod
+    def unchanged(cls, letters: str, shape: tuple[int, ...]) -> AxisOrder:
+        """The order of an array whose axes are those of the images."""
+        return cls(letters, tuple(range(len(shape))), shape, len(shape), (0,) * len(shape))
 
     @property
     def text(self) -> str:
@@ -140,7 +144,7 @@ class AxisOrder:
         return tuple(sizes)
 
 
-def _letters(text: str) -> list[str]:
+def _our_letters(text: str) -> list[str]:
     """The letters of KINDS that the letters of other conventions stand for."""
     is_video = "N" in text and "T" in text and not {"D", "Z"} & set(text)
     aliases = ALIASES | ({"T": "D"} if is_video else {})
@@ -155,20 +159,17 @@ def _axis_of(letter: str, letters: Sequence[str], shape: Sequence[int]) -> int |
 
 def usual_order(shape: Sequence[int], name: str = "the array") -> AxisOrder:
     """The order of an array whose axes nobody named: N and C first, as in torch."""
-    kinds = {len(kind): kind for kind in KINDS}
-    if len(shape) not in kinds:
+    if len(shape) not in KINDS:
         raise BadInput(
             f"{name}: expected images (N, C, H, W), volumes (N, C, D, H, W) or "
             f"sequences (N, C, L), got {tuple(shape)}; name the axes: layout='HWC'"
         )
-    kind = kinds[len(shape)]
-    sizes = tuple(map(int, shape))
-    return AxisOrder(kind, tuple(range(len(kind))), sizes, len(kind), (0,) * len(kind))
+    return AxisOrder.unchanged(KINDS[len(shape)], tuple(map(int, shape)))
 
 
 @dataclass(frozen=True, slots=True)
-class ArgmaxSink:
-    """Writes the number of the channel of the largest score, one channel, int64."""
+class _ChangingSink:
+    """Base class of sinks that change what is written to another. axes: of rows and columns."""
 
     sink: Any
     axes: Axes
@@ -181,78 +182,53 @@ class ArgmaxSink:
     def shape(self) -> tuple[int, ...]:
         return self.sink.shape
 
-    def write(self, window: Window, part: Tensor) -> None:
-        """Write the classes of a window of scores."""
-        self.sink.write(window, part.argmax(1, keepdim=True))
-
     def workspace(self, window: Window) -> int:
-        """Bytes of the sink; the classes of a band are small next to its scores."""
+        """Bytes of the other sink; changed bands are small next to what computes them."""
         return self.sink.workspace(window)
+
+    def _write_masked(self, window: Window, part: Tensor, mask: Tensor, value: float) -> None:
+        """Write a part, and `value` where the mask is set."""
+        if bool(mask.any()):
+            part = empty(part.shape, self.axes, part.dtype).copy_(part).masked_fill_(mask, value)
+        self.sink.write(window, part)
 
 
 @dataclass(frozen=True, slots=True)
-class MaskSink:
+class ArgmaxSink(_ChangingSink):
+    """Writes the number of the channel of the largest score, one channel, int64."""
+
+    def write(self, window: Window, part: Tensor) -> None:
+        self.sink.write(window, part.argmax(1, keepdim=True))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSink(_ChangingSink):
     """Writes `fill` where a mask, bool [height, width] of the result, is False."""
 
-    sink: Any
-    axes: Axes
     wanted: Tensor
     fill: float
 
-    def image(self, index: int) -> Self:
-        """The sink of one image."""
-        return replace(self, sink=self.sink.image(index))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.sink.shape
-
     def write(self, window: Window, part: Tensor) -> None:
-        """Write a window."""
         (top, bottom), (left, right) = window
-        unwanted = ~self.wanted[top:bottom, left:right]
-        if bool(unwanted.any()):
-            copy = empty(part.shape, self.axes, part.dtype)
-            part = copy.copy_(part).masked_fill_(unwanted, self.fill)
-        self.sink.write(window, part)
-
-    def workspace(self, window: Window) -> int:
-        """Bytes of the sink."""
-        return self.sink.workspace(window)
+        self._write_masked(window, part, ~self.wanted[top:bottom, left:right], self.fill)
 
 
 @dataclass(frozen=True, slots=True)
-class NodataSink:
+class NodataSink(_ChangingSink):
     """Writes `value` where all channels of the source, of the same size, have no data."""
 
-    sink: Any
-    axes: Axes
     source: Any
     missing: float
     value: float
 
     def image(self, index: int) -> Self:
-        """The sink of one image."""
         return replace(self, sink=self.sink.image(index), source=self.source.image(index))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.sink.shape
-
     def write(self, window: Window, part: Tensor) -> None:
-        """Write a window."""
         shape = tuple(b - a for a, b in box_of(self.source.shape, self.source.axes, window))
         present = empty(shape, self.source.axes, self.source.dtype)
         self.source.read(window, present)
-        absent = is_missing(present, self.missing).all(1, keepdim=True)
-        if bool(absent.any()):
-            copy = empty(part.shape, self.axes, part.dtype)
-            part = copy.copy_(part).masked_fill_(absent, self.value)
-        self.sink.write(window, part)
-
-    def workspace(self, window: Window) -> int:
-        """Bytes of the sink."""
-        return self.sink.workspace(window)
+        self._write_masked(window, part, is_missing(present, self.missing).all(1, keepdim=True), self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,7 +434,7 @@ class StoredSink(_StoredEnd):
 
     def _write_pieces(self, window: Window, part: Tensor) -> None:
         count = self._piece_bytes(window, self._element_bytes) // self._element_bytes
-        buffer, scratch = torch.empty(count, dtype=self.dtype), self._scratch(count)
+        buffer, scratch = torch.empty(count, dtype=self.dtype), self._conversion_scratch(count)
         for box in self._pieces(window, self._element_bytes):
             in_array = self._in_array(box)
             stored = buffer[: elements(box)].view(extents(in_array))
@@ -478,9 +454,9 @@ class StoredSink(_StoredEnd):
         region = intersect(chunk, self._in_array(tuple((0, n) for n in self.shape)))
         with self.open_chunks.lock:
             stored, done = self.open_chunks.chunks.pop(chunk, (None, 0))
-            stored = self._empty(chunk).zero_() if stored is None else stored
+            stored = torch.zeros(extents(chunk), dtype=self.dtype) if stored is None else stored
             target = view(stored, relative(both, chunk))
-            scratch = self._scratch(values.numel())
+            scratch = self._conversion_scratch(values.numel())
             convert(values, self.images.view_images(target), self.axes, scratch)
             done += elements(both)
             if done < elements(region):
@@ -488,10 +464,7 @@ class StoredSink(_StoredEnd):
                 return
         self.store.write(region, view(stored, relative(region, chunk)))
 
-    def _empty(self, box: Box) -> Tensor:
-        return torch.empty(extents(box), dtype=self.dtype)
-
-    def _scratch(self, count: int) -> Tensor:
+    def _conversion_scratch(self, count: int) -> Tensor:
         """Memory to convert `count` positions to 8 or 16 bits; empty for other dtypes."""
         size = count if is_quantized(self.values, self.dtype) else 0
         return torch.empty(size, dtype=work_dtype(self.values))

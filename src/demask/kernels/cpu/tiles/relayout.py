@@ -60,8 +60,8 @@ class CallFields(Fields):
         """A loop over channels and triples of the table; yields their lines: of x and z, of out."""
         with self.channels("x", "z", "out") as channels, self.lines() as k:
             row = self.e.at(self.pointer("table"), self.e.b.mul(k, I64(12)))
-            *places, to = (self.e.line(channel, self.e.load_long(I32, row, n)) for n, channel in enumerate(channels))
-            yield places, to
+            *addresses, to = (self.e.line(channel, self.e.load_long(I32, row, n)) for n, channel in enumerate(channels))
+            yield addresses, to
 
 
 def read_index(e: Emitter, table: Value, row: Value) -> tuple[Value, Value]:

@@ -67,10 +67,10 @@ class ResizeKernel:
 
     def _read(self, e: Emitter, x: Value, row: Value | None, column: Value) -> Value:
         """The elements at a row and a column."""
-        place = column if row is None else e.b.add(row, column)
+        element = column if row is None else e.b.add(row, column)
         if self.whole:
-            return e.read(e.line(x, place))
-        return e.gather(x, place, e.every(), e.splat(0.0))
+            return e.read(e.line(x, element))
+        return e.gather(x, element, e.every(), e.splat(0.0))
 
 
 def _weights(e: Emitter, table: Value, row: Value, taps: int) -> list[Value]:

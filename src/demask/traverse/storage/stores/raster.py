@@ -131,7 +131,7 @@ def chunks(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
 def create(path: Path, info: ArrayInfo) -> None:
     """Create a tiled GeoTIFF, which grows as tiles are written."""
     bands, height, width = info.shape
-    place = {k: info.metadata[k] for k in ("crs", "transform", "nodata") if info.metadata.get(k) is not None}
+    georeference = {k: info.metadata[k] for k in ("crs", "transform", "nodata") if info.metadata.get(k) is not None}
     try:
         with rasterio.open(
             path,
@@ -146,7 +146,7 @@ def create(path: Path, info: ArrayInfo) -> None:
             blockysize=EDGE,
             BIGTIFF="YES",
             SPARSE_OK="TRUE",
-            **place,
+            **georeference,
         ):
             pass
     except (RasterioError, ValueError) as error:

@@ -1,14 +1,11 @@
 """Stores: arrays that are read and written in boxes, in files or wherever slices come from.
 
-The formats of files: how an array is opened, created under a temporary name, and finished.
-
-A new format is an entry in FORMATS. Packages other than NumPy are imported when a file of their
-format is opened.
+A format says how an array is opened, created under a temporary name, and finished. A new format is
+an entry in FORMATS. Packages other than NumPy are imported when a file of their format is opened.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import shutil
@@ -81,7 +78,7 @@ class Format:
         return self.load().open_again(path, info)
 
     def finish(self, part: Path, final: Path, info: ArrayInfo) -> None:
-        """Give a complete array its name, in the place of what has it."""
+        """Give a complete array its name, replacing what has it."""
         finish: Callable[[Path, Path, ArrayInfo], None] | None = getattr(self.load(), "finish", None)
         (finish or replace_path)(part, final, info)
 
@@ -123,7 +120,7 @@ def open_path(path: str | os.PathLike[str]) -> Store:
 
 
 def replace_path(part: Path, final: Path, info: ArrayInfo | None = None) -> None:
-    """Rename a file or folder, in the place of another, which is deleted afterwards."""
+    """Rename a file or folder; another of that name is deleted afterwards."""
     old = None
     if part.is_dir() and final.exists():
         old = final.with_name(f"{final.name}.old-{os.getpid()}")
@@ -139,7 +136,7 @@ class Store(Protocol):
     name: for messages. shape, dtype: of the array, in this machine's byte order. chunks: the boxes
     in which it is stored, None where any box is read at the same speed. order: axes from outermost
     to innermost in memory. layout: letters of its axes, None where nothing names them. metadata:
-    what a result of the same place should keep (see `formats`).
+    what a result of the same region should keep (see `ArrayInfo`).
     """
 
     name: str
@@ -211,10 +208,10 @@ class SliceStore:
         except DemaskError:
             raise
         except Exception as error:  # of any type: codecs and file formats have their own
-            raise BadInput(f"{self.name}: positions {_text(box)} cannot be read: {first_line(error)}") from error
+            raise BadInput(f"{self.name}: positions {_text_of(box)} cannot be read: {first_line(error)}") from error
         if tuple(values.shape) != extents(box):
             raise BadInput(
-                f"{self.name}: positions {_text(box)} came as {tuple(values.shape)}: "
+                f"{self.name}: positions {_text_of(box)} came as {tuple(values.shape)}: "
                 "was it changed, or does it end early?"
             )
         if self.mapping is None:
@@ -227,7 +224,7 @@ class SliceStore:
         try:
             self.array[slices(box)] = values.numpy()
         except Exception as error:
-            raise BadInput(f"{self.name}: positions {_text(box)} cannot be written: {first_line(error)}") from error
+            raise BadInput(f"{self.name}: positions {_text_of(box)} cannot be written: {first_line(error)}") from error
         release_pages(self.mapping)
 
 
@@ -281,14 +278,6 @@ def release_pages(mapping: mmap.mmap | None) -> None:
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
-def chunk_bytes(store: Store) -> int:
-    """Bytes of a row of chunks along the last two axes: what a band needs at once."""
-    if store.chunks is None:
-        return 0
-    sizes = [min(n, size) for n, size in zip(store.chunks, store.shape, strict=True)]
-    return math.prod(sizes) * store.dtype.itemsize
-
-
 def usual_chunks(shape: Sequence[int], letters: str, edge: int = 512) -> tuple[int, ...]:
     """Chunks for a new array: all channels, `edge` rows and columns, one image."""
     return tuple(
@@ -302,5 +291,5 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
-def _text(box: Box) -> str:
+def _text_of(box: Box) -> str:
     return ", ".join(f"{start}:{end}" for start, end in box)
