@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from demask.files.atomic_write import check_writable
+from demask.traverse.storage import npy
 from demask.traverse.storage.dtype_conversion import check_conversion
+from demask.traverse.storage.store import ArrayInfo, replace_path
 from demask.traverse.storage.stored_ends import AxisOrder, StoredSink, StoredSource
-from demask.traverse.storage.stores import npy
-from demask.traverse.storage.stores.store import ArrayInfo, replace_path
 
 
 def full_order(shape):

@@ -130,7 +130,7 @@ PLACES: tuple[tuple, ...] = (
      ("guard", "if axis not in self.dims and piece.shape[axis] != self.shape[axis]:")),
     ("traverse/analysis/split_global_ops.py", "traverse_parted",
      ("sign", "space = range(rank - len(sizes), rank)")),
-    ("traverse/batching/batch_axis.py", "traverse_batch", ("sign",
+    ("traverse/batching/batch_plan.py", "traverse_batch", ("sign",
      "self.cut(into, n).narrow(self.axis + 1, start, size).copy_(self.cut(part, size))")),
     ("traverse/batching/batch.py", "traverse_batch",
      ("connective", "if type(count) is not int or count < 1:")),

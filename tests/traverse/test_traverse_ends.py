@@ -21,8 +21,8 @@ from demask.traverse.axes import empty, part
 from demask.traverse.storage import boxes, stored_ends
 from demask.traverse.storage import sources_and_sinks as ends
 from demask.traverse.storage.sources_and_sinks import spill, tensor_sink, tensor_source
+from demask.traverse.storage.store import SliceStore, backing_file
 from demask.traverse.storage.stored_ends import StoredSink, StoredSource
-from demask.traverse.storage.stores.store import SliceStore, backing_file
 from stored_arrays import array_sink, array_source, full_order
 
 SRC = Path(ends.__file__).parents[3]

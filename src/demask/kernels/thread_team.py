@@ -126,7 +126,6 @@ def _call_address(e: Emitter, address: Value, result: Any, *args: Value) -> Valu
 
 
 def _run_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value, arena: Value) -> None:
-    """Make the calls of a thread in a phase."""
     entries, ends = e.pointer(field["entries"]), e.pointer(field["ends"])
     list_number = e.b.add(e.b.mul(phase, field["threads"]), thread)
     begin, end = e.load(I64, ends, list_number), e.load(I64, ends, e.b.add(list_number, I64(1)))

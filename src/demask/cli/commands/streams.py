@@ -70,7 +70,7 @@ def stream(
         typer.Option(
             metavar="image|tile:N|FILE.json",
             help="What norms over the image normalize by: the image, as MODEL does; windows of N "
-            "rows and columns; or constants of demask.traverse.normalization(...).to_dict().",
+            "rows and columns; or constants of demask.traverse.calibrate(...).to_dict().",
         ),
     ] = "image",
     chunk: Annotated[

@@ -354,7 +354,6 @@ class WinogradPacker:
 
 
 def packer_of(kernel: WinogradKernel, isa: Isa) -> WinogradPacker:
-    """The packer of a kernel's weights."""
     return WinogradPacker(kernel.inner, kernel.outer, kernel.vectors(isa), kernel.doubled)
 
 
@@ -368,9 +367,6 @@ def _filtered(e: Emitter, g: list[Value], components: tuple[int, ...]) -> list[V
 
 
 class WinogradSizes(NamedTuple):
-    """Rows, columns and pitch in floats of x and out; row and column of x where the first tile
-    begins; rows and columns of the first tiles before out."""
-
     rows_in: int
     columns_in: int
     rows_out: int

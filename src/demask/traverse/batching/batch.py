@@ -37,8 +37,8 @@ from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.demasked_module import attach, build
 from demask.machine.byte_sizes import BUDGET, format_bytes, parse_memory
 from demask.ops import TABLE, Table
-from demask.traverse.batching.batch_axis import BatchAxis
 from demask.traverse.batching.batch_plan import (
+    BatchAxis,
     BatchCall,
     BatchPlan,
     BatchRef,

@@ -25,8 +25,8 @@ from demask.ops.entries.contraction import PRODUCTS
 from demask.ops.entries.recurrent import GATES
 from demask.ops.schema import fake
 from demask.ops.traits import MATRIX_TRANSPOSES, MEMORY_VIEWS, TRANSPOSED_VIEWS
-from demask.traverse.batching.batch_axis import BatchAxes, find_batch_axes
 from demask.traverse.batching.batch_plan import (
+    BatchAxes,
     BatchCall,
     BatchPlan,
     BatchRef,
@@ -34,6 +34,7 @@ from demask.traverse.batching.batch_plan import (
     Level,
     StreamedLayer,
     constants_read,
+    find_batch_axes,
 )
 
 aten = torch.ops.aten

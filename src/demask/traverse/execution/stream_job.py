@@ -52,6 +52,7 @@ from demask.traverse.storage.open_ends import (
     target_of,
 )
 from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource
+from demask.traverse.storage.store import backing_file
 from demask.traverse.storage.stored_ends import (
     ArgmaxSink,
     FilledSource,
@@ -61,7 +62,6 @@ from demask.traverse.storage.stored_ends import (
     StoredSource,
     nodata_of,
 )
-from demask.traverse.storage.stores.store import backing_file
 
 MOST = 64  # tasks of a segment
 AGAIN = 1.05  # largest factor of multiply-adds, by rows that are computed again

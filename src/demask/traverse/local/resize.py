@@ -163,7 +163,6 @@ class LocalResize(LocalKind):
             into.copy_(target)
 
     def _run_by_op(self, x: Tensor, window: Window, into: Tensor, scratch: Scratch) -> None:
-        """Write rows in place as if the image began at the window; then correct the first rows."""
         count = self._count_wrong_rows(window)
         if not count:
             self._call_op(x, into, window)

@@ -167,7 +167,6 @@ class TilePlan(PageSource):
         )
 
     def _timeline(self) -> Timeline:
-        """The values in memory, segment by segment."""
         spans = [
             Span(_span(s.nodes), s.macs + 1, s.stored + s.bytes, f"{s.mode}, {s.macs:.3g} MACs") for s in self.segments
         ]

@@ -4,12 +4,10 @@ Maps live from the segment that computes them to the last that reads them; a seg
 lives while it runs. A map may overwrite a map that is read for the last time, if every row is
 written after it was read.
 
-Memory offsets of the rows of a stage: blocks that share an arena by lifetime, and tails.
-
-In every step the block of a value contains the rows of earlier steps that are read again, then the
-new rows. A block is alive from the unit that computes it to the last that reads it, so that a deep
-stage needs memory for its widest part, not for all layers. Rows that the next step reads again are
-copied to a tail, which shares no memory, and back into the block in the next step.
+In every step of a stage the block of a value contains the rows of earlier steps that are read
+again, then the new rows. A block is alive from the unit that computes it to the last that reads it,
+so that a deep stage needs memory for its widest part, not for all layers. Rows that the next step
+reads again are copied to a tail, which shares no memory, and back into the block in the next step.
 """
 
 from __future__ import annotations
@@ -44,6 +42,11 @@ from demask.traverse.planning.schedule import (
     walk_bands,
 )
 
+WORKERS = 64  # at most, in parallel
+STEPS = 2**21  # at most, of a segment: a plan from a file must not run for ever
+# Bytes of the process in addition to live values, measured: libraries, and each oneDNN kernel.
+LIBRARIES, KERNEL = 8 * 2**20, 120 * 2**10
+KERNELS = 1024  # in oneDNN's cache
 LARGE = 2**20  # bytes allocated by torch that are returned to the system after a unit
 
 
@@ -93,7 +96,7 @@ class _PeakSizes:
             self.tail[v] = max(self.tail[v], part_bytes(self.stage, v, rows, rows.tail))
         for k, unit in enumerate(self.stage.units):
             if unit.node in self.stage.flow.local:
-                self._local(k, unit, step)
+                self._add_local(k, unit, step)
             elif unit.value in self.stage.flow.axes:  # torch's result, before it is copied
                 rows = step[unit.value]
                 self._add_allocated(k, part_bytes(self.stage, unit.value, rows, rows.end))
@@ -109,7 +112,7 @@ class _PeakSizes:
     def _add_allocated(self, k: int, size: int) -> None:
         self.allocated[k] = max(self.allocated[k], size)
 
-    def _local(self, k: int, unit: Unit, step: Step) -> None:
+    def _add_local(self, k: int, unit: Unit, step: Step) -> None:
         rows = step[unit.value]
         if rows.computed[0] >= rows.computed[1]:
             return
@@ -187,7 +190,9 @@ def _owners(stage: Stage, peaks: _PeakSizes) -> dict[fx.Node, fx.Node]:
             continue
         for edge in unit.edges:
             base = edge.source
-            if (unit.addend is base or _pointwise(stage, unit)) and _is_only_reader(stage, peaks, unit, base):
+            local = stage.flow.local.get(unit.node)
+            writes_over = unit.addend is base or (local is not None and local.pointwise)
+            if writes_over and _is_only_reader(stage, peaks, unit, base):
                 owner[base] = owner[unit.value]
                 break
     return owner
@@ -203,17 +208,6 @@ def _is_only_reader(stage: Stage, peaks: _PeakSizes, unit: Unit, base: fx.Node) 
     is_alike = value.shape == base_value.shape and value.dtype == base_value.dtype
     axes = stage.flow.axes
     return is_alike and len(stage.readers[base]) == 1 and axes[base] == axes[unit.value]
-
-
-def _pointwise(stage: Stage, unit: Unit) -> bool:
-    return stage.flow.local[unit.node].pointwise if unit.node in stage.flow.local else False
-
-
-WORKERS = 64  # at most, in parallel
-STEPS = 2**21  # at most, of a segment: a plan from a file must not run for ever
-# Bytes of the process in addition to live values, measured: libraries, and each oneDNN kernel.
-LIBRARIES, KERNEL = 8 * 2**20, 120 * 2**10
-KERNELS = 1024  # in oneDNN's cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,16 @@ value (statistics, keys of attention), and optional where few bytes cross. A dyn
 the cuts finds the fastest sequence of segments that all fit the budget: the memory of a segment
 depends on its own cuts alone, and a plan takes as much memory as its largest segment.
 
-Whether a plan runs by compiled kernels or by torch's ops: the former where their memory fits.
-
-Compiled kernels are faster, but may take more memory: for transformed weights, for tiles, and for
-the compiler where a call compiles. No budget is too small for them that is enough for torch's ops.
+Compiled kernels are faster than torch's ops, but may take more memory: for transformed weights, for
+tiles, and for the compiler where a call compiles. A plan uses them where their memory fits: no
+budget is too small that is enough for torch's ops.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -42,7 +41,11 @@ from demask.traverse.planning.plan_memory import (
 )
 from demask.traverse.planning.schedule import Stage, Step, build_stage, full_step, middle_steps, target_rows
 
-Cut = Callable[[MemoryLayout], MemoryLayout]
+Cut = Callable[[MemoryLayout], MemoryLayout]  # of the segments of a layout into tasks
+BANDS_TRIED = tuple(2**k for k in range(12))
+TILES_TRIED = (1024, 512, 256, 128, 64, 32, 16)
+CUTS, MANY = 12, 400  # optional cuts; a third of them in graphs of MANY calls or more
+RECOMPUTED = 0.003  # largest share of multiply-adds to run twice to save maps
 
 
 def plan_flow(
@@ -89,12 +92,6 @@ def lay_out_plan(flow: Flow, plan: TilePlan) -> tuple[Flow, MemoryLayout]:
     return flow, lay_out_checked(flow, plan.segments)
 
 
-BANDS_TRIED = tuple(2**k for k in range(12))
-TILES_TRIED = (1024, 512, 256, 128, 64, 32, 16)
-CUTS, MANY = 12, 400  # optional cuts; a third of them in graphs of MANY calls or more
-RECOMPUTED = 0.003  # largest share of multiply-adds to run twice to save maps
-
-
 @dataclass(frozen=True, slots=True)
 class StageChoice:
     """One way to run the calls between two cuts."""
@@ -121,7 +118,7 @@ class Planner:
         tiles: bool = True,
         workers: int = 1,
         smallest: int = 2**20,
-        cut: Callable[[MemoryLayout], MemoryLayout] | None = None,
+        cut: Cut | None = None,
     ):
         self.flow, self.spills, self.smallest = flow, spills, smallest
         self.calls = list(flow.calls)
@@ -158,7 +155,8 @@ class Planner:
         total = sum(self.flow.macs(n) for n in self.calls)
         cheap, spent = set[fx.Node](), 0
         for cut in self.forced:
-            crossing = self._crossing(cut)
+            calls = (n for n in self.flow.axes if n.op == "call_function")
+            crossing = {n for n in calls if self.index_of[n] < cut <= self.last[n]}
             for v in sorted(crossing - self.outputs, key=lambda v: -value_bytes(v)):
                 read = [n for n in v.all_input_nodes if n in self.flow.axes]
                 is_cheap = all(n in crossing or n.op == "placeholder" for n in read)
@@ -169,29 +167,19 @@ class Planner:
                     spent += int(cost)
         return frozenset(cheap)
 
-    def _crossing(self, cut: int) -> set[fx.Node]:
-        """Values that are computed before a cut and read after it."""
-        calls = (n for n in self.flow.axes if n.op == "call_function")
-        return {n for n in calls if self.index_of[n] < cut <= self.last[n]}
-
     def cuts(self) -> list[int]:
         """Forced cuts, and optional cuts at local minima of the bytes that cross."""
         ends = sorted({0, len(self.calls), *self.forced})
         crossing = self._crossing_bytes()
         minima: list[tuple[float, int]] = []
         for low, high in itertools.pairwise(ends):
-            local_minima = [
+            minima += [
                 (crossing[k], k)
                 for k in range(low + 1, high)
                 if crossing[k] <= min(crossing[max(low, k - 1)], crossing[min(high, k + 1)])
             ]
-            minima += local_minima
-        minima.sort()
-        optional: list[int] = []
-        for _, k in minima:
-            if len(optional) < (CUTS if len(self.calls) < MANY else CUTS // 3):
-                optional.append(k)
-        return sorted({*ends, *optional})
+        most = CUTS if len(self.calls) < MANY else CUTS // 3
+        return sorted({*ends, *(k for _, k in sorted(minima)[:most])})
 
     def _crossing_bytes(self) -> list[float]:
         change = [0.0] * (len(self.calls) + 2)
@@ -200,11 +188,7 @@ class Planner:
                 size = value_bytes(node)
                 change[self.index_of[node] + 1] += size
                 change[min(last, len(self.calls)) + 1] -= size
-        total, totals = 0.0, []
-        for difference in change:
-            total += difference
-            totals.append(total)
-        return totals
+        return list(itertools.accumulate(change))
 
     def pieces(self, low: int, high: int) -> tuple[list[fx.Node], set[fx.Node]]:
         """The calls between two cuts, after those recomputed for them; and their values that later
@@ -219,12 +203,8 @@ class Planner:
                 recomputed.append(node)
                 stack += node.all_input_nodes
         recomputed.sort(key=self.index_of.__getitem__)
-        keeps = {n for n in calls if n in self.flow.axes and n not in self.recomputed and self._is_read_after(n, high)}
+        keeps = {n for n in calls if n in self.flow.axes and n not in self.recomputed and self.last[n] >= high}
         return recomputed + calls, keeps
-
-    def _is_read_after(self, node: fx.Node, high: int) -> bool:
-        """Whether a value is read after a cut."""
-        return self.last[node] >= high
 
     def choices(self, low: int, high: int, budget: float) -> list[StageChoice]:
         """Ways to run the calls between two cuts, including the fastest within a budget."""
@@ -297,13 +277,12 @@ class Planner:
         segment = replace(segment, macs=macs)
         map_bytes = self._live_map_bytes(low, high, set(over))
         own_bytes = segment.bytes + stage_memory.packed + count * stage_memory.allocated
-        return StageChoice(segment, _seconds(stage, segment), map_bytes + own_bytes)
+        return StageChoice(segment, _estimate_seconds(stage, segment), map_bytes + own_bytes)
 
     def _is_map(self, node: fx.Node) -> bool:
         return node.op == "call_function" and not self._is_spilled(node) and not self._is_only_returned(node)
 
     def _is_only_returned(self, node: fx.Node) -> bool:
-        """Whether a value is an output that no call reads."""
         return node in self.outputs and all(u.op == "output" for u in node.users)
 
     def _is_read_in_full(self, node: fx.Node, unless: Callable[[fx.Node], bool] = lambda reader: False) -> bool:
@@ -322,13 +301,12 @@ class Planner:
     def _live_map_bytes(self, low: int, high: int, over: set[fx.Node]) -> int:
         """Bytes of the maps that are alive while the calls between two cuts run. over: maps that
         overwrite others."""
-        computed = [*self.calls[:high]]
         live = 0
-        for n in computed:
+        for n in self.calls[:high]:
             if n not in self.flow.axes or n in self.recomputed or n in over or not self._is_map(n):
                 continue
-            before, read_later = self.index_of[n] < low, self._is_read_after(n, high)
-            if read_later or (before and self._is_read_after(n, low)):
+            before, read_later = self.index_of[n] < low, self.last[n] >= high
+            if read_later or (before and self.last[n] >= low):
                 live += value_bytes(n)
         return live
 
@@ -379,7 +357,7 @@ def _try_bands(stage: Stage, choose: Callable[[int], StageChoice], budget: float
         scaled = replace(lowest.segment, rows=rows, bytes=lowest.segment.bytes + extra)
         scaled = replace(scaled, steps=count_steps(stage, scaled))
         fits = lowest.bytes + 0.9 * extra <= budget
-        return (_seconds(stage, scaled) if fits else math.inf), rows
+        return (_estimate_seconds(stage, scaled) if fits else math.inf), rows
 
     for seconds, rows in sorted(estimate(n) for n in heights):
         candidate = choose(rows) if seconds < math.inf else lowest
@@ -390,15 +368,19 @@ def _try_bands(stage: Stage, choose: Callable[[int], StageChoice], budget: float
 
 def _forced_cuts(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
     """Indices of calls that wait for all rows of a value computed since the last cut."""
+
+    def runs_in_parts(node: fx.Node) -> bool:
+        return node in flow.local or node in flow.gathers
+
     cuts: list[int] = []
     group: set[fx.Node] = set()
     ready: set[fx.Node] = set()  # full values computed since the last cut
     for k, node in enumerate(calls):
-        cut = node in flow.local or node in flow.gathers
+        cut = runs_in_parts(node)
         must_wait = any(e.all_rows and e.source in group for e in flow.edges(node))
         must_wait |= any(n in ready for n in node.all_input_nodes) and cut
         must_wait |= any(n in ready and n in flow.gathers for n in node.all_input_nodes)
-        must_wait |= bool(group) and cut != _runs_in_parts(flow, calls[k - 1])
+        must_wait |= bool(group) and cut != runs_in_parts(calls[k - 1])
         if must_wait:
             cuts.append(k)
             group, ready = set(), set()
@@ -406,10 +388,6 @@ def _forced_cuts(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
         if node not in flow.axes:
             ready.add(node)
     return cuts
-
-
-def _runs_in_parts(flow: Flow, node: fx.Node) -> bool:
-    return node in flow.local or node in flow.gathers
 
 
 def _sample_steps(stage: Stage, segment: Segment) -> list[Step]:
@@ -428,7 +406,7 @@ def _all_macs(stage: Stage) -> int:
     return sum(stage.flow.macs(u.node) for u in stage.units)
 
 
-def _seconds(stage: Stage, segment: Segment) -> float:
+def _estimate_seconds(stage: Stage, segment: Segment) -> float:
     """Estimated seconds, to rank plans by."""
     rates = TWO_CORES
     seconds = segment.macs / rates.macs + segment.bytes / rates.new + segment.traffic / rates.far
@@ -442,13 +420,7 @@ def _seconds(stage: Stage, segment: Segment) -> float:
 
 
 def plan_tiles(
-    flow: Flow,
-    budget: int,
-    *,
-    reserved: int = 0,
-    disk: bool = True,
-    workers: int = 1,
-    cut: Callable[[MemoryLayout], MemoryLayout] | None = None,
+    flow: Flow, budget: int, *, reserved: int = 0, disk: bool = True, workers: int = 1, cut: Cut | None = None
 ) -> tuple[TilePlan, MemoryLayout]:
     """The fastest plan within a budget, and its memory layout.
 
@@ -485,7 +457,7 @@ def plan_tiles(
             layout = min(layouts, key=lambda fitted: fitted[0])[1]
             return packed_plan(flow, layout, budget, reserved), layout
     planner, fitted = min(((p, p.least()) for p in tried), key=lambda pair: pair[1][0])
-    layout = _lay_out(planner, fitted[1:])[1]
+    layout = _seconds_and_layout(planner, fitted[1:])[1]
     least = layout.peak + reserved
     raise BudgetTooSmall(
         f"no plan of this network fits {format_bytes(budget)}; the least budget that would do is "
@@ -503,17 +475,16 @@ def _find_fitting(planner: Planner, available: int) -> tuple[float, MemoryLayout
         fastest = planner.search(limit)
         if fastest is None:
             break
-        exact = _lay_out(planner, fastest)
+        exact = _seconds_and_layout(planner, fastest)
         if exact[1].peak <= available:
             return exact
         limit -= exact[1].peak - available
     size, seconds, segments = planner.least()
-    exact = _lay_out(planner, (seconds, segments)) if size + LIBRARIES <= available else None
+    exact = _seconds_and_layout(planner, (seconds, segments)) if size + LIBRARIES <= available else None
     return exact if exact is not None and exact[1].peak <= available else None
 
 
-def _lay_out(planner: Planner, fastest: tuple[float, list[Segment]]) -> tuple[float, MemoryLayout]:
-    """The seconds of segments, and their exact memory layout."""
+def _seconds_and_layout(planner: Planner, fastest: tuple[float, list[Segment]]) -> tuple[float, MemoryLayout]:
     layout = lay_out(planner.flow, fastest[1])
     return fastest[0], layout if planner.cut is None else planner.cut(layout)
 
@@ -537,11 +508,5 @@ def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, reserved: int) ->
         untiled,
         sum(s.traffic for s in exact),
         sizes,
-        notes=tuple(_notes(flow)),
+        notes=tuple(f"{node.name} runs whole: {text}" for node, text in flow.refusals.items()),
     )
-
-
-def _notes(flow: Flow) -> Iterator[str]:
-    """Notes on calls that run uncut, with reasons."""
-    for node, text in flow.refusals.items():
-        yield f"{node.name} runs whole: {text}"

@@ -19,16 +19,8 @@ from demask.files.atomic_write import check_writable
 from demask.traverse.axes import NONE, Axes
 from demask.traverse.storage.dtype_conversion import check_conversion, name_of
 from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource, tensor_sink, tensor_source
+from demask.traverse.storage.store import ArrayInfo, Format, SliceStore, Store, backing_file, format_of, open_path
 from demask.traverse.storage.stored_ends import KINDS, AxisOrder, StoredSink, StoredSource, usual_order
-from demask.traverse.storage.stores.store import (
-    ArrayInfo,
-    Format,
-    SliceStore,
-    Store,
-    backing_file,
-    format_of,
-    open_path,
-)
 
 End = Any  # a path, an array, a tensor, or an object that can be sliced
 Region = tuple[int, int, int, int]  # first row, first column, rows, columns

@@ -25,7 +25,7 @@ from demask.errors import BadInput
 from demask.traverse.axes import Axes, Window, order, strides
 from demask.traverse.storage.boxes import LIMIT, Box, box_of, elements, extents, pieces, view, within
 from demask.traverse.storage.dtype_conversion import assign, check_conversion, convert, scratch_size, work_dtype
-from demask.traverse.storage.stores.store import torch_dtype
+from demask.traverse.storage.store import torch_dtype
 
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)

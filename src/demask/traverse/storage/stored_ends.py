@@ -36,7 +36,7 @@ from demask.traverse.storage.boxes import (
     within,
 )
 from demask.traverse.storage.dtype_conversion import assign, convert, is_quantized, scratch_size, work_dtype
-from demask.traverse.storage.stores.store import Store
+from demask.traverse.storage.store import Store
 
 # Letters of other conventions: T time and P position (series of images), S samples, Z, Y, X. T next
 # to N names the frames of videos, which a network takes together as it does D.

@@ -188,7 +188,6 @@ def _fma(e: Emitter, a: Value, b: Value, c: Value) -> Value:
 
 
 def _total(e: Emitter, x: Value) -> Value:
-    """The sum of the lanes of a float64 vector."""
     lanes = e.lanes
     while lanes > 1:
         lanes //= 2

@@ -74,13 +74,11 @@ class ResizeKernel:
 
 
 def _weights(e: Emitter, table: Value, row: Value, taps: int) -> list[Value]:
-    """The weights of the taps of a row or a column."""
     first = e.line(table, e.b.mul(row, I64(taps)))
     return [e.read(first, tap) for tap in range(taps)]
 
 
 def _weighted(e: Emitter, values: Sequence[Value], weights: Sequence[Value]) -> Value:
-    """The weighted sum, in this order."""
     total = e.b.fmul(values[0], weights[0])
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total = e.fma(value, weight, total)

@@ -125,7 +125,6 @@ class SparseTileKernel:
             sum_.set(e.b.fadd(added, value) if inverse_scale is None else e.fma(added, e.splat(inverse_scale), value))
 
     def _finish(self, e: Emitter, record: Value, row: list[Variable]) -> None:
-        """Apply the scale and the activation."""
         for sum_ in row:
             value = sum_.get()
             if self.values == "int8":

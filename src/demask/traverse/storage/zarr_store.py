@@ -19,7 +19,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.traverse.storage.boxes import Box
 from demask.traverse.storage.dtype_conversion import name_of
-from demask.traverse.storage.stores.store import ArrayInfo, SliceStore, first_line, usual_chunks
+from demask.traverse.storage.store import ArrayInfo, SliceStore, first_line, usual_chunks
 
 SMALLEST, EDGE = 32, 512  # rows of a chunk of the last level, of the first
 TYPES = {

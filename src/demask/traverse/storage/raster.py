@@ -21,7 +21,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.traverse.storage.boxes import Box
 from demask.traverse.storage.dtype_conversion import name_of
-from demask.traverse.storage.stores.store import ArrayInfo, first_line, replace_path, to_tensor, torch_dtype
+from demask.traverse.storage.store import ArrayInfo, first_line, replace_path, to_tensor, torch_dtype
 
 EDGE = 512
 CACHE = 16 << 20  # bytes

@@ -24,7 +24,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.traverse.storage.boxes import Box
 from demask.traverse.storage.dtype_conversion import name_of
-from demask.traverse.storage.stores.store import ArrayInfo, SliceStore, Store, first_line, usual_chunks
+from demask.traverse.storage.store import ArrayInfo, SliceStore, Store, first_line, usual_chunks
 
 EDGE = 512
 GEO_KEYS = 34735  # the tag of a GeoTIFF's coordinate system
@@ -44,7 +44,7 @@ def open_store(path: Path) -> Store:
     try:
         page: Any = file.pages[0]
         if GEO_KEYS in page.tags and find_spec("rasterio") is not None:
-            from demask.traverse.storage.stores import raster
+            from demask.traverse.storage import raster
 
             file.close()
             store: Any = raster.open_store(path)
