@@ -32,6 +32,7 @@ import numpy as np
 from llvmlite import ir
 
 from demask.kernels.llvm.emitter import I32, I64, VOID, Emitter, Value
+from demask.kernels.llvm.isa import Isa
 from demask.kernels.llvm.jit import CODE
 
 Key = TypeVar("Key", bound=Hashable)
@@ -338,6 +339,14 @@ class Job:
         self.numbered(self.address, 0, count)
         for other in others:
             other.join()
+
+
+def job_of_calls(kernel: Any, calls: np.ndarray, isa: Isa) -> Job:
+    """The job in which each thread makes one call of a kernel, with an element of `calls`."""
+    entries, code = np.zeros(len(calls), ENTRY), CODE.addresses([kernel], isa)[kernel]
+    for k in range(len(calls)):
+        entries[k] = code, calls[k:].ctypes.data
+    return Job(entries, np.arange(len(calls) + 1, dtype=np.int64), len(calls), np.zeros(1, np.int64))
 
 
 class SpareTasks(Generic[Key, Task]):

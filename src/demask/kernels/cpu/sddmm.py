@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.cpu.csr import Matrix, below, masked
-from demask.kernels.llvm.emitter import FLOAT, I32, I64, POINTER, VOID, Emitter, Value, Variable
+from demask.kernels.cpu.csr import Matrix, below, masked, store_masked
+from demask.kernels.llvm.emitter import FLOAT, I64, Emitter, Value, Variable
 
 #: Call of a kernel, as `csr.CALL` except for: a, a_pitch: the operand read by rows of the matrix;
 #: x: the one read by its columns; names: row of a for each row of the matrix, if renumbered, less
@@ -93,9 +93,7 @@ class Sampled:
         mask = below(e, count)
         if self.more:
             value = e.b.fadd(value, masked(e, e.vector, out, mask))
-        name = f"llvm.masked.store.v{e.lanes}f32.p0"
-        store = e.intrinsic(name, VOID, e.vector, POINTER, I32, mask.type)
-        e.b.call(store, [value, out, I32(4), mask])
+        store_masked(e, value, out, mask)
 
 
 def totals(e: Emitter, vectors: Sequence[Value]) -> Value:

@@ -29,7 +29,7 @@ from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, Emitter, Value
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.llvm.jit import CODE
-from demask.kernels.thread_team import ENTRY, Job, SpareTasks
+from demask.kernels.thread_team import SpareTasks, job_of_calls
 from demask.ops.activations import Act
 
 #: Call of a kernel. table: memory for a `WeightTable`; pitches: floats from row to row; floats: of
@@ -308,20 +308,15 @@ class WindowTask:
     def __init__(self, window: WindowKernel, sizes: WindowSizes, threads: int, isa: Isa):
         table = -(-4 * window.table(isa.lanes).pitch * (window.taps + 1) // LINE) * LINE
         self.tables = np.zeros(threads * table + LINE, np.uint8)
-        self.calls, self.threads = np.zeros(threads, CALL), threads
         first = -self.tables.ctypes.data % LINE + self.tables.ctypes.data
         rows, units = _ranges(window, sizes, isa.lanes)
         by_rows = rows[3] >= threads
-        entries = np.zeros(threads, ENTRY)
-        code = CODE.addresses([window], isa)[window]
+        calls = []
         for k in range(threads):
             shares = (_share(rows, k, threads) if by_rows else rows, units if by_rows else _share(units, k, threads))
             channels = window.channels
             fields = (
-                0,
-                0,
-                0,
-                0,
+                *(0,) * ADDRESSES,
                 first + k * table,
                 sizes.x_pitch,
                 sizes.out_pitch,
@@ -333,11 +328,10 @@ class WindowTask:
                 *shares[0],
                 *shares[1],
             )
-            self.calls[k : k + 1] = np.array([fields], CALL)
-            entries[k] = code, self.calls[k:].ctypes.data
+            calls.append(fields)
+        self.calls, self.threads = np.array(calls, CALL), threads
         self.addresses = self.calls.view(np.int64).reshape(threads, -1)[:, :ADDRESSES]
-        ends = np.arange(threads + 1, dtype=np.int64)
-        self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
+        self.job = job_of_calls(window, self.calls, isa)
 
     def run(self, addresses: tuple[int, int, int, int]) -> None:
         """Run for the addresses of x, out, weight and bias."""

@@ -39,7 +39,7 @@ from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Value
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.llvm.jit import CODE
-from demask.kernels.thread_team import ENTRY, Job, SpareTasks
+from demask.kernels.thread_team import SpareTasks, job_of_calls
 from demask.ops.activations import Act
 
 #: Call of a kernel. scratch: memory of the thread; pitches: floats from row to row; top, left: row
@@ -294,11 +294,8 @@ def pack_winograd(weight: Tensor, kernel: WinogradKernel, isa: Isa | None = None
     isa = isa or host()
     packer = packer_of(kernel, isa)
     packed = torch.empty(kernel.count, kernel.inner * kernel.outer)
-    call = np.zeros(1, PACK)
-    call[0] = (weight.data_ptr(), packed.data_ptr(), *weight.stride())
-    entries = np.zeros(1, ENTRY)
-    entries[0] = CODE.addresses([packer], isa)[packer], call.ctypes.data
-    Job(entries, np.arange(2, dtype=np.int64), 1, np.zeros(1, np.int64)).run(1)
+    call = np.array([(weight.data_ptr(), packed.data_ptr(), *weight.stride())], PACK)
+    job_of_calls(packer, call, isa).run(1)
     return packed
 
 
@@ -391,21 +388,17 @@ class WinogradTask:
     """
 
     def __init__(self, kernel: WinogradKernel, sizes: WinogradSizes, threads: int, scratch: int, isa: Isa):
-        self.calls, self.threads, self.scratch = np.zeros(threads, CALL), threads, scratch
-        entries = np.zeros(threads, ENTRY)
-        code = CODE.addresses([kernel], isa)[kernel]
         height, across = sizes.tiles
-        block = block_tiles(kernel, scratch, isa)
+        block, calls = block_tiles(kernel, scratch, isa), []
         for k in range(threads):
             ends = (height * across * n // threads for n in (k, k + 1))
             fields = (0, 0, 0, 0, 0, sizes.x_pitch, sizes.out_pitch, sizes.rows_in,
                       sizes.columns_in, sizes.rows_out, sizes.columns_out, sizes.top, sizes.left,
                       sizes.skipped_rows, sizes.skipped_columns, across, *ends, block)  # fmt: skip
-            self.calls[k : k + 1] = np.array([fields], CALL)
-            entries[k] = code, self.calls[k:].ctypes.data
+            calls.append(fields)
+        self.calls, self.threads, self.scratch = np.array(calls, CALL), threads, scratch
         self.addresses = self.calls.view(np.int64).reshape(threads, -1)
-        ends = np.arange(threads + 1, dtype=np.int64)
-        self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
+        self.job = job_of_calls(kernel, self.calls, isa)
 
     def run(self, addresses: tuple[int, int, int, int], scratch: int) -> None:
         """Run for the addresses of x, out, weight and bias, and of the memory of all threads."""

@@ -160,6 +160,11 @@ class Emitter:
         """a * b + c, rounded once."""
         return self.elementwise("fma", a, b, c)
 
+    def fma_double(self, a: Value, b: Value, c: Value) -> Value:
+        """The same in float64."""
+        function = self.intrinsic(f"llvm.fma.v{self.lanes}f64", a.type, a.type, a.type, a.type)
+        return self.b.call(function, [a, b, c])
+
     def larger(self, a: Value, b: Value) -> Value:
         """The larger value; NaN where `a` is NaN, as in torch.
 

@@ -151,7 +151,7 @@ class NormKernel:
 
             def add_square(c: Value, so_far: Value) -> Value:
                 distance = e.b.fsub(read(c), mean)
-                return _fma(e, distance, distance, so_far)
+                return e.fma_double(distance, distance, so_far)
 
             variance = e.b.fdiv(_total(e, call, add_square), size)
             root = e.intrinsic(f"llvm.sqrt.v{e.lanes}f64", wide, wide)
@@ -193,8 +193,3 @@ def _total(e: Emitter, call: CallFields, add: Callable[[Value, Value], Value]) -
     for total in sums[1:]:
         result = e.b.fadd(result, total.get())
     return result
-
-
-def _fma(e: Emitter, a: Value, b: Value, c: Value) -> Value:
-    function = e.intrinsic(f"llvm.fma.v{e.lanes}f64", a.type, a.type, a.type, a.type)
-    return e.b.call(function, [a, b, c])

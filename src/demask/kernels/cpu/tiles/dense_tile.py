@@ -12,7 +12,8 @@ stream per tile. The inputs that a tile reads from a block of input channels fit
 Tables have the offsets of input and output channels, so that a layer may skip some of them.
 Output channels are `wide` blocks of `rows` and then `thin` blocks of `rows` - 1: nothing is padded.
 
-The products of dense kernels: loops over input channels and taps that read one weight stream.
+`Products` are those of all dense kernels: loops over input channels and taps that read one weight
+stream.
 """
 
 from __future__ import annotations

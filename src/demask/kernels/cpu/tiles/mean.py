@@ -81,7 +81,7 @@ class MeanKernel:
 
             def add(bits: Value, sum_: Variable) -> None:
                 value = e.b.fpext(e.b.bitcast(bits, e.vector), wide)
-                sum_.set(_fma(e, value, factor, sum_.get()))
+                sum_.set(e.fma_double(value, factor, sum_.get()))
 
             each_line(add, sums)
             parts = [e.b.fsub(sum_.get(), first) for sum_ in sums]
@@ -180,11 +180,6 @@ def _chosen(e: Emitter, lanes: Sequence[int], x: Value) -> Value:
 
 def _larger(e: Emitter, a: Value, b: Value) -> Value:
     return e.b.select(e.b.icmp_signed(">", a, b), a, b)
-
-
-def _fma(e: Emitter, a: Value, b: Value, c: Value) -> Value:
-    function = e.intrinsic(f"llvm.fma.v{e.lanes}f64", a.type, a.type, a.type, a.type)
-    return e.b.call(function, [a, b, c])
 
 
 def _total(e: Emitter, x: Value) -> Value:
