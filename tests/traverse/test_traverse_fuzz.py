@@ -204,14 +204,14 @@ def test_a_halo_one_column_short_is_noticed(monkeypatch):
 
 
 def test_a_moment_counted_twice_is_noticed(monkeypatch):
-    gather = sweep.SegmentExecutor._gather
+    gather = sweep.SegmentExecutor._update_reduction
 
     def twice(self, unit, step):
         gather(self, unit, step)
         if unit.node not in self.ends.uncut_values:
             gather(self, unit, step)
 
-    monkeypatch.setattr(sweep.SegmentExecutor, "_gather", twice)
+    monkeypatch.setattr(sweep.SegmentExecutor, "_update_reduction", twice)
     assert "differs by" in seen(averaged(), Setting(BANDS, 5))
 
 

@@ -96,7 +96,7 @@ class TeamWork:
                 arena = e.load(I64, e.pointer(field["arenas"]))
                 with e.loop(number, field["threads"], count) as thread:
                     _claim_list(e, field, phase, thread, arena)
-                _wait(e, field, phase, arena)
+                _wait_for_phase(e, field, phase, arena)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def _claim_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value
             e.b.atomic_rmw("add", e.pointer(field["done"]), I64(1), "acq_rel")
 
 
-def _wait(e: Emitter, field: dict[str, Value], phase: Value, arena: Value) -> None:
+def _wait_for_phase(e: Emitter, field: dict[str, Value], phase: Value, arena: Value) -> None:
     """Wait until all lists of a phase are done; run those of threads that are late."""
     counter, b = e.pointer(field["done"]), e.b
     expected = b.mul(b.add(phase, I64(1)), field["threads"])

@@ -129,7 +129,7 @@ def curve_of(
     work = structural_copy(model, share=True).eval()
     leaves, spec = pytree.tree_flatten(call)
     tell("full image", 0.0)
-    references = _outputs(work, leaves, spec)
+    references = _run_model(work, leaves, spec)
     sizes = [_count_positions(cut, leaves) for cut in cuts]
     tile = [_middle(size, cut.grid) for size, cut in zip(sizes, cuts, strict=True)]
     points: dict[tuple[int, ...], Point] = {}
@@ -140,14 +140,14 @@ def curve_of(
         if padding in points or crops == [(0, size) for size in sizes]:
             continue  # a crop that is the full image is no tile
         parts = [_crop_leaf(leaf, cuts, k, crops) for k, leaf in enumerate(leaves)]
-        outputs = _outputs(work, parts, spec)
+        outputs = _run_model(work, parts, spec)
         pairs = _tiles(outputs, references, cuts, tile, crops)
         points[padding] = Point(padding, float(share), *_measure_errors(pairs, levels))
     tell("compared", 1.0)
     return tuple(points.values())
 
 
-def _outputs(work: nn.Module, leaves: Sequence[Any], spec: Any) -> list[Any]:
+def _run_model(work: nn.Module, leaves: Sequence[Any], spec: Any) -> list[Any]:
     args, kwargs = pytree.tree_unflatten(list(leaves), spec)
     try:
         with torch.no_grad():
@@ -408,16 +408,21 @@ def halo(
     kwargs = dict(kwargs or {})
     _check_has_image(args, kwargs)
     recording, paths, notes = _record_paths(model, args, kwargs, table)
-    names = _names(model, args, kwargs)
+    names = _input_names(model, args, kwargs)
     inputs = tuple(
-        InputHalo(k, names[k], _side(paths[0], node), _side(paths[1], node) if node in paths[1].parts else None)
+        InputHalo(
+            k,
+            names[k],
+            _measure_side(paths[0], node),
+            _measure_side(paths[1], node) if node in paths[1].parts else None,
+        )
         for k, node in enumerate(recording.inputs)
         if node is not None and node in paths[0].parts
     )
     result = Halo(inputs, _barriers(paths), notes)
     if not curve:
         return result
-    cuts = tuple(_cut(axis, recording, inputs, k) for k, axis in enumerate(paths) if axis.parts)
+    cuts = tuple(_cut_leaves(axis, recording, inputs, k) for k, axis in enumerate(paths) if axis.parts)
     points = curve_of(model, (args, kwargs), cuts, levels, progress)
     if result.barriers:
         notes += (OWN,)
@@ -494,7 +499,7 @@ def _paths(recording: HaloRecording, table: Table, *, last: bool) -> list[Paths 
     return result
 
 
-def _names(model: Any, args: Any, kwargs: Any) -> list[str]:
+def _input_names(model: Any, args: Any, kwargs: Any) -> list[str]:
     """A name for each leaf of the call, from forward's signature if that names every leaf."""
     leaves = pytree.tree_leaves((args, kwargs))
     numbered = [f"input {k}" for k in range(len(leaves))]
@@ -511,7 +516,7 @@ def _names(model: Any, args: Any, kwargs: Any) -> list[str]:
 # --- from paths to numbers ----------------------------------------------------------------------
 
 
-def _side(paths: Paths, node: fx.Node) -> Side:
+def _measure_side(paths: Paths, node: fx.Node) -> Side:
     """The halo of an input along one image axis, over all alignments of tiles."""
     inputs = {n: part for n, part in paths.parts.items() if n.op == "placeholder"}
     exact, local = [], []
@@ -544,7 +549,7 @@ def _barriers(paths: tuple[Paths, Paths]) -> tuple[Barrier, ...]:
     )
 
 
-def _cut(paths: Paths, recording: HaloRecording, inputs: tuple[InputHalo, ...], axis: int) -> TileCut:
+def _cut_leaves(paths: Paths, recording: HaloRecording, inputs: tuple[InputHalo, ...], axis: int) -> TileCut:
     """How the leaves of the call and of the result are cut along an image axis."""
 
     def leaf(node: fx.Node | None) -> Leaf | None:

@@ -194,7 +194,7 @@ def _fit_step(rule: _AxisRule, last: bool) -> AxisStep | str | None:
     step = _find_period(rule)
     if step is not None:
         return step
-    scale, inside = Fraction(operand_size, output_size), _inside(rule)[0]
+    scale, inside = Fraction(operand_size, output_size), _unclipped_positions(rule)[0]
     if not last and inside[1] - inside[0] <= 2 * scale.denominator <= output_size:
         raise TooSmall(f"{rule.relation.node}")
     lows = [rule.low(o) - math.floor(o * scale) for o in range(output_size)]
@@ -208,7 +208,7 @@ def _fit_step(rule: _AxisRule, last: bool) -> AxisStep | str | None:
 
 def _find_period(rule: _AxisRule) -> AxisStep | None:
     """The step of the shortest period with which the rule repeats inside the borders."""
-    lows, highs = _inside(rule)
+    lows, highs = _unclipped_positions(rule)
     longest = min(PERIODS, *((last - first + 1) // 2 for first, last in (lows, highs)))
     for period in range(1, longest + 1):
         step = rule.low(lows[0] + period) - rule.low(lows[0])
@@ -218,7 +218,7 @@ def _find_period(rule: _AxisRule) -> AxisStep | None:
     return None
 
 
-def _inside(rule: _AxisRule) -> tuple[tuple[int, int], tuple[int, int]]:
+def _unclipped_positions(rule: _AxisRule) -> tuple[tuple[int, int], tuple[int, int]]:
     """The first and last output position whose `low`, and whose `high`, no border clips."""
     operand_size, output_size = rule.before.size, rule.after.size
     if rule.moves:  # pads, crops and rolled positions are at the ends
@@ -357,7 +357,7 @@ class _HaloRecorder(TorchDispatchMode):
         nodes = [self._node_or_value(leaf) for leaf in leaves]
         operands, keywords = pytree.tree_unflatten(nodes, spec)
         if is_mutable(func):
-            self._write(func, args, operands, keywords)
+            self._record_in_place_call(func, args, operands, keywords)
             return args[0]
         node = self._append_call(func, operands, keywords, result)
         if isinstance(result, Tensor):
@@ -386,7 +386,7 @@ class _HaloRecorder(TorchDispatchMode):
         node.meta.update(val=value, module=self.modules[-1])
         return node
 
-    def _write(self, func: Any, args: Any, operands: Any, keywords: Any) -> None:
+    def _record_in_place_call(self, func: Any, args: Any, operands: Any, keywords: Any) -> None:
         """Record an in-place call as the op that returns a new value."""
         name = base_name(func)
         functional = getattr(torch.ops.aten, name.removesuffix("_"), None)
@@ -530,10 +530,11 @@ def paths_of(
         if part is not None:
             parts[node] = part
         edges[node] = tuple(
-            _read_edge(relation, k, source, (node, out), parts, rules, last) for k, source in _sources(relation, node)
+            _read_edge(relation, k, source, (node, out), parts, rules, last)
+            for k, source in _node_operands(relation, node)
         )
         if part is not None:
-            scales[node] = _scale(edges[node], scales, parts, part)
+            scales[node] = _scale_of(edges[node], scales, parts, part)
     outputs = tuple(node for node in recording.outputs if node is not None)
     live = _find_live(edges, outputs)
     needed = live.union(inputs)
@@ -560,7 +561,7 @@ def _relation_of(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]
     return relations[node], 0
 
 
-def _sources(relation: Relation | Declined, node: fx.Node) -> list[tuple[int, fx.Node]]:
+def _node_operands(relation: Relation | Declined, node: fx.Node) -> list[tuple[int, fx.Node]]:
     """The operands that are nodes, with their index in the relation."""
     if isinstance(relation, Relation):
         operands = [(k, operand.value) for k, operand in enumerate(relation.operands)]
@@ -574,7 +575,7 @@ def _part_of(relation: Relation | Declined, node: fx.Node, out: int, parts: Mapp
     the finest on the same axis. A call without a rule is assumed to keep the axis if it keeps the
     shape."""
     candidates: list[Part | None] = []
-    for k, source in _sources(relation, node):
+    for k, source in _node_operands(relation, node):
         if source in parts and isinstance(relation, Relation):
             candidates.append(follow(relation, k, parts[source], out=out))
         elif source in parts and fake(source).shape == fake(node).shape:
@@ -605,7 +606,7 @@ def _read_edge(
     return SpanEdge(source, None, True, step, like) if isinstance(step, str) else SpanEdge(source, step)
 
 
-def _scale(edges, scales: Mapping[fx.Node, Fraction], parts, part: Part) -> Fraction:
+def _scale_of(edges, scales: Mapping[fx.Node, Fraction], parts, part: Part) -> Fraction:
     """The scale of a value, from the first operand that is read in steps, else from sizes."""
     for edge in edges:
         if edge.step is not None:

@@ -211,12 +211,12 @@ def _with_constants(program: Program, statistics: FrozenStatistics) -> Program:
             for name, row in (("norm_scale", scale), ("norm_shift", -mean * scale))
         )
         with editor.graph.inserting_before(node):
-            replacement = _affine(editor, node, scale, shift)
+            replacement = _apply_constants(editor, node, scale, shift)
         editor.replace(node, replacement, inherit=True)
     return editor.finish()
 
 
-def _affine(editor: GraphEditor, node: fx.Node, scale: fx.Node, shift: fx.Node) -> fx.Node:
+def _apply_constants(editor: GraphEditor, node: fx.Node, scale: fx.Node, shift: fx.Node) -> fx.Node:
     """(x * scale + shift) * weight + bias as one call; the constants are computed once."""
     bound, value = schema.arguments(node), node.meta["val"]
     shape = [1, value.shape[1], *[1] * (value.ndim - 2)]
@@ -268,7 +268,7 @@ def _normalize_windows(editor: GraphEditor, node: fx.Node, extents: Sequence[int
     bound, value = schema.arguments(node), node.meta["val"]
     x = _cast(editor, bound["input"], _work_dtype(value))
     mean = _window_means(editor, x, extents, groups_of(node))
-    centered = editor.call(aten.sub.Tensor, x, _spread(editor, mean, extents, value))
+    centered = editor.call(aten.sub.Tensor, x, _spread_over_windows(editor, mean, extents, value))
     squares = editor.call(aten.mul.Tensor, centered, centered)
     variance = _window_means(editor, squares, extents, groups_of(node))
     scale = editor.call(aten.rsqrt.default, editor.call(aten.add.Scalar, variance, bound["eps"]))
@@ -276,7 +276,7 @@ def _normalize_windows(editor: GraphEditor, node: fx.Node, extents: Sequence[int
     if bound["weight"] is not None:
         weight = editor.call(aten.reshape.default, bound["weight"], shape)
         scale = editor.call(aten.mul.Tensor, scale, weight)
-    y = editor.call(aten.mul.Tensor, centered, _spread(editor, scale, extents, value))
+    y = editor.call(aten.mul.Tensor, centered, _spread_over_windows(editor, scale, extents, value))
     if bound["bias"] is not None:
         bias = editor.call(aten.reshape.default, bound["bias"], shape)
         y = editor.call(aten.add.Tensor, y, bias)
@@ -297,7 +297,7 @@ def _window_means(editor: GraphEditor, x: fx.Node, extents: Sequence[int], group
     return editor.call(aten.reshape.default, wide_means, [n, channels, down, across])
 
 
-def _spread(editor: GraphEditor, windows: fx.Node, extents: Sequence[int], like: Tensor) -> fx.Node:
+def _spread_over_windows(editor: GraphEditor, windows: fx.Node, extents: Sequence[int], like: Tensor) -> fx.Node:
     """The value of its window at each position."""
     down, across = (n * k for n, k in zip(windows.meta["val"].shape[2:], extents, strict=True))
     wide = editor.call(aten.upsample_nearest2d.vec, windows, [down, across], None)

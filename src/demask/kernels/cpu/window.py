@@ -124,7 +124,7 @@ class _WindowBody:
             with e.loop(I64(0), I64(2)) as part:
                 first = b.icmp_signed("==", part, I64(0))
                 ends = b.select(first, f["unit"], begin), b.select(first, end, f["unit_end"])
-                self._each_vector(*ends, lambda *unit: self._border(row, *unit))
+                self._each_vector(*ends, lambda *unit: self._compute_border(row, *unit))
         begin = f["inner_row"]
         for side in self.w.side:
             count = b.sdiv(b.sub(f["inner_row_end"], begin), I64(side))
@@ -191,14 +191,14 @@ class _WindowBody:
 
         def body(x: Value, out: Value, phase: Value, mask: Value | None) -> None:
             weights = loaded or [self._weight(I64(tap), phase) for tap in range(w.taps + 1)]
-            sums = [self._begin()] * side
+            sums = [self._initial_sum()] * side
             for (y, source), j in itertools.product(sources.items(), range(w.size[1])):
                 address = e.at(source, b.add(x, I64(j * w.dilation[1] * w.channels)), FLOAT)
                 value = self._load_vector(address, mask)
                 for r, i in reads[y]:
                     sums[r] = self._add_tap(sums[r], weights[i * w.size[1] + j], value)
             for address, sum_ in zip(outs, sums, strict=True):
-                self._end(sum_, weights[-1], e.at(address, out, FLOAT), mask)
+                self._write_vector(sum_, weights[-1], e.at(address, out, FLOAT), mask)
 
         self._each_vector(f["inner_unit"], f["inner_unit_end"], body)
 
@@ -214,7 +214,7 @@ class _WindowBody:
 
     # -- initial, updated and final sums
 
-    def _begin(self) -> Value:
+    def _initial_sum(self) -> Value:
         return self.e.splat(-math.inf if self.w.mode == "max" else 0.0)
 
     def _add_tap(self, sum_: Value, weight: Value, value: Value) -> Value:
@@ -225,7 +225,7 @@ class _WindowBody:
             return b.fadd(sum_, value)
         return e.largest(sum_, value)
 
-    def _end(self, sum_: Value, bias: Value, address: Value, mask: Value | None) -> None:
+    def _write_vector(self, sum_: Value, bias: Value, address: Value, mask: Value | None) -> None:
         """Write a vector. The bias is added after the taps, as in the AVX-512 kernels of oneDNN for
         windows without dilation, so results are bit-equal.
         """
@@ -251,25 +251,25 @@ class _WindowBody:
 
     # -- windows that cross the border
 
-    def _border(self, row: Value, x: Value, out: Value, phase: Value, mask: Value | None) -> None:
+    def _compute_border(self, row: Value, x: Value, out: Value, phase: Value, mask: Value | None) -> None:
         """One vector of a row, whose windows may extend outside of the image."""
         e, b, w, f = self.e, self.e.b, self.w, self.field
-        used_lanes = self._within(out, f["floats_out"], mask)
+        used_lanes = self._mask_within(out, f["floats_out"], mask)
         out_row, other = (self._row_address(self.out, row, "out_pitch"), -math.inf if w.mode == "max" else 0.0)
         bias = self._weight(I64(w.taps), phase)
-        sum_ = e.variable(e.vector, self._begin())
+        sum_ = e.variable(e.vector, self._initial_sum())
         columns = [b.add(x, I64(j * w.dilation[1] * w.channels)) for j in range(w.size[1])]
-        masks = [self._within(b.sub(c, f["left"]), f["floats_in"], used_lanes) for c in columns]
-        first, taps = self._taps(row)
+        masks = [self._mask_within(b.sub(c, f["left"]), f["floats_in"], used_lanes) for c in columns]
+        first, taps = self._taps_inside(row)
         with e.loop(*taps) as i:
             source = self._row_address(self.x, b.add(first, b.mul(i, I64(w.dilation[0]))), "x_pitch")
             for j, (column, inside) in enumerate(zip(columns, masks, strict=True)):
                 weight = self._weight(b.add(b.mul(i, I64(w.size[1])), I64(j)), phase)
                 value = self._load_vector(e.at(source, column, FLOAT), inside, other)
                 sum_.set(self._add_tap(sum_.get(), weight, value))
-        self._end(sum_.get(), bias, e.at(out_row, out, FLOAT), used_lanes)
+        self._write_vector(sum_.get(), bias, e.at(out_row, out, FLOAT), used_lanes)
 
-    def _taps(self, row: Value) -> tuple[Value, tuple[Value, Value]]:
+    def _taps_inside(self, row: Value) -> tuple[Value, tuple[Value, Value]]:
         """The row of x for the first tap of a row of out, and the taps within the image."""
         b, w, zero = self.e.b, self.w, I64(0)
         first = b.sub(b.mul(row, I64(w.step[0])), self.field["top"])
@@ -281,7 +281,7 @@ class _WindowBody:
             ends.append(b.select(over, I64(w.size[0]), tap))
         return first, (ends[0], ends[1])
 
-    def _within(self, begin: Value, floats: Value, mask: Value | None) -> Value:
+    def _mask_within(self, begin: Value, floats: Value, mask: Value | None) -> Value:
         """Mask of the lanes that are within a row, for a vector at this index."""
         e, b = self.e, self.e.b
         index = b.add(e.splat(b.trunc(begin, I32)), self.lane_numbers)

@@ -207,10 +207,10 @@ class _WinogradBody:
                 with e.loop(I64(0), count, group) as t:
                     source = e.at(inputs, b.mul(t, I64(k.inner)), FLOAT)
                     target = e.at(sums, b.add(b.mul(t, I64(k.outer)), o), FLOAT)
-                    self._group(own_weight, source, target, vectors, group)
+                    self._multiply_group(own_weight, source, target, vectors, group)
                 weight.set(b.add(weight.get(), I64(k.inner * width)))
 
-    def _group(self, weight: Value, source: Value, target: Value, vectors: int, group: int) -> None:
+    def _multiply_group(self, weight: Value, source: Value, target: Value, vectors: int, group: int) -> None:
         """Products of a group of tiles and a block of output channels."""
         e, b, k = self.e, self.e.b, self.k
         totals = [[e.variable(e.vector, e.splat(0.0)) for _ in range(vectors)] for _ in range(group)]
@@ -324,7 +324,7 @@ class WinogradPacker:
                 first = b.mul(b.add(o, I64(v * e.lanes)), field["outer"])
                 base = e.at(weight, b.add(first, b.mul(i, field["inner"])), FLOAT)
                 taps = [
-                    [self._tap(e, base, (field["rows"], y), (field["columns"], x), lanes, wide) for x in range(3)]
+                    [self._load_taps(e, base, (field["rows"], y), (field["columns"], x), lanes, wide) for x in range(3)]
                     for y in range(3)
                 ]
                 for n, value in enumerate(self._transformed(e, taps)):
@@ -333,7 +333,7 @@ class WinogradPacker:
                     b.store(value, e.at(e.pointer(field["packed"]), position, FLOAT), align=4)
             target.set(b.add(target.get(), I64(width)))
 
-    def _tap(
+    def _load_taps(
         self, e: Emitter, base: Value, row: tuple[Value, int], column: tuple[Value, int], lanes: Value, wide: Any
     ) -> Value:
         """A tap of the weights of as many output channels as there are lanes, in double precision.

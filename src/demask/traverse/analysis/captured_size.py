@@ -162,10 +162,10 @@ def _check_sizes(network: SizedNetwork, shape: tuple[int, ...]) -> None:
     mismatch = f"{network.name} takes {_sizes_text(sizes)}, and one image of the source is {shape}"
     if 1 in fixed and len(sizes) > 2:
         raise BadInput(f"{mismatch}: expected {sizes[1]} channels on axis 1, got {shape[1]}")
-    raise BadInput(f"{mismatch}: its sizes are fixed. Export it for any size:\n{_remedy(network, shape)}")
+    raise BadInput(f"{mismatch}: its sizes are fixed. Export it for any size:\n{_export_code(network, shape)}")
 
 
-def _remedy(network: SizedNetwork, shape: tuple[int, ...]) -> str:
+def _export_code(network: SizedNetwork, shape: tuple[int, ...]) -> str:
     """Code that exports the network for any size. The example has two images: torch.export takes a
     size of one for a constant."""
     sizes = network.sizes or shape

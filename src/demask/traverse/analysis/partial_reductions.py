@@ -82,7 +82,7 @@ class ReducedOperand:
             if axis is not None:
                 first[axis] = start
         if part.numel():
-            for piece, position in _pieces(part, tuple(first), _PIECE // self.work.itemsize):
+            for piece, position in _cut_into_pieces(part, tuple(first), _PIECE // self.work.itemsize):
                 yield piece.to(self.work), position
 
     def view(self, tensor: Tensor, piece: Tensor, first: tuple[int, ...]) -> Tensor:
@@ -99,7 +99,7 @@ class ReducedOperand:
         return value.to(self.dtype).reshape(self.out)
 
 
-def _pieces(part: Tensor, first: tuple[int, ...], limit: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+def _cut_into_pieces(part: Tensor, first: tuple[int, ...], limit: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """A tensor in pieces of at most `limit` entries, cut along the outermost axis in memory."""
     if part.numel() <= limit or max(part.shape) == 1:
         yield part, first
@@ -109,7 +109,7 @@ def _pieces(part: Tensor, first: tuple[int, ...], limit: int) -> Iterator[tuple[
     step = max(size * limit // part.numel(), 1)
     for start in range(0, size, step):
         position = (*first[:axis], first[axis] + start, *first[axis + 1 :])
-        yield from _pieces(part.narrow(axis, start, min(step, size - start)), position, limit)
+        yield from _cut_into_pieces(part.narrow(axis, start, min(step, size - start)), position, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,10 +334,10 @@ _MAX, _MIN = partial(_join_into, torch.maximum), partial(_join_into, torch.minim
 def _sum(operand: ReducedOperand, bound: Bound, *, mean: bool = False) -> Reduction:
     dtype = torch.float64 if operand.work.is_floating_point else torch.int64
     last = partial(torch.div, other=operand.count) if mean else Tensor.detach
-    return FoldReduction(operand, 8, 0, 2, 0, dtype, _total, Tensor.add_, last)
+    return FoldReduction(operand, 8, 0, 2, 0, dtype, _sum_piece, Tensor.add_, last)
 
 
-def _total(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _sum_piece(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
     return piece.sum(dims, keepdim=True)
 
 
@@ -363,7 +363,7 @@ def _norm(operand: ReducedOperand, bound: Bound) -> Reduction | Declined:
         return Declined(f"a norm of order {power}")
 
     def powers(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
-        return _total(piece.abs().double().pow_(power), dims)  # a square may be too large for float
+        return _sum_piece(piece.abs().double().pow_(power), dims)  # a square may be too large for float
 
     root = partial(torch.pow, exponent=1 / power)
     return FoldReduction(operand, 8, copies, 2, 0, dtype, powers, Tensor.add_, root)

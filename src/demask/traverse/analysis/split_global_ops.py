@@ -100,7 +100,7 @@ def split_global_calls(program: Program, table: Table, nodes: Collection[str] | 
         if target not in _RULES and target not in _OUTPUT_RULES:
             raise BadInput(f"{name} ({target}) has no statistics to separate")
         if target in _RULES:
-            _replace(editor, copies[name])
+            _replace_call(editor, copies[name])
     for node in editor.graph.find_nodes(op="call_function", target=aten.expand.default):
         _broadcast_unexpanded(node)
     return editor.finish()
@@ -116,7 +116,7 @@ def global_calls(program: Program, table: Table, inputs: Mapping[str, Axes] | No
     trained = [node for node in editor.graph.nodes if _uses_batch_statistics(node)]
     names = [node.name for node in trained]
     for node in trained:  # the table has no entry for them, so that their axes would end there
-        _replace(editor, node)
+        _replace_call(editor, node)
     relations = Analysis(program.with_graph(editor.graph), table).relations
     placeholders = editor.graph.find_nodes(op="placeholder")
     pairs = {n: image_axes(n) if inputs is None else inputs.get(n.name) for n in placeholders}
@@ -144,7 +144,7 @@ def _needs_all(relation: Relation, axes: Mapping[fx.Node, Axes]) -> bool:
     return any(set(relation.ins[0][axis]) & relation.complete for axis in cut)
 
 
-def _replace(editor: GraphEditor, node: fx.Node) -> None:
+def _replace_call(editor: GraphEditor, node: fx.Node) -> None:
     with editor.graph.inserting_before(node):
         replacement = _RULES[node.target](editor, node, schema.arguments(node))
     if replacement is not None:
@@ -312,7 +312,7 @@ def _log_softmax(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -
     return _cast(editor, result, fake(node).dtype)
 
 
-def _adaptive(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+def _adaptive_pool(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     """The mean along axes of which one position remains, then the pool along the others."""
     x, sizes = bound["self"], list(bound["output_size"])
     rank = fake(x).ndim
@@ -411,7 +411,7 @@ _OUTPUT_RULES: dict[Any, Callable[[GraphEditor, fx.Node, int], fx.Node | None]] 
     **dict.fromkeys(traits.ADAPTIVE_MAX_POOLS, _adaptive_max),
 }
 _POOLS: dict[Any, _Rule] = {
-    **dict.fromkeys(traits.ADAPTIVE_AVERAGE_POOLS, _adaptive),
+    **dict.fromkeys(traits.ADAPTIVE_AVERAGE_POOLS, _adaptive_pool),
     **dict.fromkeys((*traits.AVERAGE_POOLS, *traits.MAX_POOLS), _global_pool),
 }
 _RULES: dict[Any, _Rule] = {

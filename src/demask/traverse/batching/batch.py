@@ -191,7 +191,7 @@ class Batched(nn.Module):
     def __init__(self, program: Program, plan: BatchPlan, file: WeightFile | None):
         super().__init__()
         self.plan, self.file = plan, file
-        self.front = _front(program)
+        self.front = _input_checker(program)
         self.held = nn.Module()
         for name in sorted(constants_of(plan)):
             attach(self.held, name, _frozen(program.constants[name].tensor, file))
@@ -243,7 +243,7 @@ class Batched(nn.Module):
             for level in self.plan.levels:
                 self._run_level(level, values, n)
             names = [r.name for r in self.plan.outputs if isinstance(r, BatchRef) and r.name not in inputs]
-            _collect(outputs, names, values, axes, size, start, n)
+            _collect_results(outputs, names, values, axes, size, start, n)
             self._inputs += n
         results = constants | inputs | outputs
         return [results[r.name] if isinstance(r, BatchRef) else r for r in self.plan.outputs]
@@ -259,7 +259,7 @@ class Batched(nn.Module):
                 count = min(at_once, n - start)
                 level_values = values | _slice_inputs(values, level.reads, self.plan.batch_axes, n, start, count)
                 self._run_calls(level.calls, level_values, count)
-                _collect(written, level.writes, level_values, self.plan.batch_axes, n, start, count)
+                _collect_results(written, level.writes, level_values, self.plan.batch_axes, n, start, count)
             values |= written
         for name in level.drops:
             del values[name]
@@ -321,7 +321,7 @@ def _slice_inputs(
     }
 
 
-def _collect(
+def _collect_results(
     into: dict[str, Any],
     names: Any,
     values: Mapping[str, Any],
@@ -355,7 +355,7 @@ def _check_counts(**counts: Any) -> None:
             raise BadInput(f"expected {name} to be one or more, got {count!r}")
 
 
-def _front(program: Program) -> nn.Module:
+def _input_checker(program: Program) -> nn.Module:
     """A module that is called like the network, checks the inputs, and returns them flattened."""
     graph = fx.Graph()
     inputs = [graph.node_copy(node) for node in program.graph.find_nodes(op="placeholder")]

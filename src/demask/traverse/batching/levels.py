@@ -85,7 +85,7 @@ def plan_batches(
         least,
         resident,
         input_names,
-        _refs(shape.results),
+        _replace_nodes(shape.results),
         program.out_spec,
     )
 
@@ -213,7 +213,14 @@ class _LevelShape:
             if node not in writes:
                 frees.setdefault(last.get(node, node), []).append(node.name)
         return tuple(
-            BatchCall(n.name, n.target, _refs(n.args), _refs(n.kwargs), self._weight(n), tuple(frees.get(n, ())))
+            BatchCall(
+                n.name,
+                n.target,
+                _replace_nodes(n.args),
+                _replace_nodes(n.kwargs),
+                self._weight(n),
+                tuple(frees.get(n, ())),
+            )
             for n in order
         )
 
@@ -388,7 +395,7 @@ def _names(nodes: Any) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)
 
 
-def _refs(args: Any) -> Any:
+def _replace_nodes(args: Any) -> Any:
     """Arguments with references in place of nodes; constants by their name in the model."""
     return map_arg(
         args,

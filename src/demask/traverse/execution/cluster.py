@@ -68,13 +68,13 @@ class Cluster:
 
         assert self.job.target is not None
         folder = self.job.target.folder
-        _write(folder / CALL, self.call)
+        _write_file(folder / CALL, self.call)
         tensors = {
             node.name: value.contiguous()
             for node, value in values.items()
             if isinstance(value, torch.Tensor) and node.op == "call_function"
         }
-        _write(folder / _values_name(image, segment), safetensors.torch.save(tensors))
+        _write_file(folder / _values_name(image, segment), safetensors.torch.save(tensors))
         digest = digest_of(*self.job.identity.values())
 
         def submit(rows: Interval) -> Any:
@@ -101,7 +101,7 @@ def _values_name(image: int, segment: int) -> str:
     return f"values-{image}-{segment}.safetensors"
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write_file(path: Path, data: bytes) -> None:
     with atomic_write.write(path) as file:
         file.write(data)
 

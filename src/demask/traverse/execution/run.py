@@ -50,7 +50,7 @@ def run_strips(
     """Run the strips of a segment in parallel. work: uint8 [placed.bytes]."""
     arena = _WorkerArena(work)
     memories = [arena.take(placed.memory.size) for _ in placed.strips]
-    borders = [_border(placed, strip, arena) for strip in placed.strips[:-1]]
+    borders = [_border_memory(placed, strip, arena) for strip in placed.strips[:-1]]
     neighbors = [None, *borders, None]
     work_and_borders = zip(memories, neighbors, neighbors[1:], strict=False)
     executors = [
@@ -80,7 +80,7 @@ def run_strips(
         ends.uncut_values[node] = reduction.finish(state)
 
 
-def _border(placed: PlacedSegment, upper: Strip, arena: _WorkerArena) -> BandBorder:
+def _border_memory(placed: PlacedSegment, upper: Strip, arena: _WorkerArena) -> BandBorder:
     """Memory for the rows that a strip receives from the one below it."""
     rows: dict[fx.Node, Tensor | None] = {}
     spans = {v: (upper.own[v], upper.own[v] + n) for v, n in upper.borders.items()}

@@ -145,7 +145,7 @@ class SegmentExecutor:
                 if node in active:
                     self._load(node, step)
             if unit.node in self.states:
-                self._gather(unit, step)
+                self._update_reduction(unit, step)
             elif unit.value not in self.flow.axes or unit.node not in self.flow.local:
                 self._run_uncut(unit, step)
             elif step[unit.value].computed[0] < step[unit.value].computed[1]:
@@ -189,7 +189,7 @@ class SegmentExecutor:
             rows = self._view_rows(node, step, live.keep, live.end)
             self._view_tail(node, live, live.tail).copy_(rows)
 
-    def _gather(self, unit: Unit, step: Step) -> None:
+    def _update_reduction(self, unit: Unit, step: Step) -> None:
         source = unit.edges[0].source
         live = step.get(unit.node, step[source])
         reduction, state = self.states[unit.node]

@@ -386,7 +386,7 @@ class RowProgress:
     def step(self, placed: PlacedSegment, *_: object) -> None:
         """Report one step of a segment."""
         self.computed += placed.segment.macs / placed.segment.steps
-        self._tell(1)
+        self._report(1)
 
     def task(self, placed: PlacedSegment, rows: Interval, *, resumed: bool) -> None:
         """Report a task: one that an earlier run did, or another process."""
@@ -396,15 +396,15 @@ class RowProgress:
             self.skipped += share * placed.segment.macs
         else:
             self.computed += share * placed.segment.macs
-        self._tell(max(1, round(share * placed.segment.steps)))
+        self._report(max(1, round(share * placed.segment.steps)))
 
     def image(self, placed_segments: Sequence[PlacedSegment], rows: int) -> None:
         """Report an image that an earlier run did."""
         self.rows, self.resumed = self.rows + rows, self.resumed + rows
         self.skipped += sum(placed.segment.macs for placed in placed_segments)
-        self._tell(sum(placed.segment.steps for placed in placed_segments))
+        self._report(sum(placed.segment.steps for placed in placed_segments))
 
-    def _tell(self, done: int) -> None:
+    def _report(self, done: int) -> None:
         if self.progress is not None:
             self.progress(f"{int(self.rows):,} of {self.total:,} rows{self._time_left()}", done=done)
 

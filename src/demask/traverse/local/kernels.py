@@ -194,7 +194,7 @@ class _CompiledWindows(_CompiledKind):
             runner = self.runners.setdefault((act, add), WindowRunner(kernel))
         return runner
 
-    def _sizes(self, x: Tensor, into: Tensor, window: Part) -> WindowSizes | None:
+    def _kernel_sizes(self, x: Tensor, into: Tensor, window: Part) -> WindowSizes | None:
         """The sizes of these parts for the kernel; None where their layout does not fit."""
         source, target, (rows, columns) = self.layout.of(x), self.layout.of(into), self.across
         if source is None or target is None:
@@ -220,7 +220,7 @@ class CompiledDepthwise(_CompiledWindows):
     ) -> None:
         """Fill `into`, or add to its values; then apply the activation."""
         x, weight, bias = [*values, None][:3]
-        sizes = self._sizes(x, into, window)
+        sizes = self._kernel_sizes(x, into, window)
         if sizes is None:
             self.fallback.run_onto(values, window, into, scratch, after, add)  # type: ignore[union-attr]
             return
@@ -249,18 +249,18 @@ class CompiledPool(_CompiledWindows):
 
     def compile(self, after: Epilogue | None, add: bool) -> None:
         window: Any = tuple((0, 1 if k is None else self.call.shape[k]) for k in self.call.axes)
-        self._runner(self._mode, self._divisor(window) or self._taps, None, False).compile()
+        self._runner(self._mode, self._divisor(window) or self._tap_count, None, False).compile()
 
     @property
     def _mode(self) -> str:
         return "mean" if isinstance(self.fallback, LocalAvgPool) else "max"
 
     @property
-    def _taps(self) -> int:
+    def _tap_count(self) -> int:
         return math.prod(s.geometry.kernel for s in self.fallback.axes)
 
     def run(self, values: list[Tensor], window: Part, into: Tensor, scratch: Scratch) -> None:
-        divisor, sizes = self._divisor(window), self._sizes(values[0], into, window)
+        divisor, sizes = self._divisor(window), self._kernel_sizes(values[0], into, window)
         if divisor is None or sizes is None:
             self.fallback.run(values, window, into, scratch)
             return
@@ -289,7 +289,7 @@ class CompiledPool(_CompiledWindows):
             rank = len(self.call.shape)
             margins = [s.margins(self.call.window(rank + s.axis, window)) for s in axes]
             inside = all(not before and not after for before, _, after in margins)
-        return self._taps if inside else None
+        return self._tap_count if inside else None
 
 
 def winograd_applies(kind: LocalConv) -> bool:
@@ -378,7 +378,10 @@ class CompiledWinograd(_CompiledKind):
             0 if bias is None else bias.data_ptr(),
         )
         self._runner(act, add).run(
-            self._sizes(source, target, window), torch.get_num_threads(), addresses, (memory.data_ptr(), memory.nbytes)
+            self._kernel_sizes(source, target, window),
+            torch.get_num_threads(),
+            addresses,
+            (memory.data_ptr(), memory.nbytes),
         )
         if target.tensor is not into:
             into.copy_(target.tensor)
@@ -397,7 +400,7 @@ class CompiledWinograd(_CompiledKind):
         assert sizes is not None
         return _Dense(part, *sizes)
 
-    def _sizes(self, source: _Dense, target: _Dense, window: Part) -> WinogradSizes:
+    def _kernel_sizes(self, source: _Dense, target: _Dense, window: Part) -> WinogradSizes:
         firsts, skipped = [], []
         for s, (begin, _) in zip(self.across, window, strict=True):
             g, tile = s.geometry, begin // 2 * 2

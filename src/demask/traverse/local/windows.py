@@ -53,13 +53,13 @@ class LocalMaxPool(LocalWindows):
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
         taps = self._taps(window)
         if self._direct():
-            _largest(values[0], into, self.axes, taps)
+            _running_maximum(values[0], into, self.axes, taps)
             return
         x = values[0]
         for k, (s, axis_taps) in enumerate(zip(self.axes, taps, strict=True)):
             last = k == len(self.axes) - 1
             target = into if last else scratch(self._between(x.shape, window, k), self.call.cuts[0].axes, x.dtype)
-            _largest(x, target, (s,), (axis_taps,))
+            _running_maximum(x, target, (s,), (axis_taps,))
             x = target
 
     def _direct(self) -> bool:
@@ -107,7 +107,7 @@ def _taps(s: Sliding, interval: Interval) -> list[_Tap]:
     return taps
 
 
-def _largest(x: Tensor, into: Tensor, axes: Sequence[Sliding], taps: Sequence[list[_Tap]]) -> None:
+def _running_maximum(x: Tensor, into: Tensor, axes: Sequence[Sliding], taps: Sequence[list[_Tap]]) -> None:
     combinations = list(itertools.product(*taps))
     full = [into.shape[s.axis] for s in axes]
     start = next((c for c in combinations if [t.count for t in c] == full), None)
@@ -218,14 +218,14 @@ class LocalAdaptivePool(LocalWindows):
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
         x, pieces = values[0], []
         for s, interval in zip(self.axes, self.intervals(window), strict=True):
-            pieces.append(self._pieces(s, interval))
+            pieces.append(self._pooled_runs(s, interval))
         for combination in itertools.product(*pieces):
             source, target = x, into
             for s, (first, count, low, size) in zip(self.axes, combination, strict=True):
                 source, target = (source.narrow(s.axis, low, size), target.narrow(s.axis, first, count))
             self._pool(source, target)
 
-    def _pieces(self, s: Sliding, interval: Interval) -> list[tuple[int, int, int, int]]:
+    def _pooled_runs(self, s: Sliding, interval: Interval) -> list[tuple[int, int, int, int]]:
         """(first output, count, first input, size) of runs that the op pools in one call."""
         g, (start, end) = s.geometry, interval
         low = start * g.input // g.output

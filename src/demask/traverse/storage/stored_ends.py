@@ -346,7 +346,7 @@ class _StoredEnd:
         first = 0 if self.index is None else self.index
         return (*((a - first, b - first) for a, b in images[:1]), *images[1:])
 
-    def _pieces(self, window: Window, each: int):
+    def _cut_into_pieces(self, window: Window, each: int):
         """A window in boxes of LIMIT bytes at most, `each` bytes per element."""
         box = box_of(self.shape, self.axes, window)
         ranks: dict[int | None, int] = {axis: k for k, axis in enumerate(self.store.order)}
@@ -356,7 +356,7 @@ class _StoredEnd:
         return pieces(box, dims, max(LIMIT // each, 1))
 
     def _piece_bytes(self, window: Window, each: int) -> int:
-        return each * elements(next(self._pieces(window, each), ((0, 0),)))
+        return each * elements(next(self._cut_into_pieces(window, each), ((0, 0),)))
 
     def _chunk_rows_bytes(self, each: int) -> int:
         """Bytes of two rows of chunks: of those that a band begins and ends in."""
@@ -390,7 +390,7 @@ class StoredSource(_StoredEnd):
     def read(self, window: Window, into: Tensor) -> None:
         """Fill a part with the positions of a window."""
         if self.cache is None:
-            for box in self._pieces(window, self.dtype.itemsize):
+            for box in self._cut_into_pieces(window, self.dtype.itemsize):
                 values = self.images.view_images(self.store.read(self._in_array(box)))
                 assign(within(into, box, self.axes, window), values)
             return
@@ -430,12 +430,12 @@ class StoredSink(_StoredEnd):
         for chunk in chunks_in(wanted, self.store.shape, self.store.chunks):
             both = intersect(chunk, wanted)
             values = within(part, self._in_image(both), self.axes, window)
-            self._collect(chunk, both, values)
+            self._add_to_chunk(chunk, both, values)
 
     def _write_pieces(self, window: Window, part: Tensor) -> None:
         count = self._piece_bytes(window, self._element_bytes) // self._element_bytes
         buffer, scratch = torch.empty(count, dtype=self.dtype), self._conversion_scratch(count)
-        for box in self._pieces(window, self._element_bytes):
+        for box in self._cut_into_pieces(window, self._element_bytes):
             in_array = self._in_array(box)
             stored = buffer[: elements(box)].view(extents(in_array))
             values = within(part, box, self.axes, window)
@@ -449,7 +449,7 @@ class StoredSink(_StoredEnd):
         scratch = scratch_size(self.values, self.dtype) * math.prod(self.store.chunks)
         return self._chunk_rows_bytes(self.dtype.itemsize) + scratch
 
-    def _collect(self, chunk: Box, both: Box, values: Tensor) -> None:
+    def _add_to_chunk(self, chunk: Box, both: Box, values: Tensor) -> None:
         """Add positions to a chunk, and write it if none is missing."""
         region = intersect(chunk, self._in_array(tuple((0, n) for n in self.shape)))
         with self.open_chunks.lock:

@@ -71,18 +71,18 @@ class Products:
                 begin = channel(number)
                 with e.loop(I64(0), self.fields["tap_rows"]) as row:
                     address = e.at(begin, e.b.mul(row, self.fields["tap_pitch"]))
-                    self._row([address], weight, sums)
+                    self._add_row_of_taps([address], weight, sums)
             return
         full = e.b.sub(count, e.b.srem(count, I64(self.unroll)))
         with e.loop(I64(0), full, self.unroll) as number:
             table = e.at(offsets, number, I64)
             channels = [e.at(first, e.load(I64, table, n)) for n in range(self.unroll)]
-            self._row(channels, weight, sums)
+            self._add_row_of_taps(channels, weight, sums)
         if self.unroll > 1:
             with e.loop(full, count) as number:
-                self._row([channel(number)], weight, sums)
+                self._add_row_of_taps([channel(number)], weight, sums)
 
-    def _row(self, channels: list[Value], weight: Variable, sums: list[list[Variable]]) -> None:
+    def _add_row_of_taps(self, channels: list[Value], weight: Variable, sums: list[list[Variable]]) -> None:
         """Add the products of one row of taps of the channels at these addresses."""
         e, k = self.e, 0
         weights = e.pointer(weight.get())
@@ -199,12 +199,12 @@ class DenseTileKernel:
         sums = [[e.variable(e.vector) for _ in self.x] for _ in range(rows)]
         with e.b.if_else(ends[0]) as (then, otherwise):
             with then:
-                self._begin(e, e.at(fields.pointer("biases"), first, FLOAT), add, sums)
+                self._set_initial_sums(e, e.at(fields.pointer("biases"), first, FLOAT), add, sums)
             with otherwise:
                 for row_out, row in zip(out, sums, strict=True):
                     for line, sum_ in zip(self.out, row, strict=True):
                         sum_.set(e.read(row_out, line))
-        outer, starts = functools.partial(self._outer, e), self._starts()
+        outer, starts = functools.partial(self._add_tap, e), self._lines_with_addresses()
         Products(e, fields, self.taps, self.unroll, rows, outer, starts=starts).add(x, weight, sums)
         with e.b.if_then(ends[1]):
             for sum_ in (sum_ for row in sums for sum_ in row):
@@ -214,7 +214,7 @@ class DenseTileKernel:
                 e.write(sum_.get(), row_out, line)
         row_number.set(e.b.add(first, I64(rows)))
 
-    def _begin(self, e: Emitter, bias: Value, add: list[Value], sums: list[list[Variable]]) -> None:
+    def _set_initial_sums(self, e: Emitter, bias: Value, add: list[Value], sums: list[list[Variable]]) -> None:
         """Set the initial sums; `add` is read before out is written, which may share its memory."""
         for r, row in enumerate(sums):
             value = e.splat(e.load(FLOAT, bias, r))
@@ -222,14 +222,14 @@ class DenseTileKernel:
                 added = None if self.add is None else e.read(add[r], self.add[t])
                 sum_.set(value if added is None else e.b.fadd(added, value))
 
-    def _starts(self) -> tuple[int, ...]:
+    def _lines_with_addresses(self) -> tuple[int, ...]:
         """Lines with addresses of their own: one, or all where a tap of a position is a later tap
         but the next of another. LLVM would leave it in a register until then, and run out of them.
         """
         nearest = min((b - a for a, b in pairwise(sorted(self.x))), default=1)
         return self.x if 1 < nearest < len(self.taps) else (0,)
 
-    def _outer(
+    def _add_tap(
         self, e: Emitter, x: tuple[list[Value], int], weights: tuple[Value, int], totals: list[list[Value]]
     ) -> None:
         """Add the products of the vectors at a tap and one weight per row."""
