@@ -137,7 +137,7 @@ PLACES: tuple[tuple, ...] = (
     ("traverse/execution/segment_executor.py", "traverse_tile",
      ("guard", "if is_last and self.finishes:")),
     ("traverse/execution/tiled_module.py", "traverse_tile", ("guard", "if spec != info.in_spec:")),
-    ("traverse/execution/run.py", "threads traverse_tile traverse_fuzz", ("guard", "if v not in place.maps:")),
+    ("traverse/execution/run.py", "threads traverse_tile traverse_fuzz", ("guard", "if v not in placed.maps:")),
     ("traverse/halo_spans.py", "traverse_halo", ("sign",
      "values[position % period] = value(position) - position // period * step")),
     ("traverse/local/kernels.py", "traverse_depthwise traverse_local", ("extreme",
