@@ -56,6 +56,9 @@ def test_outputs_that_are_all_nan_prove_nothing() -> None:
         (torch.bfloat16, 3.0, 0.03),
         (torch.float8_e5m2, 3.0, 0.5),
         (torch.float32, 0.0, 0.0),
+        (torch.float32, 1e-44, 2.0**-149),
+        (torch.float16, 1e-6, 2.0**-24),
+        (torch.float16, 1e-4, 1e-6),
     ],
 )
 def test_a_tolerance_of_each_dtype(dtype: torch.dtype, size: float, largest: float) -> None:

@@ -33,6 +33,8 @@ ULPS = 64.0  # of max |a|, in the network's own dtype
 LARGEST = 1e-2  # max |a - b| / max |a| in half precisions, of which 64 ulps are half of the value
 WORSE = 8.0  # times the rounding error of the first network
 FLIPS = 2 / 255  # max |a - b| / max |a| in networks that round: two steps of an 8-bit value
+_TYPES = [torch.finfo(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
+SUBNORMAL = {info.eps: info.smallest_normal * info.eps for info in _TYPES}  # the smallest number, by machine epsilon
 _SINGLE, _DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 _ROUNDS = ("round", "quantize", "floor", "ceil", "trunc", "sign", "argmax", "topk", "sort")
 _EQUAL_AS_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -110,8 +112,13 @@ def tolerance(size: float, eps: float) -> float:
 
 
 def ulp_size(largest: float, eps: float) -> float:
-    """The size of one unit in the last place of `largest` >= 0."""
-    return eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
+    """The size of one unit in the last place of `largest` >= 0, in the float type with machine epsilon `eps`: where
+    its numbers are subnormal, their distance.
+
+    >>> ulp_size(1.0, torch.finfo(torch.float16).eps), ulp_size(1e-6, torch.finfo(torch.float16).eps)
+    (0.0009765625, 5.960464477539063e-08)
+    """
+    return max(eps * 2.0 ** math.floor(math.log2(largest)), SUBNORMAL.get(eps, 0.0)) if largest else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,9 @@ from demask.ops.activations import (
 from interpreted import DEVICES, rows_of, run_on
 
 ULPS = 4
-#: times |x|: what torch's formulas round 1 + erf, 1 + tanh and a denormal e**x to
-ROUNDED = {"gelu": 2**-25, "gelu_tanh": 2**-25, "silu": 2**-149}
+#: times |x|: what torch's formulas round 1 + erf and 1 + tanh to
+ROUNDED = {"gelu": 2**-25, "gelu_tanh": 2**-25}
+DENORMAL = 2**-148  # what a denormal e**x is rounded to, in formulas that multiply it by x
 NUMBERS = {"leaky_relu": [(0.01,), (-0.5,)], "clamp": [(0.0, 6.0), (-0.5, 0.25)]}
 ACTS: list[Act] = [(name, numbers) for name in LOWERINGS for numbers in NUMBERS.get(name, [()])]
 #: of float32: NaN with payloads and signs, among them one that signals
@@ -65,7 +66,8 @@ def check(found: Tensor, x: Tensor, act: Act) -> None:
     What is not finite is as in torch; zeros keep their signs."""
     wanted, finite = exact(x, act), x.isfinite()
     unit = torch.from_numpy(np.spacing(wanted.abs().float().nan_to_num(0, 1, 1).numpy())).double()
-    allowed = ULPS * unit + ROUNDED.get(act[0], 0.0) * x.double().abs()
+    rounded = ROUNDED.get(act[0], DENORMAL if ACTIVATIONS[act[0]].exponential else 0.0)
+    allowed = ULPS * unit + rounded * x.double().abs()
     far = finite & ((found.double() - wanted).abs() > allowed).logical_or(found.isnan())
     assert not far.any(), torch.stack([x, found])[:, far][:, :9]
     # one number at a time: torch's vectors give gelu(inf) = NaN, and gelu(-0) = 0 on some machines
@@ -127,7 +129,7 @@ def test_triton(device: str) -> None:
 
 
 def test_every_activation_has_every_lowering() -> None:
-    """Triton's by its text, which is read where Triton is not installed too."""
+    """Triton's, which only some have, by its text: it is read where Triton is not installed too."""
     assert set(LOWERINGS) == set(ACTIVATIONS)
     tree = ast.parse((Path(kernels.__file__).parent / "gpu.py").read_text())
     nodes = {getattr(node, "name", ""): node for node in tree.body}
@@ -138,7 +140,7 @@ def test_every_activation_has_every_lowering() -> None:
     ]
     branches = {node.value for node in compared if isinstance(node, ast.Constant)} - {""}
     assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    assert branches == set(ast.literal_eval(assigned["ACTIVATIONS"])) == set(ACTIVATIONS)
+    assert branches == set(ast.literal_eval(assigned["ACTIVATIONS"])) <= set(ACTIVATIONS)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=lambda a: a.name)

@@ -50,6 +50,8 @@ def activated(x, ACT: tl.constexpr, first, second):
         x = logistic(x, 1.0)
     elif ACT == "silu":
         x = logistic(x, x)
+    elif ACT == "mish":
+        x = mish(x)
     elif ACT == "tanh":
         x = tanh(x)
     elif ACT == "hardsigmoid":
@@ -70,6 +72,14 @@ def logistic(x, factor):
     """factor / (1 + e**-x), as factor * z / (1 + z) with z = e**x where x is negative."""
     z = small_exp(-tl.abs(x))
     return tl.where(x < 0, factor * z, factor) / (1.0 + z)
+
+
+@triton.jit
+def mish(x):
+    """x tanh(ln(1 + e**x)) == x p / (p + q), as `kernels.llvm.activations._mish`."""
+    z = small_exp(-tl.abs(x))
+    p = tl.where(x < 0, z * z + 2.0 * z, 1.0 + 2.0 * z)
+    return x * p / (p + tl.where(x < 0, 2.0, 2.0 * z * z))
 
 
 @triton.jit

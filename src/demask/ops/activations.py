@@ -102,6 +102,7 @@ ACTIVATIONS: dict[str, Activation] = {
         _plain("hardswish", F.hardswish, nn.Hardswish),
         _plain("hardsigmoid", F.hardsigmoid, nn.Hardsigmoid, nonnegative=lambda: True),
         _plain("silu", F.silu, nn.SiLU, onednn="swish", exponential=True),
+        _plain("mish", F.mish, nn.Mish, exponential=True),
         _gelu("gelu", F.gelu, "none"),
         _gelu("gelu_tanh", partial(F.gelu, approximate="tanh"), "tanh"),
         Activation(

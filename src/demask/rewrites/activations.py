@@ -9,12 +9,14 @@ from math import isclose
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from demask.graph.value import Value
 from demask.rewrites.rule import Phase, case, rule
 
 aten = torch.ops.aten
+LINEAR = 20  # tanh(x) is 1 above, so that it does not matter whether softplus(x) is x there
 SIXTH = 1e-6  # largest relative error of 1/6 in float32
 X = (2, 4)
 
@@ -36,16 +38,39 @@ def silu(out: Value, a: Any, b: Any) -> Value | None:
 
 @rule(
     aten.mul.Tensor,
-    cases=(
-        case(lambda x: x * torch.nn.functional.hardsigmoid(x), X),
-        case(lambda x: torch.nn.functional.hardsigmoid(x) * x, X),
-    ),
-    refused=(case(lambda x, y: y * torch.nn.functional.hardsigmoid(x), X, X),),
+    cases=(case(lambda x: x * F.hardsigmoid(x), X), case(lambda x: F.hardsigmoid(x) * x, X)),
+    refused=(case(lambda x, y: y * F.hardsigmoid(x), X, X),),
     exact=False,
 )
 def hardswish(out: Value, a: Any, b: Any) -> Value | None:
     """x * hardsigmoid(x) == hardswish(x)"""
     return _gated(out, a, b, aten.hardsigmoid.default, aten.hardswish.default)
+
+
+@rule(
+    aten.mul.Tensor,
+    cases=(case(lambda x: x * F.softplus(x).tanh(), X), case(lambda x: F.softplus(x).tanh() * x, X)),
+    refused=(
+        case(lambda x, y: y * F.softplus(x).tanh(), X, X),
+        case(lambda x: x * F.softplus(x, 2).tanh(), X),
+        case(lambda x: x * F.softplus(x, threshold=0).tanh(), X),
+        case(lambda x: x * F.silu(x).tanh(), X),
+        case(lambda x: x * F.softplus(x), X),
+        case(lambda x: x * 2, X),
+    ),
+    exact=False,
+)
+def mish(out: Value, a: Value, b: Any) -> Value | None:
+    """x * tanh(softplus(x)) == mish(x)"""
+    x, gate = (a, b) if isinstance(b, Value) and b.calls(aten.tanh.default) else (b, a)
+    if not gate.calls(aten.tanh.default):
+        return None
+    plus = gate.arg("self")
+    if not plus.calls(aten.softplus.default) or plus.arg("self") != x:
+        return None
+    if plus.arg("beta") != 1 or plus.arg("threshold") < LINEAR:
+        return None
+    return out.call(aten.mish.default, x)
 
 
 def _gated(out: Value, a: Any, b: Any, gate: Any, op: Any) -> Value | None:
@@ -137,4 +162,4 @@ def _scaled(value: Value | None) -> Value | None:
     return x if isclose(number, 6 if value.calls(aten.div.Tensor) else 1 / 6, rel_tol=SIXTH) else None
 
 
-ACTIVATIONS = Phase("activations", (silu, hardswish, hardswish_of_six, hardsigmoid_of_six, hardsigmoid_of_one))
+ACTIVATIONS = Phase("activations", (silu, hardswish, mish, hardswish_of_six, hardsigmoid_of_six, hardsigmoid_of_one))

@@ -88,6 +88,17 @@ def _logistic(e: Emitter, x: Value, factor: Value) -> Value:
     return e.b.fdiv(top, e.b.fadd(e.splat(1.0), z))
 
 
+def _mish(e: Emitter, x: Value) -> Value:
+    """x tanh(ln(1 + e**x)) == x p / (p + q), where nothing cancels: of z = e**-|x|, p = z (z + 2) and
+    q = 2 where x is negative, else p = 1 + 2 z and q = 2 z z."""
+    b = e.b
+    z = exponential(e, b.fneg(e.elementwise("fabs", x)))
+    double, negative = b.fadd(z, z), b.fcmp_ordered("<", x, e.splat(0.0))
+    p = b.select(negative, e.fma(z, z, double), b.fadd(double, e.splat(1.0)))
+    q = b.select(negative, e.splat(2.0), b.fmul(double, z))
+    return b.fdiv(b.fmul(x, p), b.fadd(p, q))
+
+
 def _tanh(e: Emitter, x: Value) -> Value:
     """m / (m + 2) with m = e**2|x| - 1, and the sign of x: nothing cancels near 0."""
     magnitude = e.smaller(e.elementwise("fabs", x), e.splat(10.0))
@@ -157,6 +168,7 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "hardswish": _hardswish,
     "hardsigmoid": _hardsigmoid,
     "silu": _silu,
+    "mish": _mish,
     "leaky_relu": _leaky_relu,
     "clamp": _clamp,
     "gelu": _gelu,

@@ -168,6 +168,8 @@ def _ternary() -> list[tuple[str, Entry]]:
             Case((S((2, 3)), 0.1, 20.0), {}),))),
         ("aten.lerp.Scalar", Entry("..., ... -> ...", total="all", cases=(
             Case((S((2, 3)), S((2, 3)), 0.3), {}),))),
+        ("aten.lerp.Tensor", Entry("..., ..., ... -> ...", total="all", cases=(
+            Case((S((2, 3)), S((2, 3)), S((3,))), {}),))),
         ("aten.where.self", Entry("..., ..., ... -> ...", total="all", range="ends", cases=(
             Case((S((2, 3), of="bool"), S((2, 3)), S((2, 3))), {}),))),
         *((f"aten.where.{kind}", Entry(
