@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.ledger import RESULTS, Page, Run, Table, save
-from demask.machine.threads import set_threads
+from demask.machine.clock import set_threads
 from demask.pilot.data.collect import collect
 from demask.pilot.gate import Gate
 from demask.pilot.simplifiers.simplify import simplify

@@ -28,9 +28,8 @@ from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.inductor import NAME, inductor
 from benchmarks.common.ledger import RESULTS, Cell, Page, Run, Table, save
 from demask.machine.allocator import fix_allocator
-from demask.machine.clock import Timing, race
+from demask.machine.clock import Timing, race, set_threads
 from demask.machine.describe import format_threads, load_average
-from demask.machine.threads import set_threads
 from demask.pilot import Route, Router, by_mean, guarantee, splits
 from demask.pilot.guarantee import LEVEL, Outcomes, compared
 from demask.pilot.rate_bounds import upper_bound

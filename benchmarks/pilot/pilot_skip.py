@@ -28,9 +28,8 @@ from benchmarks.common.ledger import Page, Run, Table, save
 from demask.facts.analysis import Analysis
 from demask.graph.result.demasked_module import Demasked
 from demask.machine.allocator import fix_allocator
-from demask.machine.clock import ALLOWED, Timing, lower_bound, race
+from demask.machine.clock import ALLOWED, Timing, lower_bound, race, set_threads
 from demask.machine.describe import format_threads, load_average
-from demask.machine.threads import set_threads
 from demask.ops import TABLE
 from demask.pilot.conditions.channel_conditions import Skip
 from demask.pilot.conditions.conditioned_values import observing, targets_of

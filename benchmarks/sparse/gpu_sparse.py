@@ -37,7 +37,7 @@ BENCHMARK = Benchmark(
     "at most 520 s",
     needs=("a CUDA GPU", SHARED_DATA),
     quick="--device cpu --seconds 30 --rounds 1",
-    measures=("sparse/products", "kernels/gpu"),
+    measures=("sparse/products", "kernels/gpu.py"),
 )
 
 if TYPE_CHECKING:

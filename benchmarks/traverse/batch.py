@@ -26,9 +26,8 @@ from benchmarks.common.inductor import forget, inductor
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.traverse.traverse_memory import MIB, Failed, fresh, peaked
 from demask.files.weight_file import WeightFile
-from demask.machine.clock import Timing, race
+from demask.machine.clock import Timing, race, set_threads
 from demask.machine.describe import format_threads, load_average
-from demask.machine.threads import set_threads
 from demask.traverse.batching.batch import Batched, batch, traffic
 
 BENCHMARK = Benchmark(

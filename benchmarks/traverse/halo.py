@@ -27,8 +27,7 @@ from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from demask.cli.bench.plot import FASTER, ORIGINAL_COLOR, SLOWER, WORDS
 from demask.machine.clock import Timing
 from demask.machine.describe import load_average
-from demask.traverse.halos.error_curve import Point
-from demask.traverse.halos.halo import Halo, halo
+from demask.traverse.halo import Halo, Point, halo
 
 BENCHMARK = Benchmark(
     "the exact halo of six networks, and the error of smaller ones",

@@ -39,9 +39,8 @@ from demask.graph.provenance import (
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import Demasked, build
 from demask.judge import Verdict, pair_up
-from demask.machine.clock import is_faster
+from demask.machine.clock import checked_threads, is_faster, set_threads
 from demask.machine.cost import Costs
-from demask.machine.threads import checked_threads, set_threads
 from demask.ops import TABLE, Table
 from demask.registry import RUNNERS
 from demask.shrink.demask import demask

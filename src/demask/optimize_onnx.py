@@ -46,8 +46,7 @@ from demask.graph.provenance import GIVEN, WHOLE, Provenance, Speed, TuneDecisio
 from demask.graph.result.demasked_module import Demasked, build
 from demask.machine import clock
 from demask.machine.allocator import release_free_memory
-from demask.machine.clock import PAIRS, is_clear, is_faster
-from demask.machine.threads import checked_threads
+from demask.machine.clock import PAIRS, checked_threads, is_clear, is_faster
 from demask.ops import TABLE, Table
 from demask.optimize import optimized_provenance, unchanged_provenance
 from demask.pages import Lines, OnPage, Page, PageSource, Section, TextTable

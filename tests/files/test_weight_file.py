@@ -11,7 +11,7 @@ from torch import nn
 from demask.errors import BadInput, RefusedFile
 from demask.files.weight_file import WeightFile, with_weights
 from demask.traverse.batching.batch import FILE, batch, traffic
-from demask.traverse.batching.weight_traffic import LayerTraffic, Traffic
+from demask.traverse.batching.batch_plan import LayerTraffic, Traffic
 
 
 def test_files_are_read_as_safetensors_reads_them_and_written_as_it_writes(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.ops import TABLE
-from demask.traverse.analysis.flow import Flow, flow_of, read
+from demask.traverse.analysis.flow import Flow, capture_at_sizes, flow_of
 from demask.traverse.execution.tiled_module import Tiled, tiled
 from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment
 from demask.traverse.planning.plan_memory import lay_out
@@ -32,7 +32,7 @@ def executed(
 ) -> Tiled:
     """The network with every segment that can in this mode; the others layer-wise. seed: draws
     further cuts; 0 draws none."""
-    program = read(model, (x,))
+    program = capture_at_sizes(model, (x,))
     flow = flow_of(program, TABLE)
     segments = told(flow, mode, rows, columns, seed=seed, spills=spills, again=again)
     segments = [replace(s, workers=workers, over={}) if s.mode == BANDS and workers > 1 else s for s in segments]

@@ -204,4 +204,16 @@ def values_of(here: Placed) -> dict[fx.Node, Tensor]:
     return found
 
 
+def exact_result(here: Placed) -> Tensor:
+    """The full call in float64."""
+    args, kwargs = fx.node.map_arg((here.node.args, here.node.kwargs), lambda node: node.meta["val"].double())
+    return here.node.target(*args, **kwargs)
+
+
+def assert_close(result: Tensor, expected: Tensor) -> None:
+    """Within 64 units in the last place of the largest: sums of up to 576 terms in another order."""
+    top = expected.abs().max().clamp(min=1e-6)
+    assert (result.double() - expected).abs().max() <= 64 * torch.finfo(torch.float32).eps * top
+
+
 CONV = ("aten.conv2d.default", S((1, 8, 12, 10)), S((16, 8, 3, 3), True), S((16,), True), [1, 1], [1, 1])

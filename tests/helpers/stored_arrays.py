@@ -6,22 +6,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from demask.files.atomic_write import check_writable
-from demask.traverse.storage.axis_order import AxisOrder
+from demask.traverse.storage import npy
 from demask.traverse.storage.dtype_conversion import check_conversion
-from demask.traverse.storage.stored_ends import StoredSink, StoredSource
-from demask.traverse.storage.stores import npy
-from demask.traverse.storage.stores.formats import ArrayInfo, replace_path
+from demask.traverse.storage.store import ArrayInfo, replace_path
+from demask.traverse.storage.stored_ends import AxisOrder, StoredSink, StoredSource
 
 
-def whole_order(shape):
+def full_order(shape):
     """The order of an array whose axes are those of the images."""
-    letters = "NCDHW?"[: len(shape)]
-    return AxisOrder(letters, tuple(range(len(shape))), tuple(shape), len(shape), (0,) * len(shape))
+    return AxisOrder.unchanged("NCDHW?"[: len(shape)], tuple(shape))
 
 
 def array_source(path, axes, index=None):
     store = npy.open_store(Path(path))
-    return StoredSource.of(store, whole_order(store.shape), axes, index)
+    return StoredSource.of(store, full_order(store.shape), axes, index)
 
 
 @contextmanager
@@ -33,7 +31,7 @@ def array_sink(path, shape, axes, values, stored=None):
     info = ArrayInfo(tuple(shape), stored or values, "N" * len(shape), None)
     try:
         npy.create(part, info)
-        yield StoredSink(npy.open_again(part, info), whole_order(shape), axes, None, values)
+        yield StoredSink(npy.open_again(part, info), full_order(shape), axes, None, values)
         replace_path(part, final)
     finally:
         part.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from demask.kernels import gpu
+from demask import kernels
 from demask.kernels.cpu.csr import narrowed
 from demask.kernels.llvm.activations import LOWERINGS, activated
 from demask.kernels.llvm.emitter import I64, Emitter
@@ -131,7 +131,7 @@ def test_triton(device: str) -> None:
 def test_every_activation_has_every_lowering() -> None:
     """Triton's, which only some have, by its text: it is read where Triton is not installed too."""
     assert set(LOWERINGS) == set(ACTIVATIONS)
-    tree = ast.parse((Path(gpu.__file__).parent / "activations.py").read_text())
+    tree = ast.parse((Path(kernels.__file__).parent / "gpu.py").read_text())
     nodes = {getattr(node, "name", ""): node for node in tree.body}
     compared = [
         node.comparators[0]
@@ -140,7 +140,7 @@ def test_every_activation_has_every_lowering() -> None:
     ]
     branches = {node.value for node in compared if isinstance(node, ast.Constant)} - {""}
     assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    assert branches == set(ast.literal_eval(assigned["NAMES"])) <= set(ACTIVATIONS)
+    assert branches == set(ast.literal_eval(assigned["ACTIVATIONS"])) <= set(ACTIVATIONS)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=lambda a: a.name)

@@ -16,6 +16,7 @@ from demask.kernels import thread_team as team
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm import isa
 from demask.kernels.llvm.availability import NoPlan
+from demask.kernels.thread_team import SIZES, SpareTasks
 from demask.pilot.chains.chain_op import chain
 from demask.sparse import reference as dense
 from demask.sparse.plan.segment_plan import SegmentPlan, SpareOutputs
@@ -186,3 +187,20 @@ def test_outputs_are_float32_in_memory_of_their_own():
     assert [y.is_inference() for y in found] == [False] * 4 + [True] * 4 and len(inference) == 4
     for y in found:
         torch.testing.assert_close(y, wanted)
+
+
+def test_a_task_is_one_threads_until_it_is_put_back() -> None:
+    spare = SpareTasks[int, object]()
+    first, second = spare.take(1, object), spare.take(1, object)
+    assert first is not second
+    spare.put(1, first)
+    assert spare.take(2, object) is not first
+    assert spare.take(1, object) is first
+    assert spare.take(1, object) is not first
+
+
+def test_tasks_of_many_sizes_are_forgotten() -> None:
+    spare = SpareTasks[int, object]()
+    for key in range(3 * SIZES):
+        spare.put(key, spare.take(key, object))
+    assert len(spare.tasks) <= SIZES

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import demask
-from demask.machine.clock import race
-from demask.machine.threads import set_threads
+from demask.machine.clock import race, set_threads
 from demask.traverse.execution import run as workers
 
 

@@ -1,18 +1,15 @@
 """Timing is fair and tidy: alternated order, no garbage collection, honest quantiles."""
 
 import ctypes
-import doctest
 import gc
 import platform
 import random
-from itertools import pairwise
 from statistics import median
 
 import pytest
 
 import own_process
 from demask.errors import BadInput
-from demask.machine import clock
 from demask.machine.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, THRESHOLDS, fix_allocator
 from demask.machine.clock import Timing, lower_bound, race
 
@@ -124,17 +121,6 @@ def test_the_real_allocator_answers():
     status, out, err = own_process.run(code)
     expected = "retains freed" if platform.libc_ver()[0] == "glibc" else "as by default"
     assert status == 0 and out.startswith(f"allocator {expected}"), err
-
-
-def test_the_example_in_the_docstring_runs():
-    assert doctest.testmod(clock) == doctest.TestResults(failed=0, attempted=2)
-
-
-def test_neighbours_are_never_twice_in_the_same_order():
-    calls = []
-    race(recording(calls, "a", "b"), rounds=6, warmup=0)
-    orders = [tuple(calls[turn : turn + 2]) for turn in range(0, len(calls), 2)]
-    assert all(one != other for one, other in pairwise(orders))
 
 
 def test_a_lower_bound_is_below_the_ratio_and_an_upper_one_above():

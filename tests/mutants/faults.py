@@ -246,7 +246,7 @@ WRITTEN = (
     fault("frame-too-few-kept", "traverse/planning/schedule.py",
           "return max(self.end - self.keep, 0)", "return max(self.end - self.keep - 1, 0)",
           "traverse_videos"),
-    fault("sum-fused-twice", "traverse/planning/stage.py", "free -= set(units[-1].nodes)",
+    fault("sum-fused-twice", "traverse/planning/schedule.py", "free -= set(units[-1].nodes)",
           "free -= {node}", "traverse_fuzz", "traverse_videos"),
     fault("border-row-missing", "traverse/planning/schedule.py",
           "seen[edge.source] = max(seen[edge.source], high)",
@@ -255,7 +255,7 @@ WRITTEN = (
           "if segment.workers > 1 or segment.stripe:", "if segment.workers > 1:", "stream_tasks"),
     fault("padding-inside", "traverse/local/windows.py", "padding.append(before if is_own else 0)",
           "padding.append(before)", "traverse_local"),
-    fault("frames-as-images", "traverse/storage/axis_order.py",
+    fault("frames-as-images", "traverse/storage/stored_ends.py",
           'aliases = ALIASES | ({"T": "D"} if is_video else {})', "aliases = ALIASES",
           "traverse_videos"),
     # stride

@@ -15,10 +15,9 @@ from demask import BadInput
 from demask.ops import TABLE
 from demask.pilot.conditions.base import parsed, text
 from demask.pilot.conditions.regions import InRegions, Regions, contrast, per_tile
-from demask.traverse.analysis.flow import flow_of, read
+from demask.traverse.analysis.flow import capture_at_sizes, flow_of
 from demask.traverse.execution import region_runner as windows
-from demask.traverse.execution.rectangles import MANY, Rectangle, rectangles, runs
-from demask.traverse.execution.region_runner import RegionNetwork, fit_cost, refusals
+from demask.traverse.execution.region_runner import MANY, Rectangle, RegionNetwork, fit_cost, rectangles, refusals, runs
 from demask.traverse.storage.sources_and_sinks import tensor_source
 from fuzz.images import Images
 from fuzz.traversed import flat
@@ -54,7 +53,7 @@ def part(value: Tensor, where: Rectangle, size: tuple[int, int]) -> tuple[slice,
 @torch.no_grad()
 def wrong(model: nn.Module, x: Tensor, seed: int, exact: bool, count: int = 3) -> str | None:
     """What is wrong with drawn rectangles of a network; None where it has none to run."""
-    expected, flow = flat(model(x)), flow_of(read(model, (x,)), TABLE)
+    expected, flow = flat(model(x)), flow_of(capture_at_sizes(model, (x,)), TABLE)
     if refusals(flow):
         return None
     draw = random.Random(seed)
@@ -165,7 +164,7 @@ CORNERS = [
 @torch.no_grad()
 def test_corners_edges_and_the_middle(corner):
     model, x = mixed()
-    flow, where = flow_of(read(model, (x,)), TABLE), Rectangle(*corner)
+    flow, where = flow_of(capture_at_sizes(model, (x,)), TABLE), Rectangle(*corner)
     engine, made = RegionNetwork.of(flow), torch.full((1, 2, 37, 46), UNTOUCHED).double()
     engine.run([where], flow.constants | {flow.inputs[0]: x}, {flow.outputs[0]: made}, 0)
     here = part(made, where, engine.size)
@@ -238,7 +237,7 @@ def test_many_tiles_apart_are_coarsened_first():
 
 def test_costs_say_what_frustums_take():
     model, x = mixed()
-    engine = RegionNetwork.of(flow_of(read(model, (x,)), TABLE))
+    engine = RegionNetwork.of(flow_of(capture_at_sizes(model, (x,)), TABLE))
     cost = fit_cost(engine, 8)
     for h, w in [(8, 8), (16, 24), (24, 8)]:
         where = Rectangle(7, 7 + h, 9, 9 + w)

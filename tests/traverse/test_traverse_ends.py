@@ -21,9 +21,9 @@ from demask.traverse.axes import empty, part
 from demask.traverse.storage import boxes, stored_ends
 from demask.traverse.storage import sources_and_sinks as ends
 from demask.traverse.storage.sources_and_sinks import spill, tensor_sink, tensor_source
+from demask.traverse.storage.store import SliceStore, backing_file
 from demask.traverse.storage.stored_ends import StoredSink, StoredSource
-from demask.traverse.storage.stores.store import SliceStore, backing_file
-from stored_arrays import array_sink, array_source, whole_order
+from stored_arrays import array_sink, array_source, full_order
 
 SRC = Path(ends.__file__).parents[3]
 AXES = [  # of a value of sizes 1 3 4 5 or fewer: rows and columns
@@ -132,7 +132,7 @@ def test_what_is_read_by_parts_is_the_array(tmp_path, monkeypatch, data):
         assert torch.equal(got, expected)
     got, sliced = empty(shape, axes, wanted), SliceStore.of(mapped)
     for window in windows(data, shape, axes):
-        source = StoredSource.of(sliced, whole_order(shape), axes)
+        source = StoredSource.of(sliced, full_order(shape), axes)
         source.read(window, part(got, axes, window))
     assert torch.equal(got, expected)
 
@@ -250,7 +250,7 @@ def test_only_pages_that_are_in_a_file_are_released(tmp_path):
 def test_a_mapped_destination_holds_what_was_written(tmp_path):
     value = torch.from_numpy(drawn((1, 2, 300, 400)))
     out = np.lib.format.open_memmap(tmp_path / "y.npy", "w+", np.uint8, (1, 2, 300, 400))
-    order = whole_order(out.shape)
+    order = full_order(out.shape)
     sink = StoredSink(SliceStore.of(out), order, (2, 3), None, torch.float32)
     sink.write(((0, 300), (0, 400)), value)
     del out, sink
@@ -260,7 +260,7 @@ def test_a_mapped_destination_holds_what_was_written(tmp_path):
 @pytest.mark.parametrize("data", [torch.ones(2, 3).to_sparse(), torch.ones(2, 3, device="meta")])
 def test_tensors_elsewhere_are_refused(data) -> None:
     with pytest.raises(BadInput, match="expected a dense tensor on the CPU"):
-        ends._tensor(data)
+        tensor_source(data, (0, 1))
 
 
 def test_chunks_stay_until_there_is_no_room() -> None:

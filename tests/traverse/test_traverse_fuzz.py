@@ -190,7 +190,7 @@ def test_a_map_written_over_too_early_is_noticed(monkeypatch):
 
 
 def test_a_halo_one_column_short_is_noticed(monkeypatch):
-    rows = sweep.SegmentExecutor._rows
+    rows = sweep.SegmentExecutor._view_rows
 
     def short(self, node, step, low, high, columns=None):
         found = rows(self, node, step, low, high, columns)
@@ -199,19 +199,19 @@ def test_a_halo_one_column_short_is_noticed(monkeypatch):
             found[..., -1] = 0
         return found
 
-    monkeypatch.setattr(sweep.SegmentExecutor, "_rows", short)
+    monkeypatch.setattr(sweep.SegmentExecutor, "_view_rows", short)
     assert "differs by" in seen(Chain(nn.Conv2d(2, 2, (1, 7), padding=(0, 3))).eval(), Setting(FRUSTUMS, 24, 7))
 
 
 def test_a_moment_counted_twice_is_noticed(monkeypatch):
-    gather = sweep.SegmentExecutor._gather
+    gather = sweep.SegmentExecutor._update_reduction
 
     def twice(self, unit, step):
         gather(self, unit, step)
-        if unit.node not in self.ends.whole_values:
+        if unit.node not in self.ends.uncut_values:
             gather(self, unit, step)
 
-    monkeypatch.setattr(sweep.SegmentExecutor, "_gather", twice)
+    monkeypatch.setattr(sweep.SegmentExecutor, "_update_reduction", twice)
     assert "differs by" in seen(averaged(), Setting(BANDS, 5))
 
 

@@ -20,7 +20,7 @@ from demask.ops import TABLE
 from demask.ops.laws import check_scatter_law, law_cases
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
-from demask.traverse.analysis.split_global_ops import folded_scale, global_calls, split_global_calls
+from demask.traverse.analysis.split_global_ops import global_calls, split_global_calls
 from demask.traverse.axes import axes_of
 from night import at_night
 from test_traverse_reductions import EXACT, ROWS_AND_COLUMNS, SPLIT, gap, in_parts
@@ -202,22 +202,6 @@ def test_only_the_calls_named_are_rewritten():
         split_global_calls(program, SPLIT, ["nothing_like_it"])
     with pytest.raises(BadInput, match="conv2d"):
         split_global_calls(program, SPLIT, ["conv2d"])
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_norm_goes_into_the_weights_before_it(bias):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=bias), nn.GroupNorm(4, 8), nn.Conv2d(8, 2, 3))
-    x = torch.randn(1, 3, 13, 10, dtype=torch.float64)
-    program = split_global_calls(
-        fold_constants(rewrite(capture(net.double(), (x,), dynamic_shapes={}), CANONICAL)), SPLIT
-    )
-    changed = folded_scale(program)
-    counts = [sum(line.startswith("conv2d") for line in spelling(p)) for p in (program, changed)]
-    assert counts == [2, 3]
-    assert gap(run(program, x)[0], run(changed, x, 1)[0]) <= EXACT
-    wide, _ = program_of("group norm")  # a 3x3 convolution: nothing to fold
-    assert spelling(folded_scale(split_global_calls(wide, SPLIT))) == spelling(split_global_calls(wide, SPLIT))
 
 
 shrink = partial(demask.demask, check=False)  # the law is the check

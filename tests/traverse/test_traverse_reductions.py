@@ -301,6 +301,3 @@ def test_a_query_without_keys_gives_zero_and_large_scores_do_not_overflow():
     found = attention(q, k.split(2, 1), k.split(2, 1), mask=seen)
     assert found[0, 0].eq(0).all()
     assert gap(F.scaled_dot_product_attention(q, k, k)[:, 1], found[:, 1]) <= 1e-6
-
-
-# the pass

@@ -22,7 +22,7 @@ from demask.errors import BadInput, BudgetTooSmall
 from demask.traverse import plan, tile
 from demask.traverse.execution import run
 from demask.traverse.execution.segment_executor import SegmentExecutor
-from demask.traverse.local import winograd
+from demask.traverse.local import kernels
 from night import at_night
 from tiled_networks import EPS, MIB, NETWORKS, build, least, same
 
@@ -116,7 +116,7 @@ def test_other_types(name: str, dtype: torch.dtype) -> None:
 def test_behind_the_pools_every_bit_is_torchs_in_channels_last(monkeypatch) -> None:
     """The tail of TAEF2, from its first enlargement on, by torch's convolutions: no sums over
     space."""
-    monkeypatch.setattr(winograd, "compiles", lambda: False)
+    monkeypatch.setattr(kernels, "compiles", lambda: False)
     torch.manual_seed(0)
     model = networks.tiny_decoder(32, pooled=True)[6:].eval()
     x = torch.randn(1, 64, 24, 32).contiguous(memory_format=torch.channels_last)
@@ -357,7 +357,7 @@ def test_no_more_memory_is_used_than_the_plan_says(name: str, monkeypatch) -> No
     (arena,) = arenas
     touched = sum(bool((page != 165).any()) for page in arena.split(4096)) * 4096
     where = module.ready().layout
-    said = max(p.allocated + held for p, held in zip(where.places, where.whole_bytes, strict=True))
+    said = max(p.allocated + held for p, held in zip(where.segments, where.uncut_bytes, strict=True))
     assert 0.9 * where.size <= touched <= where.size + 4096 and where.size <= module.plan.live
     assert beside <= said + 64 * 1024
 

@@ -10,7 +10,7 @@ phase before all lists of the previous one are done. Each list is claimed before
 its own thread: a thread that waits, because another one has no core, claims the list of that one.
 If fewer threads arrive than the plan has, each does the work of several.
 
-Where other processes use the cores, a thread can lose its core for a whole time slice in the middle
+Where other processes use the cores, a thread can lose its core for a full time slice in the middle
 of a list or of OpenMP's end of a region, and all others wait for it. `Company` notices calls that
 take far longer than others of the same job, and lets the caller run alone for a while after them.
 """
@@ -22,16 +22,23 @@ import functools
 import os
 import re
 import threading
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from llvmlite import ir
 
 from demask.kernels.llvm.emitter import I32, I64, VOID, Emitter, Value
+from demask.kernels.llvm.isa import Isa
 from demask.kernels.llvm.jit import CODE
+
+Key = TypeVar("Key", bound=Hashable)
+Task = TypeVar("Task")
+SIZES = 64  # keys of a cache
+
 
 #: a call of a tape: addresses of machine code and of its argument
 ENTRY = np.dtype([("code", "<i8"), ("call", "<i8")])
@@ -57,7 +64,7 @@ class TeamWork:
     the number of phases in which it was claimed.
 
     runs = 0: all threads run the tape together, in the first arena. Otherwise each thread runs
-    whole tapes (planned for one thread) alone, in an arena of its own, into whose slots it writes
+    full tapes (planned for one thread) alone, in an arena of its own, into whose slots it writes
     those of the run.
     """
 
@@ -71,7 +78,7 @@ class TeamWork:
         job = e.pointer(e.args[0])
         field = {key: e.load(I64, job, k) for k, key in enumerate(JOB.names or ())}
         if self.asks:
-            number, count = (e.b.sext(_called(e, field[key], I32), I64) for key in ("number_of", "count_of"))
+            number, count = (e.b.sext(_call_address(e, field[key], I32), I64) for key in ("number_of", "count_of"))
         else:
             number, count = e.args[1], e.args[2]
         is_alone = e.b.icmp_signed(">", field["runs"], I64(0))
@@ -89,7 +96,7 @@ class TeamWork:
                 arena = e.load(I64, e.pointer(field["arenas"]))
                 with e.loop(number, field["threads"], count) as thread:
                     _claim_list(e, field, phase, thread, arena)
-                _wait(e, field, phase, arena)
+                _wait_for_phase(e, field, phase, arena)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,26 +114,25 @@ class TeamStart:
         is_alone = e.b.icmp_signed("==", e.args[1], I64(1))
         with e.b.if_else(is_alone) as (then, otherwise):
             with then:
-                _called(e, field["numbered"], VOID, e.args[0], I64(0), I64(1))
+                _call_address(e, field["numbered"], VOID, e.args[0], I64(0), I64(1))
             with otherwise:
                 count = e.b.trunc(e.args[1], I32)
-                _called(e, field["parallel"], VOID, field["shared"], e.args[0], count, I32(0))
+                _call_address(e, field["parallel"], VOID, field["shared"], e.args[0], count, I32(0))
 
 
-def _called(e: Emitter, address: Value, result: Any, *args: Value) -> Value:
+def _call_address(e: Emitter, address: Value, result: Any, *args: Value) -> Value:
     """The result of calling the function at an address."""
     kind = ir.FunctionType(result, [a.type for a in args])
     return e.b.call(e.b.inttoptr(address, kind.as_pointer()), args)
 
 
 def _run_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value, arena: Value) -> None:
-    """Make the calls of a thread in a phase."""
     entries, ends = e.pointer(field["entries"]), e.pointer(field["ends"])
     list_number = e.b.add(e.b.mul(phase, field["threads"]), thread)
     begin, end = e.load(I64, ends, list_number), e.load(I64, ends, e.b.add(list_number, I64(1)))
     with e.loop(begin, end) as k:
         entry = e.at(entries, e.b.mul(k, I64(ENTRY.itemsize)))
-        _called(e, e.load(I64, entry, 0), VOID, e.load(I64, entry, 1), arena)
+        _call_address(e, e.load(I64, entry, 0), VOID, e.load(I64, entry, 1), arena)
 
 
 def _claim_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value, arena: Value) -> None:
@@ -141,7 +147,7 @@ def _claim_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value
             e.b.atomic_rmw("add", e.pointer(field["done"]), I64(1), "acq_rel")
 
 
-def _wait(e: Emitter, field: dict[str, Value], phase: Value, arena: Value) -> None:
+def _wait_for_phase(e: Emitter, field: dict[str, Value], phase: Value, arena: Value) -> None:
     """Wait until all lists of a phase are done; run those of threads that are late."""
     counter, b = e.pointer(field["done"]), e.b
     expected = b.mul(b.add(phase, I64(1)), field["threads"])
@@ -164,9 +170,9 @@ def _wait(e: Emitter, field: dict[str, Value], phase: Value, arena: Value) -> No
         with b.if_else(sleeps) as (then, otherwise):
             with then:
                 nap = b.select(b.icmp_signed("<", nap, I64(NAP)), nap, I64(NAP))
-                _called(e, field["sleep"], I32, b.trunc(nap, I32))
+                _call_address(e, field["sleep"], I32, b.trunc(nap, I32))
             with otherwise:
-                _called(e, field["give_way"], I32)
+                _call_address(e, field["give_way"], I32)
     b.branch(check)
     b.position_at_end(after)
 
@@ -207,14 +213,13 @@ def _address(function: Any) -> int:
 
 
 @functools.cache
-def _waiting() -> tuple[int, int]:
-    """Addresses of sched_yield and usleep."""
+def _yield_and_sleep() -> tuple[int, int]:
     library = ctypes.CDLL(None)
     return _address(library.sched_yield), _address(library.usleep)
 
 
 @functools.cache
-def _entered() -> tuple[int, int, Any, Any]:
+def _entry_points() -> tuple[int, int, Any, Any]:
     """Addresses of `TeamWork` for OpenMP and for threads with known numbers; the latter and
     `TeamStart` as functions."""
     for_openmp, numbered, start = TeamWork(True), TeamWork(False), TeamStart()
@@ -266,8 +271,8 @@ class Job:
         runs, count, slots_address = (0, 0, 0) if slots is None else (*slots.shape, slots.ctypes.data)
         self.memory = np.zeros((4 + threads) * PAD // 8, np.int64)
         self.fields = np.zeros(1, JOB)
-        omp, waiting = openmp(), _waiting()
-        shared, alone, self.numbered, self.start = _entered()
+        omp, waiting = openmp(), _yield_and_sleep()
+        shared, alone, self.numbered, self.start = _entry_points()
         parallel = (0, 0, 0) if omp is None else (omp.number_of, omp.count_of, omp.address)
         done, claims = (self.memory[k * PAD // 8 :].ctypes.data for k in (1, 3))
         self.fields[0] = (
@@ -305,13 +310,13 @@ class Job:
             self.start(self.address, threads)
         else:
             self.memory[:] = 0
-            self._by_python(threads)
+            self._run_by_python(threads)
         if self.company is not None:
             end = perf_counter()
             self.best = min(self.best, end - begin)
             self.company.note(begin, end, self.best)
 
-    def _by_python(self, threads: int) -> None:
+    def _run_by_python(self, threads: int) -> None:
         """Start Python threads, which begin once their number is known: some may be refused."""
         begin, count, others = threading.Event(), 0, []
 
@@ -334,3 +339,31 @@ class Job:
         self.numbered(self.address, 0, count)
         for other in others:
             other.join()
+
+
+def job_of_calls(kernel: Any, calls: np.ndarray, isa: Isa) -> Job:
+    """The job in which each thread makes one call of a kernel, with an element of `calls`."""
+    entries, code = np.zeros(len(calls), ENTRY), CODE.addresses([kernel], isa)[kernel]
+    for k in range(len(calls)):
+        entries[k] = code, calls[k:].ctypes.data
+    return Job(entries, np.arange(len(calls) + 1, dtype=np.int64), len(calls), np.zeros(1, np.int64))
+
+
+class SpareTasks(Generic[Key, Task]):
+    """Tasks that no thread runs now, by what they are for; several threads may use it at once."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[Key, list[Task]] = {}
+
+    def take(self, key: Key, build: Callable[[], Task]) -> Task:
+        """A task that is this thread's until it is put back; a new one where none is spare."""
+        try:
+            return self.tasks[key].pop()
+        except (KeyError, IndexError):
+            return build()
+
+    def put(self, key: Key, task: Task) -> None:
+        """Keep a task for the next run."""
+        if key not in self.tasks and len(self.tasks) >= SIZES:
+            self.tasks.clear()
+        self.tasks.setdefault(key, []).append(task)

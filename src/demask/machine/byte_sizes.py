@@ -41,18 +41,18 @@ def parse_memory(amount: str | int) -> int:
         if match is None or match[2].upper() not in UNITS:
             raise BadInput(
                 f"expected an amount of memory such as '512MiB', '1.5GB' or a number of "
-                f"bytes, got {amount!r:.60}{_hint(match)}"
+                f"bytes, got {amount!r:.60}{_unit_hint(match)}"
             )
-        whole, _, rest = match[1].partition(".")
+        units, _, rest = match[1].partition(".")
         unit = UNITS[match[2].upper()]
         # In integers: 0.1 GB has no exact float.
-        size = int(whole) * unit + int(rest or 0) * unit // 10 ** len(rest)
+        size = int(units) * unit + int(rest or 0) * unit // 10 ** len(rest)
     if size < 1:
         raise BadInput(f"expected at least one byte of memory, got {amount!r}")
     return size
 
 
-def _hint(match: re.Match[str] | None) -> str:
+def _unit_hint(match: re.Match[str] | None) -> str:
     """The two units that an unknown unit K, M, G or T may mean, for the message; or ""."""
     letter = match[2].upper() if match else ""
     return f": write {match[1]}{letter}iB or {match[1]}{letter}B" if letter in (*"KMGT",) and match else ""
@@ -69,9 +69,6 @@ def format_bytes(size: float) -> str:
     power = next((p for p in (4, 3, 2, 1) if size >= 2 ** (10 * p)), 1)
     value = size / 2 ** (10 * power)
     return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f} {'KMGT'[power - 1]}iB"
-
-
-__all__ = ["format_bytes", "parse_memory"]
 
 
 def peak_memory() -> int | None:

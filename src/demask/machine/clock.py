@@ -1,8 +1,12 @@
-"""Alternating timings of calls in one process, their medians and quantiles, and when one is faster."""
+"""Alternating timings of calls in one process, their medians and quantiles, and when one is faster.
+
+torch's number of threads: checked, and set in a `with` block.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +19,37 @@ from typing import Any
 import torch
 
 from demask.errors import BadInput
-from demask.machine.threads import set_threads
+
+PER_CORE, LEAST = 4, 64  # the most threads: per core; on a machine with few cores
+
+
+def checked_threads(count: int | None) -> int:
+    """`count`, if this machine can start that many threads; for None, torch's number of threads.
+
+    Raises:
+        BadInput: less than 1, or so many more than the cores that torch would end the process.
+
+    >>> checked_threads(2)
+    2
+    """
+    if count is None:
+        return torch.get_num_threads()
+    most = max(LEAST, PER_CORE * (os.cpu_count() or 1))
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
+        raise BadInput(f"expected threads from 1 to {most} on this machine, got {count!r}")
+    return count
+
+
+@contextmanager
+def set_threads(count: int) -> Iterator[None]:
+    """Set torch's number of threads in the block; the number before it is restored after it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(checked_threads(count))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 PAIRS = 30  # the least number of rounds of a comparison
 ALLOWED = 0.97  # a network counts as no slower if the lower bound of the ratio is at least this

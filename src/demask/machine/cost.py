@@ -3,6 +3,10 @@
 The file groups seconds by machine: {"version": 1, "machines": {machine: {name: seconds}}}.
 Measurements with a wide spread, as on a busy machine, are used in the process that measured them
 and not written, so that the next process measures again.
+
+Seconds predicted from multiply-adds and bytes (`Roofline`) rank plans; actual times differ.
+`traverse` and `pilot` use `TWO_CORES`, so that plans are the same on every machine; `Costs` uses
+`typical` if it may not measure.
 """
 
 from __future__ import annotations
@@ -25,10 +29,45 @@ import torch
 
 from demask.failures import is_strict
 from demask.installation import VERSION
-from demask.machine.cache_folder import cache_folder
-from demask.machine.clock import Samples, Timing, race, without_collection
-from demask.machine.roofline import Roofline
-from demask.machine.threads import checked_threads, set_threads
+from demask.machine.clock import Samples, Timing, checked_threads, race, set_threads, without_collection
+from demask.machine.private_files import cache_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Rates of a machine.
+
+    Attributes:
+        macs: float32 multiply-adds per second.
+        far, near: bytes per second from and to memory; from and to caches.
+        call: overhead of a call in seconds.
+        new, disk: bytes per second of pages at their first use; of files.
+        cache: the most bytes of one step for which the rate `near` applies.
+    """
+
+    macs: float
+    far: float
+    call: float
+    near: float = inf
+    new: float = inf
+    disk: float = inf
+    cache: float = 0
+
+    @classmethod
+    def typical(cls, threads: int) -> Roofline:
+        """Rates of a typical server of the last ten years, with this number of threads."""
+        return cls(macs=2.5e10 * threads, far=1e10, call=3e-6)
+
+    def seconds(self, macs: float, nbytes: float) -> float:
+        """Predicted seconds of one call: computation and memory traffic overlap (the roofline model
+        of Williams, Waterman and Patterson, 2009)."""
+        return self.call + max(macs / self.macs, nbytes / self.far)
+
+
+#: Two cores of a server, in round numbers. `call` is the overhead of one step of a plan: Python
+#: code and synchronization of threads.
+TWO_CORES = Roofline(macs=90e9, near=80e9, far=40e9, new=3e9, disk=0.5e9, cache=20 * 2**20, call=120e-6)
+
 
 FORMAT, MAX_BYTES, MAX_MACHINES, MAX_ANSWERS = 1, 16 * 2**20, 8, 20_000  # of the file
 WARMUP, LEAST, MOST, ENOUGH = 2, 3, 15, 4e-3  # calls; ENOUGH: seconds, once LEAST are timed
@@ -108,11 +147,13 @@ class Costs:
             BadInput: a number of threads that this machine cannot start.
         """
         threads = checked_threads(threads)
-        path = _usual_path() if path is None else path
+        if path is None:
+            folder = cache_folder()
+            path = False if folder is None else folder / "costs.json"
         # realpath: a later change of folder must not move the file, nor a save replace a link.
         final = None if path is False else Path(os.path.realpath(path))
-        machine = _machine(threads)
-        known = _read(final).get(machine, {}) if final else {}
+        machine = _machine_key(threads)
+        known = _read_machines(final).get(machine, {}) if final else {}
         return cls(final, machine, threads, measure, clock, known)
 
     def seconds(self, question: Question) -> float:
@@ -121,7 +162,7 @@ class Costs:
         inf if `make` or its call raises: this machine cannot run the call. Not written to the file.
         """
         analytic = self._predicted[question.name] = self.analytic(question)
-        taken = self._answer(question)
+        taken = self._measured_or_inf(question)
         return taken if question.name in self._known else analytic
 
     def forget(self, names: Iterable[str]) -> None:
@@ -140,7 +181,7 @@ class Costs:
 
     def roofline(self, flops: float, size: float) -> float:
         """Predicted seconds of a call that computes `flops` and moves `size` bytes."""
-        call, matmul, copy = map(self._answer, (SMALLEST, MATMUL, COPY))
+        call, matmul, copy = map(self._measured_or_inf, (SMALLEST, MATMUL, COPY))
         machine = Roofline.typical(self.threads)
         if inf not in (call, matmul, copy):
             machine = Roofline(MATMUL.flops / 2 / matmul, COPY.bytes / copy, call)
@@ -158,32 +199,32 @@ class Costs:
         errors of the file system: the file only saves time."""
         if self.path is None or (os.path.exists(self.path) and not os.path.isfile(self.path)):
             return  # no file, or a device, which must not be replaced
-        machines = _read(self.path)
+        machines = _read_machines(self.path)
         ours = {name: taken for name, taken in self._known.items() if taken < inf and name not in self._noisy}
         # Ours twice: first for the order by age, as the file may lack our oldest; last for values.
         merged = ours | machines.pop(self.machine, {}) | ours
-        data = _encoded(machines | {self.machine: merged})  # the newest at the end
+        data = _encode_machines(machines | {self.machine: merged})  # the newest at the end
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             for old in self.path.parent.glob(".costs-*"):  # of a killed process
                 if time() - old.stat().st_mtime > 3600:
                     shutil.rmtree(old)
             with TemporaryDirectory(prefix=".costs-", dir=self.path.parent) as folder:
-                Path(folder, "whole").write_bytes(data)
-                os.replace(Path(folder, "whole"), self.path)
+                Path(folder, "complete").write_bytes(data)
+                os.replace(Path(folder, "complete"), self.path)
 
-    def _answer(self, question: Question) -> float:
+    def _measured_or_inf(self, question: Question) -> float:
         """Seconds of a call, measured if they are not known; inf if it may not or cannot run."""
         name = question.name
         if name not in self._known and self.measure:
-            timing = self._timed(question.make)
+            timing = self._time_call(question.make)
             # a clock may return equal times, and answers are divided
             self._known[name] = max(timing.median, 1e-9)
             if timing.high - timing.low > SPREAD * timing.median:
                 self._noisy.add(name)
         return self._known.get(name, inf)
 
-    def _timed(self, make: Callable[[], Callable[[], object]]) -> Timing:
+    def _time_call(self, make: Callable[[], Callable[[], object]]) -> Timing:
         """The timing of the call that `make` builds; inf if either raises."""
 
         def is_enough(samples: Samples) -> bool:
@@ -203,13 +244,7 @@ class Costs:
         return Timing.of(samples[""])
 
 
-def _usual_path() -> Path | Literal[False]:
-    """The file in the user's cache folder; False if there is no such folder."""
-    folder = cache_folder()
-    return False if folder is None else folder / "costs.json"
-
-
-def _machine(threads: int) -> str:
+def _machine_key(threads: int) -> str:
     """The key of the machine in the file: processor, threads, vector instructions, versions."""
     lines: list[str] = []
     with suppress(OSError):
@@ -221,7 +256,7 @@ def _machine(threads: int) -> str:
     return f"{cpu}; {threads} threads; {vectors}; torch {torch.__version__}; demask {VERSION}"
 
 
-def _read(path: Path) -> dict[str, dict[str, float]]:
+def _read_machines(path: Path) -> dict[str, dict[str, float]]:
     """The seconds in a file, by machine and name, without values that `save` would not write."""
     content: Any = None
     if not os.path.isfile(path):  # a pipe would wait for its writer
@@ -240,7 +275,7 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
     }
 
 
-def _encoded(machines: dict[str, dict[str, float]]) -> bytes:
+def _encode_machines(machines: dict[str, dict[str, float]]) -> bytes:
     """The file's bytes; the oldest machines and answers are left out if there are too many."""
     answers_each, data = MAX_ANSWERS, b""
     nonempty = [(machine, list(answers.items())) for machine, answers in machines.items() if answers]

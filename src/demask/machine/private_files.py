@@ -12,11 +12,24 @@ import hashlib
 import os
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+
+def cache_folder() -> Path | None:
+    """demask's folder in the user's cache folder; None if there is no such folder. Reads the
+    environment, creates nothing."""
+    home, system = Path(os.path.expanduser("~")), sys.platform
+    usual = home / {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(system, ".cache")
+    variable = {"darwin": "", "win32": "LOCALAPPDATA"}.get(system, "XDG_CACHE_HOME")
+    variable_path = Path(os.environ.get(variable, ""))
+    folder = variable_path if variable_path.is_absolute() else usual  # the XDG standard: ignore relative ones
+    return folder / "demask" if folder.is_absolute() else None
+
 
 IMPORTED = time.time()
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -52,9 +65,9 @@ class PrivateFiles:
                 data = stream.read(self.most + 1)
                 with suppress(OSError):  # a file system that is only read
                     os.utime(file)  # marks it as used
-            size = len(self._head("", b""))
+            size = len(self._file_head("", b""))
             content = memoryview(data)[size:]
-            return bytes(content) if data[:size] == self._head(name, content) else None
+            return bytes(content) if data[:size] == self._file_head(name, content) else None
         return None
 
     def has(self, name: str) -> bool:
@@ -63,7 +76,7 @@ class PrivateFiles:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file at once or not at all; does nothing where the folder must not be used."""
-        head = self._head(name, content)
+        head = self._file_head(name, content)
         if len(head) + len(content) > self.most:
             return
         with suppress(OSError), self._opened(create=True) as folder:
@@ -78,9 +91,9 @@ class PrivateFiles:
                 with suppress(OSError):
                     os.unlink(new, dir_fd=folder)
                 raise
-            self._bound(folder, len(head) + len(content))
+            self._remove_oldest(folder, len(head) + len(content))
 
-    def _head(self, name: str, content: bytes | memoryview) -> bytes:
+    def _file_head(self, name: str, content: bytes | memoryview) -> bytes:
         """The start of a file: its kind, and the hash of name and content."""
         digest = hashlib.sha256(name.encode())
         digest.update(content)
@@ -100,7 +113,7 @@ class PrivateFiles:
         finally:
             os.close(folder)
 
-    def _bound(self, folder: int, written: int) -> None:
+    def _remove_oldest(self, folder: int, written: int) -> None:
         """Remove the oldest files if there are too many bytes, down to three quarters."""
         if self.size is not None and self.size + written <= self.limit:
             self.size += written

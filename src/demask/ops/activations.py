@@ -2,7 +2,7 @@
 
 An activation is elementwise, with up to two numbers as parameters. Segments, kernels and files
 refer to it by name and numbers (`Act`), so names never change. Its lowerings are in
-`kernels.llvm.activations` and `kernels.gpu.activations` (Triton).
+`kernels.llvm.activations` and `kernels.gpu` (Triton).
 """
 
 from __future__ import annotations

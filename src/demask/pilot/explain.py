@@ -28,10 +28,9 @@ from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.editor import GraphEditor
 from demask.graph.isolation import in_isolation
-from demask.machine.clock import race
+from demask.machine.clock import checked_threads, race, set_threads
 from demask.machine.cost import Costs
 from demask.machine.describe import describe_machine as described
-from demask.machine.threads import checked_threads, set_threads
 from demask.ops import TABLE, Table
 from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pilot.chains.chain_cost import NOMINAL, ChainRates, Reads, Uses, cached_shares, measured

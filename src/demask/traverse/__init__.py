@@ -1,9 +1,8 @@
 """Depth-first execution of networks within a memory budget, with equal results."""
 
 from demask.traverse.batching.batch import batch, traffic
-from demask.traverse.calibrate import calibrate
-from demask.traverse.halos.halo import Halo, halo
-from demask.traverse.normalization.statistics import FrozenStatistics
+from demask.traverse.halo import Halo, halo
+from demask.traverse.normalization import FrozenStatistics, calibrate
 from demask.traverse.planning.plan import Segment
 from demask.traverse.planning.plan import TilePlan as Plan
 from demask.traverse.stream import Streamed, stream

@@ -1,13 +1,12 @@
 """The axes of values that correspond to the input's rows and columns, along which tiles are cut.
 
-A value without such axes that depends on the input is *whole*: a pooled vector, a count. Axes
+A value without such axes that depends on the input is *uncut*: a pooled vector, a count. Axes
 follow the table from operand to output (`ops.flow`): a carried, moved or windowed axis continues;
 one that is summed over ends.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -31,7 +30,7 @@ def axes_of(
 ) -> dict[fx.Node, Axes]:
     """The axes of each value that has rows.
 
-    inputs: axes of placeholders, and of results of whole calls that are cut anew. Calls with
+    inputs: axes of placeholders, and of results of uncut calls that are cut anew. Calls with
     several outputs have none.
     """
     axes = dict(inputs)
@@ -45,6 +44,15 @@ def axes_of(
         if pair != NONE:
             axes[node] = pair if pair[ROWS] is not None else NONE
     return {node: pair for node, pair in axes.items() if pair[ROWS] is not None}
+
+
+def image_axes(node: fx.Node) -> Axes | None:
+    """The axes of an input: the first two spatial axes of images and volumes, the last axis of
+    sequences (N, C, L); None for other ranks."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.ndim < 3:
+        return None
+    return (2, None) if value.ndim == 3 else (2, 3)
 
 
 def _axis(relation: Relation, axes: Mapping[fx.Node, Axes], dim: int) -> int | None:
@@ -67,8 +75,8 @@ def length(node: fx.Node, axes: Axes, dim: int) -> int:
     return 1 if axis is None else schema.example_size(fake(node).shape[axis])
 
 
-def whole(node: fx.Node, axes: Axes) -> Window:
-    """The window of a whole value."""
+def full_window(node: fx.Node, axes: Axes) -> Window:
+    """The window of a full value."""
     return (0, length(node, axes, ROWS)), (0, length(node, axes, COLUMNS))
 
 
@@ -101,7 +109,7 @@ def order(rank: int, axes: Axes) -> tuple[int, ...]:
 def strides(shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
     """The strides, in elements, of a dense part of this shape in the order of `order`.
 
-    The first axis of a single image has the stride of the whole image, as in torch's channels_last.
+    The first axis of a single image has the stride of the full image, as in torch's channels_last.
 
     >>> strides((1, 8, 2, 32), (2, 3))
     (512, 1, 256, 8)
@@ -127,8 +135,3 @@ def part(tensor: Tensor, axes: Axes, window: Window, origin: tuple[int, int] = (
 def empty(shape: Sequence[int], axes: Axes, dtype: torch.dtype) -> Tensor:
     """New memory for a part, in the layout of parts."""
     return torch.empty_strided(tuple(shape), strides(shape, axes), dtype=dtype)
-
-
-def is_pick(node: fx.Node) -> bool:
-    """Whether a node is one of several outputs of a call."""
-    return node.target is operator.getitem

@@ -13,62 +13,13 @@ from torch.export import ExportedProgram
 
 from demask.errors import BadInput
 from demask.failures import public
-from demask.machine.byte_sizes import BUDGET, format_bytes
+from demask.machine.byte_sizes import BUDGET
 from demask.ops import TABLE, Table
-from demask.pages import Lines, Page, PageSource
-from demask.traverse.execution.stream_job import OUTPUTS, Streaming, StreamOptions, prepare_stream
-from demask.traverse.normalization.statistics import IMAGE, Statistics
+from demask.traverse.execution.stream_job import OUTPUTS, Streamed, Streaming, StreamOptions, prepare_stream
+from demask.traverse.normalization import IMAGE, Statistics
 from demask.traverse.storage.open_ends import Region
 
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Streamed(PageSource):
-    """The result of `stream`: shape and dtype of the output, and the time and memory of the run.
-
-    Attributes:
-        shape: shape of the written array, N first.
-        dtype: name of the written dtype, such as "float32" or "uint8".
-        images: number of images, N.
-        rows: number of rows of all images written.
-        seconds: time of execution, without capture and planning of the network.
-        peak: predicted maximum of memory in bytes, in addition to the process before the call.
-        macs: multiply-adds executed, for all images.
-        resumed: rows that an earlier, unfinished run had written; default 0.
-
-    Example:
-        >>> import torch
-        >>> from demask.traverse import stream
-        >>> net = torch.nn.Conv2d(3, 1, 3)
-        >>> x, y = torch.rand(2, 3, 64, 48), torch.empty(2, 1, 62, 46)
-        >>> streamed = stream(net, x, y, memory="16MiB")
-        >>> streamed.shape, streamed.images, streamed.rows, streamed.peak < 16 * 2**20
-        ((2, 1, 62, 46), 2, 124, True)
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    images: int
-    rows: int
-    seconds: float
-    peak: int
-    macs: int
-    resumed: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """The attributes as a dictionary of JSON types; `shape` as a list of integers."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"shape": list(self.shape)}
-
-    def page(self) -> Page:
-        """What `print`, `to_html` and notebooks show, as sections."""
-        many = f"{self.images:,} images, " if self.images > 1 else ""
-        before = f" ({self.resumed:,} of them before)" if self.resumed else ""
-        line = (
-            f"{many}{self.rows:,} rows{before} in {self.seconds:.1f} s, predicted peak "
-            f"{format_bytes(self.peak)}: {self.dtype} {self.shape}"
-        )
-        return Page("demask stream", (Lines([line]),))
 
 
 @public
@@ -124,18 +75,18 @@ def stream(
             videos takes together. An array or tensor as destination has the same axes, or those of
             the network.
         region: (first row, first column, rows, columns) of each image to read; the result is that
-            of this part alone. Default None, the whole image.
+            of this part alone. Default None, the full image.
         mask: bools (rows, columns) of any size, scaled to the result: what is computed. Where they
-            are False the result is 0. Statistics remain those of the whole image. Default None,
+            are False the result is 0. Statistics remain those of the full image. Default None,
             everything.
-        normalize: "image": each channel has mean 0 and variance 1 over the whole image, in a first
+        normalize: "image": each channel has mean 0 and variance 1 over the full image, in a first
             pass; or (means, deviations), a number or one per channel: the network receives
             (x - mean) / deviation. Default None, no normalization.
         statistics: what group and instance norms normalize by: "image" (default), as the network
             does; "tile:N", windows of about N rows and columns of the input that divide the image
             evenly; or the constants that `calibrate` returns.
         chunk: rows and columns of a chunk of a .zarr file; default None, 512.
-        stripe: rows of the result per task, rounded up to whole chunks; default None, as few as
+        stripe: rows of the result per task, rounded up to full chunks; default None, as few as
             cost 5 % more multiply-adds. A task is what is resumed, and what a worker computes.
         resume: whether to go on where an unfinished run to the same file stopped; True (default)
             checks what is there, False deletes it.
@@ -182,7 +133,7 @@ def stream(
         spill=spill,
         table=table,
     )
-    return run(job, progress, resume=resume)
+    return job.run(progress, resume=resume)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +161,12 @@ class PreparedStream:
 
     def run(self, progress: Callable[..., object] | None = None, *, resume: bool = True) -> Streamed:
         """Execute the job."""
-        return run(self, progress, resume=resume)
+        cluster = None
+        if self.client is not None:
+            from demask.traverse.execution.cluster import Cluster
+
+            cluster = Cluster.of(self.client, self.job, prepare_again, *self.call)
+        return self.job.run(progress, resume=resume, cluster=cluster)
 
 
 def prepare(
@@ -230,30 +186,18 @@ def prepare(
     if client is not None and table is not TABLE:
         raise BadInput("client: tasks run with demask's own op table; leave `table` out")
     if client is not None:  # workers may run in other folders
-        model, source, destination = map(_absolute, (model, source, destination))
+        model, source, destination = map(_with_absolute_path, (model, source, destination))
     job = prepare_stream(model, source, destination, wanted, spill=spill, table=table)
     return PreparedStream(job, client, (model, source, destination, wanted))
 
 
-def _absolute(end: Any) -> Any:
-    """A path from the root; other values as they are."""
+def _with_absolute_path(end: Any) -> Any:
     return Path(end).resolve() if isinstance(end, str | os.PathLike) else end
 
 
 def prepare_again(model: Model, source: Any, destination: Any, options: StreamOptions) -> Streaming:
     """The job of a call, in a worker."""
     return prepare_stream(model, source, destination, options, table=TABLE)
-
-
-def run(prepared: PreparedStream, progress: Callable[..., object] | None = None, *, resume: bool = True) -> Streamed:
-    """Execute a job."""
-    job, cluster = prepared.job, None
-    if prepared.client is not None:
-        from demask.traverse.execution.cluster import Cluster
-
-        cluster = Cluster.of(prepared.client, job, prepare_again, *prepared.call)
-    done = job.run(progress, resume=resume, cluster=cluster)
-    return Streamed(done.shape, done.dtype, job.images, done.rows, done.seconds, job.plan.peak, done.macs, done.resumed)
 
 
 __all__ = ["OUTPUTS", "PreparedStream", "Streamed", "prepare", "stream"]

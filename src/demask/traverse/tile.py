@@ -19,13 +19,13 @@ from demask.numerics import is_integer
 from demask.ops import TABLE, Table
 from demask.ops.flow import axis_of
 from demask.ops.regions import region_rule
-from demask.traverse.analysis.flow import Flow, flow_of, read
+from demask.traverse.analysis.flow import Flow, capture_at_sizes, flow_of
 from demask.traverse.analysis.split_global_ops import with_moments
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.execution.tiled_module import Tiled, tiled
-from demask.traverse.planning.kernel_choice import plan_flow
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import WORKERS, MemoryLayout
+from demask.traverse.planning.planner import plan_flow
 
 
 @in_isolation
@@ -81,7 +81,7 @@ def tile(
         >>> torch.allclose(small(x), net(x), atol=1e-6)
         True
     """
-    program, flow, tile_plan, layout = _planned(model, args, kwargs, parse_memory(memory), workers, table)
+    program, flow, tile_plan, layout = _plan_model(model, args, kwargs, parse_memory(memory), workers, table)
     return tiled(program, tile_plan, flow, layout, table)
 
 
@@ -125,20 +125,21 @@ def plan(
         >>> tiles.segments[0].mode, tiles.peak < 32 * 2**20, tiles.recompute
         ('bands', True, 1.0)
     """
-    return _planned(model, args, kwargs, parse_memory(memory), workers, table)[2]
+    return _plan_model(model, args, kwargs, parse_memory(memory), workers, table)[2]
 
 
-def _planned(
+def _plan_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, budget: int, workers: int, table: Table
 ) -> tuple[Program, Flow, TilePlan, MemoryLayout]:
     if not is_integer(workers) or not 1 <= workers <= WORKERS:
         raise BadInput(f"expected 1 to {WORKERS} workers, got {workers!r}")
-    program = read(model, args, kwargs)
-    count = _count(program)
+    program = capture_at_sizes(model, args, kwargs)
+    values = [n.meta.get("val") for n in program.graph.find_nodes(op="placeholder")]
+    count = max((v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim >= 3), default=1)
     has_several = count > 1
     if has_several:
         _check_independent(program, count, table)
-        program = read(model, *_first(args, kwargs or {}, count))
+        program = capture_at_sizes(model, *_first_image(args, kwargs or {}, count))
     flow = flow_of(program, table)
     if not flow.axes:
         raise BadInput("no input has rows to cut: expected images (N, C, H, W), volumes or sequences")
@@ -146,20 +147,12 @@ def _planned(
     return program, flow, replace(tile_plan, images=has_several), layout
 
 
-def _count(program: Program) -> int:
-    """The number of images in the example."""
-    values = [n.meta.get("val") for n in program.graph.find_nodes(op="placeholder")]
-    return max((v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim >= 3), default=1)
-
-
-def _first(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
-    """The example with its first image only."""
-
-    def first_image(leaf: Any) -> Any:
+def _first_image(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
+    def cut_leaf(leaf: Any) -> Any:
         has_images = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == count
         return leaf[:1] if has_images else leaf
 
-    return pytree.tree_map(first_image, (args, dict(kwargs)))
+    return pytree.tree_map(cut_leaf, (args, dict(kwargs)))
 
 
 def _check_independent(program: Program, count: int, table: Table) -> None:
@@ -176,14 +169,14 @@ def _check_independent(program: Program, count: int, table: Table) -> None:
         if not isinstance(node, fx.Node) or node.op != "call_function":
             continue
         operands = [n for n in node.all_input_nodes if n in axes]
-        if operands and (axes.get(node) != (0, None) or _mixes(relations[node], axes, count)):
+        if operands and (axes.get(node) != (0, None) or _mixes_images(relations[node], axes, count)):
             raise BadInput(
                 f"{node.name} ({node.target}) mixes the images of a batch; give an "
                 "example of one image, and pass one image per call"
             )
 
 
-def _mixes(relation: Any, axes: Mapping[fx.Node, Axes], count: int) -> bool:
+def _mixes_images(relation: Any, axes: Mapping[fx.Node, Axes], count: int) -> bool:
     """Whether an image of a call's output needs another image of an operand."""
     cut_operands = [k for k, operand in enumerate(relation.operands) if operand.value in axes]
     return any(

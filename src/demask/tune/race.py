@@ -20,9 +20,8 @@ from demask.graph.provenance import GIVEN, Speed
 from demask.graph.result.demasked_module import build_plain
 from demask.judge import Expected, InFloat64, draw_inputs, expected_outputs, judge
 from demask.machine import clock
-from demask.machine.clock import PAIRS, Timing, is_clear, is_faster
+from demask.machine.clock import PAIRS, Timing, is_clear, is_faster, set_threads
 from demask.machine.describe import describe_machine
-from demask.machine.threads import set_threads
 from demask.tune.candidates import Candidate
 
 LOOKS, ROUNDS, SECONDS = 5, 15, 20.0  # rounds of the screening and of the final; seconds at most

@@ -9,10 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from compiled_kernels import compiled
-from demask.kernels.gpu import bitmap, epilogue
-from demask.kernels.gpu import sddmm as sddmm_rows
-from demask.kernels.gpu import spgemm as pairs
-from demask.kernels.gpu import spmm as spmm_rows
+from demask.kernels import gpu
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has its assembler on Linux")
 REST = {"first": "fp32", "second": "fp32", "n": "i32"}
@@ -25,7 +22,7 @@ def rows(kind, height, width, warps, even=True):
     types |= dict.fromkeys(("tasks", "x_row", "out_row"), "i32") | REST
     constants = {"ROWS": height, "WIDTH": width, "SPLIT": True, "BIASED": True, "ACT": "relu"}
     aligned = [*types.keys() - {"tasks", "first", "second"}] if even else []
-    kernel = spmm_rows.spmm_rows
+    kernel = gpu.spmm_rows
     return compiled(kernel, types, constants | {"out_column": 1}, aligned, warps)
 
 
@@ -83,7 +80,7 @@ def test_bitmaps_use_tensor_cores(name):
         "x_column": 1,
         "out_column": 1,
     }
-    found = compiled(bitmap.spmm_bitmap, types, constants, aligned, warps)
+    found = compiled(gpu.spmm_bitmap, types, constants, aligned, warps)
     assert found.count("HGMMA") + found.count("HMMA") > 0
     assert found.count("POPC") > 0
     assert found.count("LDL") == found.count("STL") == 0, "registers do not hold a tile"
@@ -95,7 +92,7 @@ def test_sddmm_by_rows_loads_vectors():
     types |= dict.fromkeys(("a", "b", "out"), "*fp32") | dict.fromkeys(("a_row", "b_row", "k"), "i32")
     for entries, step, warps in ((32, 128, 4), (8, 128, 1)):
         constants = {"ENTRIES": entries, "STEP": step}
-        found = compiled(sddmm_rows.sddmm_rows, types, constants, types, warps)
+        found = compiled(gpu.sddmm_rows, types, constants, types, warps)
         assert found.count("LDG.E.128") >= entries * step // (32 * warps) // 4
         assert found.stack == 0
         assert found.registers <= 128
@@ -105,7 +102,7 @@ def test_sddmm_by_tiles_uses_tensor_cores():
     types = {"masks": "*i32", "starts": "*i32"} | dict.fromkeys(("a", "b", "out"), "*bf16")
     types |= dict.fromkeys(("high", "a_row", "b_row", "m", "n", "k"), "i32")
     constants = {"HEIGHT": 128, "STEP": 64, "WIDE": False, "a_step": 1, "b_step": 1}
-    found = compiled(bitmap.sddmm_bitmap, types, constants, types, 4)
+    found = compiled(gpu.sddmm_bitmap, types, constants, types, 4)
     assert found.count("HGMMA") > 0
     assert found.count("LDG.E.128") >= 12
     assert found.stack == 0
@@ -114,7 +111,7 @@ def test_sddmm_by_tiles_uses_tensor_cores():
 def test_the_dense_matrix_is_written_by_vectors():
     types = {"masks": "*i32", "starts": "*i32", "values": "*bf16", "out": "*bf16"}
     types |= dict.fromkeys(("high", "m", "k"), "i32")
-    found = compiled(bitmap.decompress, types, {"HEIGHT": 64}, types, 4)
+    found = compiled(gpu.decompress, types, {"HEIGHT": 64}, types, 4)
     assert found.count("STG.E.128") > 0
     assert found.stack == 0
 
@@ -126,13 +123,13 @@ def test_every_activation_compiles():
     types |= dict.fromkeys(("tasks", "parts", "step", "out_row", "out_column"), "i32")
     for act in ("gelu", "gelu_tanh", "tanh", "hardswish", "clamp", "leaky_relu", "sigmoid", "silu"):
         constants = {"HEIGHT": 4, "WIDTH": 256, "LISTED": True, "BIASED": True, "ACT": act}
-        assert compiled(epilogue.finish, types, constants, (), 4).stack == 0
+        assert compiled(gpu.finish, types, constants, (), 4).stack == 0
 
 
 def test_the_others_compile():
     types = {"offsets": "*i64", "rows": "*i64", "begins": "*i64", "values": "*fp32", "total": "i64"}
     types |= {"other_col": "*i32", "other_values": "*fp32", "keys": "*i64", "products": "*fp32"}
     types |= dict.fromkeys(("entries", "halvings", "n"), "i32")
-    assert compiled(pairs.expand, types, {"COUNT": 256}, (), 4).stack == 0
+    assert compiled(gpu.expand, types, {"COUNT": 256}, (), 4).stack == 0
     types = {"products": "*fp32", "order": "*i64", "begins": "*i64", "out": "*fp32", "count": "i32"}
-    assert compiled(pairs.compress, types, {"COUNT": 256}, (), 4).stack == 0
+    assert compiled(gpu.compress, types, {"COUNT": 256}, (), 4).stack == 0

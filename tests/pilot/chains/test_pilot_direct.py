@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from demask.machine.threads import set_threads
+from demask.machine.clock import set_threads
 from demask.ops import TABLE
 from demask.pilot.chains import chain_op
 from demask.pilot.chains.exact_conditions import Chained, Columns, chained

@@ -7,15 +7,15 @@ import pytest
 
 from demask.kernels.cpu.recurrent import RecurrentKernel, most_rows
 from demask.kernels.cpu.tiles.called import NormKernel, SoftmaxKernel
-from demask.kernels.cpu.tiles.dense.dense_channels import DenseChannelsKernel
-from demask.kernels.cpu.tiles.dense.dense_tile import DenseTileKernel
-from demask.kernels.cpu.tiles.dense.winograd_tile import WinogradTileKernel
+from demask.kernels.cpu.tiles.dense_channels import DenseChannelsKernel
+from demask.kernels.cpu.tiles.dense_tile import DenseTileKernel
 from demask.kernels.cpu.tiles.depthwise_tile import DepthwiseTileKernel
 from demask.kernels.cpu.tiles.mean import MeanKernel
 from demask.kernels.cpu.tiles.relayout import BorderKernel, Gather, Pointwise, PoolKernel, Scatter, TransposedKernel
 from demask.kernels.cpu.tiles.sparse_tile import SparseTileKernel
 from demask.kernels.cpu.tiles.sparse_vector import SparseVectorKernel
 from demask.kernels.cpu.tiles.value_product import ValueProductKernel
+from demask.kernels.cpu.tiles.winograd_tile import WinogradTileKernel
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
 from demask.kernels.thread_team import TeamWork

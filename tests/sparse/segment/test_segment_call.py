@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from demask.machine.threads import set_threads
+from demask.machine.clock import set_threads
 from demask.sparse import reference as dense
 from demask.sparse.segment import inline
 from demask.sparse.segment.inline import bound

@@ -10,18 +10,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx
+from torch import Tensor
 
 from demask.kernels.cpu.window import WindowRunner
 from demask.ops import Declined
 from demask.ops.entry import Shape as S
 from demask.traverse import axes as parts
 from demask.traverse.axes import Axes
-from demask.traverse.local.compiled import fused
-from demask.traverse.local.depthwise import CompiledDepthwise, CompiledPool
-from demask.traverse.local.kernels import faster_kind
+from demask.traverse.local.kernels import CompiledDepthwise, CompiledPool, faster_kind, fused
 from demask.tune.epilogue import Epilogue
-from local_runs import IMAGE, Placed, Scratch, image_call, run, values_of, windows
+from local_runs import IMAGE, Placed, Scratch, assert_close, exact_result, image_call, run, values_of, windows
 
 DRAWS = settings(
     derandomize=True,
@@ -31,7 +29,6 @@ DRAWS = settings(
     suppress_health_check=list(HealthCheck),
     max_examples=40,
 )
-ULPS = 64  # of the largest output: sums of up to 49 terms in another order
 F = torch.nn.functional
 
 
@@ -43,27 +40,18 @@ def placed(name: str, *args, **how) -> Placed:
     return Placed(replace(here._here, kind=kind), here.call_axes)
 
 
-def true(here: Placed) -> Tensor:
-    """The whole call in float64."""
-    args, kwargs = fx.node.map_arg((here.node.args, here.node.kwargs), lambda node: node.meta["val"].double())
-    return here.node.target(*args, **kwargs)
-
-
-def close(made: Tensor, expected: Tensor) -> None:
-    top = expected.abs().max().clamp(min=1e-6)
-    assert (made.double() - expected).abs().max() <= ULPS * torch.finfo(torch.float32).eps * top
-
-
 def holds(kind: type, name: str, *args, pair: Axes = IMAGE, **kwargs) -> None:
     here = placed(name, *args, pair=pair, **kwargs)
     assert type(here.kind) is kind
-    expected, values, scratch = true(here), values_of(here), Scratch()
+    expected, values, scratch = exact_result(here), values_of(here), Scratch()
     chance = random.Random(zlib.crc32(repr((name, args, kwargs)).encode()))
-    whole = here.run([values.get(o.value, o.value) for o in here.relation.operands], parts.whole(here.node, here.axes))
-    close(whole, expected)
+    whole = here.run(
+        [values.get(o.value, o.value) for o in here.relation.operands], parts.full_window(here.node, here.axes)
+    )
+    assert_close(whole, expected)
     for window in windows(expected.shape, here.axes, chance):
         made = run(here, window, values, scratch)
-        close(made, parts.part(expected, here.axes, window))
+        assert_close(made, parts.part(expected, here.axes, window))
         if kind is CompiledDepthwise:
             assert torch.equal(made, parts.part(whole, here.axes, window)), window
             assert scratch.bytes == here.scratch_bytes(window) == 0
@@ -186,19 +174,19 @@ def test_activations_and_sums(name, add):
     here = placed(*depthwise())
     activation, scalars = ACTIVATIONS[name]
     after = None if name == "none" else Epilogue(name, scalars)
-    whole = true(here)
+    whole = exact_result(here)
     base = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))
     for window in [((0, 12), (0, 17)), ((3, 7), (0, 17)), ((11, 12), (2, 5))]:
         more = {"add": True, "prefill": parts.part(base, here.axes, window)} if add else {}
         expected = activation(whole + base.double() if add else whole)
         made = run(here, window, values_of(here), after=after, **more)
-        close(made, parts.part(expected, here.axes, window))
+        assert_close(made, parts.part(expected, here.axes, window))
 
 
 def test_an_average_is_activated_behind():
     here = placed("aten.avg_pool2d.default", S((1, 3, 8, 9)), [3, 3], [1, 1], [1, 1])
     made = run(here, ((2, 5), (0, 9)), values_of(here), after=Epilogue("relu"))
-    close(made, true(here)[:, :, 2:5].relu())
+    assert_close(made, exact_result(here)[:, :, 2:5].relu())
 
 
 @pytest.mark.parametrize("name", ["none", "relu", "hardtanh", "leaky_relu", "swish"])
@@ -217,7 +205,7 @@ def test_weights_may_change_between_calls():
     def check(weight: Tensor) -> None:
         double = [t.double() for t in (x, weight, bias)]
         made = here.run([cut, weight, bias], window)
-        close(made, F.conv2d(*double, padding=1, groups=10))
+        assert_close(made, F.conv2d(*double, padding=1, groups=10))
 
     check(weight)
     weight.mul_(2)
@@ -233,7 +221,7 @@ def test_a_part_in_another_layout_is_left_to_torch():
     here = placed(*depthwise())
     operands = [node.meta["val"] for node in here.node.args[:3]]
     assert operands[0].stride(3) == 1
-    close(here.run(operands, ((0, 12), (0, 17))), true(here))
+    assert_close(here.run(operands, ((0, 12), (0, 17))), exact_result(here))
 
 
 KEPT = [

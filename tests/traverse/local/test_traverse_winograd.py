@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from demask.errors import BudgetTooSmall
 from demask.kernels.cpu import winograd
@@ -22,12 +22,11 @@ from demask.traverse import tile
 from demask.traverse.analysis.captured_size import captured, network_of
 from demask.traverse.analysis.flow import flow_of
 from demask.traverse.axes import Axes
-from demask.traverse.local import winograd as local_winograd
-from demask.traverse.local.winograd import CompiledWinograd
-from demask.traverse.planning.kernel_choice import lay_out_plan, plan_flow
-from demask.traverse.planning.planner import plan_tiles
+from demask.traverse.local import kernels as local_kernels
+from demask.traverse.local.kernels import CompiledWinograd
+from demask.traverse.planning.planner import lay_out_plan, plan_flow, plan_tiles
 from demask.tune.epilogue import Epilogue, apply_activation
-from local_runs import IMAGE, Placed, Scratch, image_call, run, values_of, windows
+from local_runs import IMAGE, Placed, Scratch, assert_close, exact_result, image_call, run, values_of, windows
 
 DRAWS = settings(
     derandomize=True,
@@ -37,14 +36,13 @@ DRAWS = settings(
     suppress_health_check=list(HealthCheck),
     max_examples=25,
 )
-ULPS = 64  # of the largest output: sums of up to 9 * 64 terms in another order
 CONV = ("aten.conv2d.default", S((1, 32, 13, 18)), S((48, 32, 3, 3), True), S((48,), True), [1, 1], [1, 1])
 
 
 @pytest.fixture(autouse=True)
 def small_images(monkeypatch):
     """Images of the tests are smaller than those for which the kernel pays."""
-    monkeypatch.setattr(local_winograd, "LEAST_POSITIONS", 1)
+    monkeypatch.setattr(local_kernels, "LEAST_POSITIONS", 1)
 
 
 def placed(*call, **how) -> Placed:
@@ -53,30 +51,19 @@ def placed(*call, **how) -> Placed:
     return here
 
 
-def exact(here: Placed) -> Tensor:
-    """The whole call in float64."""
-    args, kwargs = fx.node.map_arg((here.node.args, here.node.kwargs), lambda node: node.meta["val"].double())
-    return here.node.target(*args, **kwargs)
-
-
-def close(result: Tensor, expected: Tensor) -> None:
-    top = expected.abs().max().clamp(min=1e-6)
-    assert (result.double() - expected).abs().max() <= ULPS * torch.finfo(torch.float32).eps * top
-
-
-def whole_of(here: Placed, values: dict, **fused) -> Tensor:
+def full_of(here: Placed, values: dict, **fused) -> Tensor:
     operands = [values.get(o.value, o.value) for o in here.relation.operands]
     into = fused.pop("prefill", None)
     into = None if into is None else parts.empty(into.shape, here.axes, into.dtype).copy_(into)
-    return here.run(operands, parts.whole(here.node, here.axes), into, **fused)
+    return here.run(operands, parts.full_window(here.node, here.axes), into, **fused)
 
 
 def holds(*call, pair: Axes = IMAGE, seed: int = 0) -> None:
     """Parts are bit-equal to those of the whole, which is close to the sum in float64."""
     here = placed(*call, pair=pair)
-    values, expected = values_of(here), exact(here)
-    whole = whole_of(here, values)
-    close(whole, expected)
+    values, expected = values_of(here), exact_result(here)
+    whole = full_of(here, values)
+    assert_close(whole, expected)
     for window in windows(expected.shape, here.axes, random.Random(seed)):
         scratch = Scratch()
         result = run(here, window, values, scratch)
@@ -131,10 +118,10 @@ def test_sums_and_activations_are_fused(name, add):
     here = placed(*CONV)
     after = Epilogue(name, (0.1,) if name == "leaky_relu" else ())
     values, other = values_of(here), torch.randn(1, 48, 13, 18)
-    expected = exact(here) + other.double() * add
+    expected = exact_result(here) + other.double() * add
     fused = {"after": after, "add": add}
-    whole = whole_of(here, values, prefill=other, **fused)
-    close(whole, apply_activation(after, expected))
+    whole = full_of(here, values, prefill=other, **fused)
+    assert_close(whole, apply_activation(after, expected))
     for window in windows(expected.shape, here.axes, random.Random(1)):
         part = parts.part(other, here.axes, window)
         result = run(here, window, values, prefill=part, **fused)
@@ -152,7 +139,7 @@ def test_results_do_not_depend_on_threads(monkeypatch):
     try:
         for threads in (1, 2, 3, 64):  # more than the scratch memory has room for, too
             torch.set_num_threads(threads)
-            results.append(whole_of(here, values))
+            results.append(full_of(here, values))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -161,20 +148,20 @@ def test_results_do_not_depend_on_threads(monkeypatch):
 def test_results_do_not_depend_on_the_memory_for_blocks(monkeypatch):
     here = placed(*CONV)
     values = values_of(here)
-    results = [whole_of(here, values)]
+    results = [full_of(here, values)]
     for scratch in (0, 2**17):
-        monkeypatch.setattr(local_winograd, "SCRATCH", scratch)
-        results.append(whole_of(here, values))
+        monkeypatch.setattr(local_kernels, "SCRATCH", scratch)
+        results.append(full_of(here, values))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def test_weights_are_packed_once_for_all_windows():
     here = placed(*CONV)
-    values, window = values_of(here), parts.whole(here.node, here.axes)
+    values, window = values_of(here), parts.full_window(here.node, here.axes)
     weight = next(o.value for o in here.relation.operands if o.name == "weight")
-    whole, packed = whole_of(here, values), here.kind.pack_weight(values[weight], window)
+    whole, packed = full_of(here, values), here.kind.pack_weight(values[weight], window)
     assert packed.nbytes == here.kind.packed_bytes
-    assert torch.equal(whole_of(here, values | {weight: packed}), whole)
+    assert torch.equal(full_of(here, values | {weight: packed}), whole)
     strided = values[weight].contiguous(memory_format=torch.channels_last)
     assert torch.equal(here.kind.pack_weight(strided, window), packed)
 
@@ -204,7 +191,7 @@ def test_products_of_doubled_positions_are_zero(doubled):
         WinogradRunner(kernel).run(sizes, 1, addresses, (scratch.data_ptr(), scratch.nbytes))
         results.append(into)
     assert torch.equal(*results)
-    close(results[0], torch.conv2d(x.double(), weight.double(), padding=1))
+    assert_close(results[0], torch.conv2d(x.double(), weight.double(), padding=1))
 
 
 class Enlarged(nn.Module):
@@ -227,18 +214,18 @@ def test_resizes_by_two_are_noticed(factors, padding):
     kind = next(h.kind for h in flow.local.values() if isinstance(h.kind, CompiledWinograd))
     assert kind.kernel.doubled == tuple(f == 2.0 and padding == 1 for f in factors)
     with torch.no_grad():
-        close(tile(model, (x,), memory="64MiB")(x), model.double()(x.double()))
+        assert_close(tile(model, (x,), memory="64MiB")(x), model.double()(x.double()))
 
 
 def test_wild_values_stay_in_their_windows():
     here = placed(*CONV)
     values = values_of(here)
     x = next(o.value for o in here.relation.operands if o.name != "weight")
-    plain = whole_of(here, values)
+    plain = full_of(here, values)
     for wild in (float("inf"), float("nan"), 3e38):
         changed = values[x].clone(memory_format=torch.preserve_format)
         changed[0, 3, 6, 7] = wild
-        result = whole_of(here, values | {x: changed})
+        result = full_of(here, values | {x: changed})
         same = torch.ones(plain.shape, dtype=torch.bool)
         same[:, :, 5:8, 6:9] = False
         assert torch.equal(result[same], plain[same])
@@ -264,7 +251,7 @@ def test_other_calls_run_by_other_kernels(call, how):
 
 
 def test_a_machine_without_kernels_runs_torchs_ops(monkeypatch):
-    monkeypatch.setattr(local_winograd, "compiles", lambda: False)
+    monkeypatch.setattr(local_kernels, "compiles", lambda: False)
     assert not isinstance(image_call(*CONV).kind, CompiledWinograd)
 
 
@@ -281,7 +268,7 @@ def test_bands_and_workers_are_bit_equal():
     assert len({str(t.plan.segments) for t in tiles}) > 3  # else this tests nothing
     with torch.no_grad():
         results = [t(x) for t in tiles]
-        close(results[0], model.double()(x.double()))
+        assert_close(results[0], model.double()(x.double()))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 

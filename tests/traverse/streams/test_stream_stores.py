@@ -147,7 +147,7 @@ def test_axes_have_any_order(image, layout):
 def test_the_cache_of_gdal_is_small_meanwhile_and_as_before_then(image, monkeypatch):
     """By default it has 5 % of the machine's memory, which a budget knows nothing of."""
     env = pytest.importorskip("rasterio.env")
-    from demask.traverse.storage.stores import raster
+    from demask.traverse.storage import raster
 
     before, sizes, copy = env.get_gdal_config(raster.CACHE_OPTION), [], raster.rasterio.shutil.copy
 

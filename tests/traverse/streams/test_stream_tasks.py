@@ -45,9 +45,9 @@ def least(model, source, target):
 def test_no_map_overwrites_another_in_stripes():
     flow = flow_of(captured(network_of(decoder()), (1, 4, 48, 20), torch.float32), TABLE)
     whole = lay_out(flow, in_bands(flow, 4))
-    assert any(place.segment.over for place in whole.places)  # else this tests nothing
+    assert any(placed.segment.over for placed in whole.segments)  # else this tests nothing
     striped = [replace(s, stripe=16 if s.mode == "bands" else 0) for s in in_bands(flow, 4)]
-    assert not any(place.segment.over for place in lay_out(flow, striped).places if place.segment.stripe)
+    assert not any(placed.segment.over for placed in lay_out(flow, striped).segments if placed.segment.stripe)
 
 
 @pytest.mark.sampled(8)

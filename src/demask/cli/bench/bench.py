@@ -26,7 +26,7 @@ from demask.cli.read_network import NetworkFile
 from demask.errors import BadInput
 from demask.graph.program import path_of
 from demask.machine.allocator import fix_allocator
-from demask.machine.clock import Timing, race
+from demask.machine.clock import Timing, checked_threads, race, set_threads
 from demask.machine.describe import (
     BUSY,
     describe_machine,
@@ -36,7 +36,6 @@ from demask.machine.describe import (
     has_wide_spread,
     load_average,
 )
-from demask.machine.threads import checked_threads, set_threads
 from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.progress import ProgressStep
 from demask.report import Report

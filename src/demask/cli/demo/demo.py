@@ -17,9 +17,8 @@ from demask.cli.demo.digits import BATCH, DigitNet, Digits, accuracy, prune_chan
 from demask.files import atomic_write as atomic
 from demask.graph.provenance import Sizes
 from demask.machine.allocator import fix_allocator
-from demask.machine.clock import Timing, race
+from demask.machine.clock import Timing, race, set_threads
 from demask.machine.describe import BUSY, format_counts, format_spread, format_threads, has_wide_spread
-from demask.machine.threads import set_threads
 from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.progress import ProgressStep
 from demask.report.module_sections import module_sections

@@ -90,7 +90,7 @@ def prune(
         from demask.cli.pruning import images, networks
         from demask.cli.pruning.prune import SCORES, PruneOptions, prune_classifier
         from demask.cli.pruning.training import Training, TrainingOptions
-        from demask.machine.threads import set_threads
+        from demask.machine.clock import set_threads
 
         if score not in SCORES:
             raise BadInput(f"expected --score to be one of {', '.join(SCORES)}, got {score!r}")

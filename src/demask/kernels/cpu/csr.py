@@ -114,11 +114,17 @@ def any_set(e: Emitter, mask: Value) -> Value:
     return e.b.icmp_unsigned("!=", bits, ir.IntType(e.lanes)(0))
 
 
-def masked(e: Emitter, kind: Any, pointer: Value, mask: Value, align: int = 4) -> Value:
-    """A vector from memory; lanes outside of the mask are 0 and are not read."""
+def masked(e: Emitter, kind: Any, pointer: Value, mask: Value, align: int = 4, other: float = 0) -> Value:
+    """A vector from memory; lanes outside of the mask are `other` and are not read."""
     word = {FLOAT: "f32", I32: "i32", I64: "i64"}[kind.element]
     load = e.intrinsic(f"llvm.masked.load.v{e.lanes}{word}.p0", kind, POINTER, I32, mask.type, kind)
-    return e.b.call(load, [pointer, I32(align), mask, ir.Constant(kind, [0] * e.lanes)])
+    return e.b.call(load, [pointer, I32(align), mask, ir.Constant(kind, [other] * e.lanes)])
+
+
+def store_masked(e: Emitter, value: Value, pointer: Value, mask: Value) -> None:
+    """Write the lanes of a float vector that are in the mask."""
+    store = e.intrinsic(f"llvm.masked.store.v{e.lanes}f32.p0", VOID, e.vector, POINTER, I32, mask.type)
+    e.b.call(store, [value, pointer, I32(4), mask])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,7 @@ class Wide:
     partial: only `left` lanes of the last vector of a tile are in use. side: rows computed
     together.
     wide: 64-bit indices. named: rows of out are renumbered. biased: whether there is a bias.
-    padded: rows of x have whole vectors even where `partial` is set.
+    padded: rows of x have full vectors even where `partial` is set.
     """
 
     tile: int
@@ -153,11 +159,11 @@ class Wide:
             shift = b.mul(tile, I64(size))
             x, out = e.at(m.at["x"], shift), e.at(m.at["out"], shift)
             with e.loop(f["begin"], f["together"], self.side) as first:
-                self._rows(e, m, first, self.side, (x, out, mask))
+                self._compute_rows(e, m, first, self.side, (x, out, mask))
             with e.loop(f["together"], f["end"]) as first:
-                self._rows(e, m, first, 1, (x, out, mask))
+                self._compute_rows(e, m, first, 1, (x, out, mask))
 
-    def _rows(self, e: Emitter, m: Matrix, first: Value, side: int, at: tuple[Value, Value, Value]) -> None:
+    def _compute_rows(self, e: Emitter, m: Matrix, first: Value, side: int, at: tuple[Value, Value, Value]) -> None:
         b, (x, out, mask) = e.b, at
         rows = [m.row(b.add(first, I64(r)) if r else first) for r in range(side)]
         counts = [m.checked(begin, count) for _, begin, count in rows]
@@ -171,16 +177,18 @@ class Wide:
             sums.append([e.variable(e.vector, start) for _ in range(self.tile)])
         with e.loop(I64(0), shortest) as i:
             for (_, begin, _), row in zip(rows, sums, strict=True):
-                self._product(e, m, b.add(begin, i), row, (x, mask))
+                self._add_product(e, m, b.add(begin, i), row, (x, mask))
         for (_, begin, _), count, row in zip(rows, counts, sums, strict=True):
             if side > 1:
                 with e.loop(shortest, count) as i:
-                    self._product(e, m, b.add(begin, i), row, (x, mask))
+                    self._add_product(e, m, b.add(begin, i), row, (x, mask))
         for (name, good), sum_ in zip(names, sums, strict=True):
             with b.if_then(good):
                 self._store(e, m, name, sum_, (out, mask))
 
-    def _product(self, e: Emitter, m: Matrix, position: Value, sums: list[Variable], at: tuple[Value, Value]) -> None:
+    def _add_product(
+        self, e: Emitter, m: Matrix, position: Value, sums: list[Variable], at: tuple[Value, Value]
+    ) -> None:
         """sums += value * x[column] of the nonzero at a position."""
         x, mask = at
         value = e.splat(e.load(FLOAT, m.at["values"], position))
@@ -199,9 +207,7 @@ class Wide:
         for t, sum_ in enumerate(sums):
             value, pointer = activated(e, sum_.get(), self.act), e.at(line, t * self.lanes * 4)
             if self.partial and t == self.tile - 1:
-                name = f"llvm.masked.store.v{e.lanes}f32.p0"
-                store = e.intrinsic(name, VOID, e.vector, POINTER, I32, mask.type)
-                e.b.call(store, [value, pointer, I32(4), mask])
+                store_masked(e, value, pointer, mask)
             else:
                 e.b.store(value, pointer, align=4)
 
@@ -233,11 +239,13 @@ class Dot:
             bad = e.variable(none.type, none)
             end = b.select(b.icmp_signed(">", count, I64(0)), count, b.neg(back))
             with e.loop(b.neg(back), end, e.lanes) as i:
-                self._products(e, m, (begin, count, i), sum_, bad)
+                self._add_products(e, m, (begin, count, i), sum_, bad)
             m.report(any_set(e, bad.get()))
             self._finish(e, m, row, e.total(sum_.get()))
 
-    def _products(self, e: Emitter, m: Matrix, at: tuple[Value, Value, Value], sum_: Variable, bad: Variable) -> None:
+    def _add_products(
+        self, e: Emitter, m: Matrix, at: tuple[Value, Value, Value], sum_: Variable, bad: Variable
+    ) -> None:
         b, (begin, count, i) = e.b, at
         mask = b.and_(below(e, b.sub(count, i)), b.not_(below(e, b.neg(i))))
         position = b.add(begin, i)
@@ -285,14 +293,14 @@ def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[ColumnPiece]
     vectors = -(-columns // isa.lanes)
     tile = -(-vectors // -(-vectors // (isa.registers // 4)))  # equal tiles that fit in registers
     left = columns % isa.lanes or isa.lanes
-    whole_tiles = (vectors - (left < isa.lanes)) // tile
+    full_tiles = (vectors - (left < isa.lanes)) // tile
     column_pieces = []
-    if whole_tiles:
-        column_pieces.append(ColumnPiece(Wide(tile, isa.lanes, False, side(tile), **options), 0, whole_tiles, 0))
-    rest_vectors = vectors - whole_tiles * tile
+    if full_tiles:
+        column_pieces.append(ColumnPiece(Wide(tile, isa.lanes, False, side(tile), **options), 0, full_tiles, 0))
+    rest_vectors = vectors - full_tiles * tile
     if rest_vectors:
         kernel = Wide(rest_vectors, isa.lanes, left < isa.lanes, side(rest_vectors), **options)
-        column_pieces.append(ColumnPiece(kernel, whole_tiles * tile * isa.lanes, 1, left))
+        column_pieces.append(ColumnPiece(kernel, full_tiles * tile * isa.lanes, 1, left))
     return column_pieces
 
 

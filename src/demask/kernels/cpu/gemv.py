@@ -162,9 +162,9 @@ class RowKernel:
                     position = b.select(b.icmp_signed("<", position, last), position, last)
                     current.append(e.load_long(I32, rows, position))
                 positions = [b.add(first, I64(self.side + k)) for k in range(self.side)]
-                self._rows(e, f, current, [e.load_long(I32, rows, position) for position in positions])
+                self._compute_rows(e, f, current, [e.load_long(I32, rows, position) for position in positions])
 
-    def _rows(self, e: Emitter, f: Fields, rows: list[Value], later: list[Value]) -> None:
+    def _compute_rows(self, e: Emitter, f: Fields, rows: list[Value], later: list[Value]) -> None:
         """later: the next rows, which are prefetched."""
         b, weights, bias = e.b, f.pointer("weights"), f.pointer("bias")
         cols, values, out = f.slot("cols"), f.slot("values"), f.slot("out")

@@ -93,7 +93,7 @@ class RecurrentKernel:
         fields = Fields(e, CALL.names)
         gates, rows = fields.buffer("gates"), fields.buffer("rows")
         if self.zero:
-            self._clear(e, fields, rows)
+            self._write_zero_states(e, fields, rows)
         with e.loop(I64(0), fields["steps"]) as t:
             x = e.at(gates, e.b.mul(t, fields["gate_step"]))
             before = e.at(rows, e.b.mul(t, fields["step"]))
@@ -109,26 +109,25 @@ class RecurrentKernel:
                     added = self._gate(e, fields, e.at(x, first), row, self.gates - 1)
                     CELLS[self.name][1](e, gate_sums, added, at)
 
-    def _clear(self, e: Emitter, fields: Fields, rows: Value) -> None:
-        """Write zeros as the states before the first step."""
+    def _write_zero_states(self, e: Emitter, fields: Fields, rows: Value) -> None:
         with e.loop(I64(0), fields["blocks"]) as block:
             for row in range(self.rows):
-                place = e.at(e.line(rows, block), e.b.mul(fields["row"], I64(row)))
-                e.write(e.splat(0.0), place)
-                e.write(e.splat(0.0), e.at(place, fields["cell"]))
+                state = e.at(e.line(rows, block), e.b.mul(fields["row"], I64(row)))
+                e.write(e.splat(0.0), state)
+                e.write(e.splat(0.0), e.at(state, fields["cell"]))
 
     def _gate(self, e: Emitter, fields: Fields, x: Value, row: int, gate: int) -> Value:
         """What the input contributes to a gate of a block: unaligned, as are its neighbors."""
         units = e.b.mul(fields["units"], I64(4 * gate))
-        place = e.b.add(e.b.mul(fields["gate_row"], I64(row)), units)
-        return e.b.load(e.at(x, place), typ=e.vector, align=4)
+        offset = e.b.add(e.b.mul(fields["gate_row"], I64(row)), units)
+        return e.b.load(e.at(x, offset), typ=e.vector, align=4)
 
     def _sums(
-        self, e: Emitter, fields: Fields, places: tuple[Value, Value], first: Value, weights: Variable
+        self, e: Emitter, fields: Fields, addresses: tuple[Value, Value], first: Value, weights: Variable
     ) -> list[list[Value]]:
-        """The sums of a block, [rows][gates]. places: gates and states of the first row; first:
+        """The sums of a block, [rows][gates]. addresses: gates and states of the first row; first:
         bytes before the block; weights: the address of its weights, then of the next ones."""
-        x, before = e.at(places[0], first), places[1]
+        x, before = e.at(addresses[0], first), addresses[1]
         states = [e.at(before, e.b.mul(fields["row"], I64(row))) for row in range(self.rows)]
         starts = [[self._gate(e, fields, x, row, gate) for gate in range(self.gates)] for row in range(self.rows)]
         if self.name == "gru":  # r scales the product and its bias, but not what x contributes
@@ -136,10 +135,10 @@ class RecurrentKernel:
                 row[2] = e.read(e.at(fields.pointer("biases"), first))
         sums = [[e.variable(e.vector, start) for start in row] for row in starts]
         with e.loop(I64(0), fields["units"]) as k:
-            place = e.pointer(weights.get())
+            own_weights = e.pointer(weights.get())
             factors = [e.splat(e.load(FLOAT, state, k)) for state in states]
             for gate in range(self.gates):
-                weight = e.read(place, gate)
+                weight = e.read(own_weights, gate)
                 for row, factor in zip(sums, factors, strict=True):
                     row[gate].set(e.fma(weight, factor, row[gate].get()))
             weights.set(e.b.add(weights.get(), I64(self.gates * e.isa.line)))

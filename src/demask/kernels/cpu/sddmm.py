@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.cpu.csr import Matrix, below, masked
-from demask.kernels.llvm.emitter import FLOAT, I32, I64, POINTER, VOID, Emitter, Value, Variable
+from demask.kernels.cpu.csr import Matrix, below, masked, store_masked
+from demask.kernels.llvm.emitter import FLOAT, I64, Emitter, Value, Variable
 
 #: Call of a kernel, as `csr.CALL` except for: a, a_pitch: the operand read by rows of the matrix;
 #: x: the one read by its columns; names: row of a for each row of the matrix, if renumbered, less
-#: than `rows`; vectors: whole vectors of each sum; left: lanes in use of one more.
+#: than `rows`; vectors: full vectors of each sum; left: lanes in use of one more.
 CALL = np.dtype([(key, "<i8") for key in (
     "crow", "col", "names", "order", "begin", "end", "a", "a_pitch", "x", "x_pitch", "out",
     "vectors", "left", "rows", "columns", "entries", "bad")])  # fmt: skip
@@ -67,11 +67,11 @@ class Sampled:
             position = b.select(b.icmp_signed("<", position, last), position, last)
             lines.append(e.at(m.at["x"], b.mul(m.number("col", position), m.field["x_pitch"])))
         sums = [e.variable(e.vector, e.splat(0.0)) for _ in lines]
-        whole = b.mul(m.field["vectors"], I64(e.isa.line))
-        with e.loop(I64(0), whole, e.isa.line) as shift:
+        full = b.mul(m.field["vectors"], I64(e.isa.line))
+        with e.loop(I64(0), full, e.isa.line) as shift:
             self._products(e, a, lines, sums, (shift, None))
         if self.partial:
-            self._products(e, a, lines, sums, (whole, below(e, m.field["left"])))
+            self._products(e, a, lines, sums, (full, below(e, m.field["left"])))
         return [sum_.get() for sum_ in sums]
 
     def _products(
@@ -93,9 +93,7 @@ class Sampled:
         mask = below(e, count)
         if self.more:
             value = e.b.fadd(value, masked(e, e.vector, out, mask))
-        name = f"llvm.masked.store.v{e.lanes}f32.p0"
-        store = e.intrinsic(name, VOID, e.vector, POINTER, I32, mask.type)
-        e.b.call(store, [value, out, I32(4), mask])
+        store_masked(e, value, out, mask)
 
 
 def totals(e: Emitter, vectors: Sequence[Value]) -> Value:

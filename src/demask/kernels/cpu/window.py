@@ -24,12 +24,12 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.cpu.spare_tasks import SpareTasks
+from demask.kernels.cpu.csr import masked, store_masked
 from demask.kernels.llvm.activations import activated
-from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value
+from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, Emitter, Value
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.llvm.jit import CODE
-from demask.kernels.thread_team import ENTRY, Job
+from demask.kernels.thread_team import SpareTasks, job_of_calls
 from demask.ops.activations import Act
 
 #: Call of a kernel. table: memory for a `WeightTable`; pitches: floats from row to row; floats: of
@@ -41,7 +41,7 @@ CALL = np.dtype([(key, "<i8") for key in (
     "inner_unit", "inner_unit_end", "unit_end")])  # fmt: skip
 ADDRESSES = 4  # the first fields, addresses that change from call to call
 LARGEST_WINDOW = 7  # longest side of a window; taps are unrolled
-TABLE = 1 << 13  # bytes up to which weights are repeated to a whole period
+TABLE = 1 << 13  # bytes up to which weights are repeated to a full period
 WORK = 1 << 18  # products for which one more thread pays
 LINE = 64  # bytes of a cache line
 
@@ -116,7 +116,7 @@ class _WindowBody:
     def emit(self) -> None:
         e, b, f = self.e, self.e.b, self.field
         if self.w.mode == "conv":
-            self._fill()
+            self._write_table()
         with e.loop(f["row"], f["row_end"]) as row:
             inner = b.and_(b.icmp_signed(">=", row, f["inner_row"]), b.icmp_signed("<", row, f["inner_row_end"]))
             end = b.select(inner, f["inner_unit"], f["unit_end"])
@@ -124,16 +124,16 @@ class _WindowBody:
             with e.loop(I64(0), I64(2)) as part:
                 first = b.icmp_signed("==", part, I64(0))
                 ends = b.select(first, f["unit"], begin), b.select(first, end, f["unit_end"])
-                self._units(*ends, lambda *unit: self._border(row, *unit))
+                self._each_vector(*ends, lambda *unit: self._compute_border(row, *unit))
         begin = f["inner_row"]
         for side in self.w.side:
             count = b.sdiv(b.sub(f["inner_row_end"], begin), I64(side))
             end = b.add(begin, b.mul(count, I64(side)))
             with e.loop(begin, end, side) as row:
-                self._rows(row, side)
+                self._compute_rows(row, side)
             begin = end
 
-    def _fill(self) -> None:
+    def _write_table(self) -> None:
         """Write the weight table."""
         e, b, taps = self.e, self.e.b, self.w.taps
         weight, bias = e.pointer(self.field["weight"]), e.pointer(self.field["bias"])
@@ -150,7 +150,7 @@ class _WindowBody:
             bias_index = b.add(k, I64(taps * self.t.pitch))
             b.store(value.get(), e.at(self.table, bias_index, FLOAT))
 
-    def _units(self, begin: Value, end: Value, body: Callable[..., None]) -> None:
+    def _each_vector(self, begin: Value, end: Value, body: Callable[..., None]) -> None:
         """Calls body(index in x, index in out, phase, mask or None) for each vector of a row."""
         e, b, w, t = self.e, self.e.b, self.w, self.t
         if w.flat:
@@ -163,20 +163,20 @@ class _WindowBody:
                 wraps = b.icmp_signed(">=", next_phase, I64(t.modulus))
                 phase.set(b.select(wraps, b.sub(next_phase, I64(t.modulus)), next_phase))
             return
-        whole, rest = w.channels // e.lanes * e.lanes, w.channels % e.lanes
+        full, rest = w.channels // e.lanes * e.lanes, w.channels % e.lanes
         with e.loop(begin, end) as k:
             x, out = b.mul(k, I64(w.step[1] * w.channels)), b.mul(k, I64(w.channels))
-            if whole:
-                with e.loop(I64(0), I64(whole), e.lanes) as c:
+            if full:
+                with e.loop(I64(0), I64(full), e.lanes) as c:
                     body(b.add(x, c), b.add(out, c), c, None)
             if rest:
                 lanes = [k < rest for k in range(e.lanes)]
                 mask = ir.Constant(ir.VectorType(BIT, e.lanes), lanes)
-                body(b.add(x, I64(whole)), b.add(out, I64(whole)), I64(whole), mask)
+                body(b.add(x, I64(full)), b.add(out, I64(full)), I64(full), mask)
 
     # -- rows within the image
 
-    def _rows(self, row: Value, side: int) -> None:
+    def _compute_rows(self, row: Value, side: int) -> None:
         """Rows computed together, for the units that read only from the image."""
         e, b, w, f = self.e, self.e.b, self.w, self.field
         first = b.sub(b.mul(row, I64(w.step[0])), f["top"])
@@ -184,25 +184,25 @@ class _WindowBody:
         for r in range(side):
             for i in range(w.size[0]):
                 reads.setdefault(r * w.step[0] + i * w.dilation[0], []).append((r, i))
-        sources = {y: self._row(self.x, b.add(first, I64(y)), "x_pitch") for y in sorted(reads)}
-        outs = [self._row(self.out, b.add(row, I64(r)), "out_pitch") for r in range(side)]
+        sources = {y: self._row_address(self.x, b.add(first, I64(y)), "x_pitch") for y in sorted(reads)}
+        outs = [self._row_address(self.out, b.add(row, I64(r)), "out_pitch") for r in range(side)]
         is_fixed = w.flat and self.t.modulus == e.lanes  # all vectors use the same weights
         loaded = [self._weight(I64(tap), I64(0)) for tap in range(w.taps + 1)] if is_fixed else None
 
         def body(x: Value, out: Value, phase: Value, mask: Value | None) -> None:
             weights = loaded or [self._weight(I64(tap), phase) for tap in range(w.taps + 1)]
-            sums = [self._begin()] * side
+            sums = [self._initial_sum()] * side
             for (y, source), j in itertools.product(sources.items(), range(w.size[1])):
                 address = e.at(source, b.add(x, I64(j * w.dilation[1] * w.channels)), FLOAT)
-                value = self._read(address, mask)
+                value = self._load_vector(address, mask)
                 for r, i in reads[y]:
-                    sums[r] = self._accumulated(sums[r], weights[i * w.size[1] + j], value)
+                    sums[r] = self._add_tap(sums[r], weights[i * w.size[1] + j], value)
             for address, sum_ in zip(outs, sums, strict=True):
-                self._end(sum_, weights[-1], e.at(address, out, FLOAT), mask)
+                self._write_vector(sum_, weights[-1], e.at(address, out, FLOAT), mask)
 
-        self._units(f["inner_unit"], f["inner_unit_end"], body)
+        self._each_vector(f["inner_unit"], f["inner_unit_end"], body)
 
-    def _row(self, base: Value, row: Value, pitch: str) -> Value:
+    def _row_address(self, base: Value, row: Value, pitch: str) -> Value:
         return self.e.at(base, self.e.b.mul(row, self.field[pitch]), FLOAT)
 
     def _weight(self, tap: Value, phase: Value) -> Value | None:
@@ -214,10 +214,10 @@ class _WindowBody:
 
     # -- initial, updated and final sums
 
-    def _begin(self) -> Value:
+    def _initial_sum(self) -> Value:
         return self.e.splat(-math.inf if self.w.mode == "max" else 0.0)
 
-    def _accumulated(self, sum_: Value, weight: Value, value: Value) -> Value:
+    def _add_tap(self, sum_: Value, weight: Value, value: Value) -> Value:
         e, b = self.e, self.e.b
         if self.w.mode == "conv":
             return e.fma(weight, value, sum_)
@@ -225,7 +225,7 @@ class _WindowBody:
             return b.fadd(sum_, value)
         return e.largest(sum_, value)
 
-    def _end(self, sum_: Value, bias: Value, address: Value, mask: Value | None) -> None:
+    def _write_vector(self, sum_: Value, bias: Value, address: Value, mask: Value | None) -> None:
         """Write a vector. The bias is added after the taps, as in the AVX-512 kernels of oneDNN for
         windows without dilation, so results are bit-equal.
         """
@@ -235,45 +235,41 @@ class _WindowBody:
         if self.w.mode == "mean":
             sum_ = e.b.fdiv(sum_, e.splat(float(self.w.divisor)))
         if self.w.add:
-            sum_ = e.b.fadd(sum_, self._read(address, mask))
+            sum_ = e.b.fadd(sum_, self._load_vector(address, mask))
         value = activated(e, sum_, self.w.act)
         if mask is None:
             e.b.store(value, address, align=4)
-            return
-        kinds = (e.vector, POINTER, I32, mask.type)
-        store = e.intrinsic(f"llvm.masked.store.v{e.lanes}f32.p0", VOID, *kinds)
-        e.b.call(store, [value, address, I32(4), mask])
+        else:
+            store_masked(e, value, address, mask)
 
-    def _read(self, address: Value, mask: Value | None, other: float = 0.0) -> Value:
+    def _load_vector(self, address: Value, mask: Value | None, other: float = 0.0) -> Value:
         """A vector from memory; lanes outside of the mask are not read."""
         e = self.e
         if mask is None:
             return e.b.load(address, typ=e.vector, align=4)
-        kinds = (POINTER, I32, mask.type, e.vector)
-        load = e.intrinsic(f"llvm.masked.load.v{e.lanes}f32.p0", e.vector, *kinds)
-        return e.b.call(load, [address, I32(4), mask, e.splat(other)])
+        return masked(e, e.vector, address, mask, other=other)
 
     # -- windows that cross the border
 
-    def _border(self, row: Value, x: Value, out: Value, phase: Value, mask: Value | None) -> None:
+    def _compute_border(self, row: Value, x: Value, out: Value, phase: Value, mask: Value | None) -> None:
         """One vector of a row, whose windows may extend outside of the image."""
         e, b, w, f = self.e, self.e.b, self.w, self.field
-        used_lanes = self._within(out, f["floats_out"], mask)
-        out_row, other = (self._row(self.out, row, "out_pitch"), -math.inf if w.mode == "max" else 0.0)
+        used_lanes = self._mask_within(out, f["floats_out"], mask)
+        out_row, other = (self._row_address(self.out, row, "out_pitch"), -math.inf if w.mode == "max" else 0.0)
         bias = self._weight(I64(w.taps), phase)
-        sum_ = e.variable(e.vector, self._begin())
+        sum_ = e.variable(e.vector, self._initial_sum())
         columns = [b.add(x, I64(j * w.dilation[1] * w.channels)) for j in range(w.size[1])]
-        masks = [self._within(b.sub(c, f["left"]), f["floats_in"], used_lanes) for c in columns]
-        first, taps = self._taps(row)
+        masks = [self._mask_within(b.sub(c, f["left"]), f["floats_in"], used_lanes) for c in columns]
+        first, taps = self._taps_inside(row)
         with e.loop(*taps) as i:
-            source = self._row(self.x, b.add(first, b.mul(i, I64(w.dilation[0]))), "x_pitch")
+            source = self._row_address(self.x, b.add(first, b.mul(i, I64(w.dilation[0]))), "x_pitch")
             for j, (column, inside) in enumerate(zip(columns, masks, strict=True)):
                 weight = self._weight(b.add(b.mul(i, I64(w.size[1])), I64(j)), phase)
-                value = self._read(e.at(source, column, FLOAT), inside, other)
-                sum_.set(self._accumulated(sum_.get(), weight, value))
-        self._end(sum_.get(), bias, e.at(out_row, out, FLOAT), used_lanes)
+                value = self._load_vector(e.at(source, column, FLOAT), inside, other)
+                sum_.set(self._add_tap(sum_.get(), weight, value))
+        self._write_vector(sum_.get(), bias, e.at(out_row, out, FLOAT), used_lanes)
 
-    def _taps(self, row: Value) -> tuple[Value, tuple[Value, Value]]:
+    def _taps_inside(self, row: Value) -> tuple[Value, tuple[Value, Value]]:
         """The row of x for the first tap of a row of out, and the taps within the image."""
         b, w, zero = self.e.b, self.w, I64(0)
         first = b.sub(b.mul(row, I64(w.step[0])), self.field["top"])
@@ -285,7 +281,7 @@ class _WindowBody:
             ends.append(b.select(over, I64(w.size[0]), tap))
         return first, (ends[0], ends[1])
 
-    def _within(self, begin: Value, floats: Value, mask: Value | None) -> Value:
+    def _mask_within(self, begin: Value, floats: Value, mask: Value | None) -> Value:
         """Mask of the lanes that are within a row, for a vector at this index."""
         e, b = self.e, self.e.b
         index = b.add(e.splat(b.trunc(begin, I32)), self.lane_numbers)
@@ -312,20 +308,15 @@ class WindowTask:
     def __init__(self, window: WindowKernel, sizes: WindowSizes, threads: int, isa: Isa):
         table = -(-4 * window.table(isa.lanes).pitch * (window.taps + 1) // LINE) * LINE
         self.tables = np.zeros(threads * table + LINE, np.uint8)
-        self.calls, self.threads = np.zeros(threads, CALL), threads
         first = -self.tables.ctypes.data % LINE + self.tables.ctypes.data
         rows, units = _ranges(window, sizes, isa.lanes)
         by_rows = rows[3] >= threads
-        entries = np.zeros(threads, ENTRY)
-        code = CODE.addresses([window], isa)[window]
+        calls = []
         for k in range(threads):
             shares = (_share(rows, k, threads) if by_rows else rows, units if by_rows else _share(units, k, threads))
             channels = window.channels
             fields = (
-                0,
-                0,
-                0,
-                0,
+                *(0,) * ADDRESSES,
                 first + k * table,
                 sizes.x_pitch,
                 sizes.out_pitch,
@@ -337,11 +328,10 @@ class WindowTask:
                 *shares[0],
                 *shares[1],
             )
-            self.calls[k : k + 1] = np.array([fields], CALL)
-            entries[k] = code, self.calls[k:].ctypes.data
+            calls.append(fields)
+        self.calls, self.threads = np.array(calls, CALL), threads
         self.addresses = self.calls.view(np.int64).reshape(threads, -1)[:, :ADDRESSES]
-        ends = np.arange(threads + 1, dtype=np.int64)
-        self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
+        self.job = job_of_calls(window, self.calls, isa)
 
     def run(self, addresses: tuple[int, int, int, int]) -> None:
         """Run for the addresses of x, out, weight and bias."""
@@ -374,11 +364,11 @@ def _clipped(inner: int, inner_end: int, end: int) -> Range:
     return 0, inner, max(min(inner_end, end), inner), end
 
 
-def _share(whole: Range, k: int, count: int) -> Range:
+def _share(rows: Range, k: int, count: int) -> Range:
     """The part of a range that thread k of `count` computes."""
-    begin, end = whole[3] * k // count, whole[3] * (k + 1) // count
-    inner = min(max(whole[1], begin), end)
-    return begin, inner, max(min(whole[2], end), inner), end
+    begin, end = rows[3] * k // count, rows[3] * (k + 1) // count
+    inner = min(max(rows[1], begin), end)
+    return begin, inner, max(min(rows[2], end), inner), end
 
 
 class WindowRunner:

@@ -17,7 +17,7 @@ Where each input is followed by its copy, as after a nearest-neighbor resize by 
 between copies, d1 = d2: the third component is zero, and 9 products are left.
 
 y[0] does not read d3, nor y[1] d0. So tiles that contain outputs outside of a part of an image give
-the same values as tiles of the whole image, bit by bit: tiles begin at even rows and columns of the
+the same values as tiles of the full image, bit by bit: tiles begin at even rows and columns of the
 image, wherever the part begins. Images are stored as (rows, columns, channels).
 
 Andrew Lavin and Scott Gray: Fast Algorithms for Convolutional Neural Networks. CVPR 2016.
@@ -35,12 +35,11 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from demask.kernels.cpu.spare_tasks import SpareTasks
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Value
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.llvm.jit import CODE
-from demask.kernels.thread_team import ENTRY, Job
+from demask.kernels.thread_team import SpareTasks, job_of_calls
 from demask.ops.activations import Act
 
 #: Call of a kernel. scratch: memory of the thread; pitches: floats from row to row; top, left: row
@@ -138,7 +137,7 @@ class _WinogradBody:
             with e.loop(I64(0), count) as t:
                 self._transform_sums(b.add(first, t), t)
 
-    def _place(self, tile: Value) -> tuple[Value, Value]:
+    def _doubled_position(self, tile: Value) -> tuple[Value, Value]:
         """Twice the row and the column of a tile."""
         b, across = self.e.b, self.field["across"]
         row = b.udiv(tile, across)
@@ -175,10 +174,10 @@ class _WinogradBody:
 
     def _transform_inputs(self, tile: Value, t: Value) -> None:
         e, b, f, k = self.e, self.e.b, self.field, self.k
-        row, column = self._place(tile)
+        row, column = self._doubled_position(tile)
         rows, columns = (
-            [b.add(b.add(f[key], place), I64(n)) for n in components]
-            for key, place, components in zip(("top", "left"), (row, column), k.components, strict=True)
+            [b.add(b.add(f[key], position), I64(n)) for n in components]
+            for key, position, components in zip(("top", "left"), (row, column), k.components, strict=True)
         )
         sizes = ("rows_in", "columns_in", "x_pitch")
         addresses = self._addresses(self.x, self.zeros, rows, columns, sizes, k.inner)
@@ -208,10 +207,10 @@ class _WinogradBody:
                 with e.loop(I64(0), count, group) as t:
                     source = e.at(inputs, b.mul(t, I64(k.inner)), FLOAT)
                     target = e.at(sums, b.add(b.mul(t, I64(k.outer)), o), FLOAT)
-                    self._group(own_weight, source, target, vectors, group)
+                    self._multiply_group(own_weight, source, target, vectors, group)
                 weight.set(b.add(weight.get(), I64(k.inner * width)))
 
-    def _group(self, weight: Value, source: Value, target: Value, vectors: int, group: int) -> None:
+    def _multiply_group(self, weight: Value, source: Value, target: Value, vectors: int, group: int) -> None:
         """Products of a group of tiles and a block of output channels."""
         e, b, k = self.e, self.e.b, self.k
         totals = [[e.variable(e.vector, e.splat(0.0)) for _ in range(vectors)] for _ in range(group)]
@@ -235,10 +234,10 @@ class _WinogradBody:
 
     def _transform_sums(self, tile: Value, t: Value) -> None:
         e, b, f, k = self.e, self.e.b, self.field, self.k
-        row, column = self._place(tile)
+        row, column = self._doubled_position(tile)
         rows, columns = (
-            [b.add(b.sub(place, f[key]), I64(n)) for n in range(2)]
-            for key, place in (("skipped_rows", row), ("skipped_columns", column))
+            [b.add(b.sub(position, f[key]), I64(n)) for n in range(2)]
+            for key, position in (("skipped_rows", row), ("skipped_columns", column))
         )
         sizes = ("rows_out", "columns_out", "out_pitch")
         addresses = self._addresses(self.out, self.unused, rows, columns, sizes, k.outer)
@@ -282,7 +281,7 @@ def totals(e: Emitter, m: list[Value]) -> list[Value]:
 
 
 def _border_floats(kernel: WinogradKernel) -> int:
-    """Floats of a position outside of the image, in whole cache lines."""
+    """Floats of a position outside of the image, in full cache lines."""
     return -(-max(kernel.inner, kernel.outer) * 4 // LINE) * LINE // 4
 
 
@@ -295,11 +294,8 @@ def pack_winograd(weight: Tensor, kernel: WinogradKernel, isa: Isa | None = None
     isa = isa or host()
     packer = packer_of(kernel, isa)
     packed = torch.empty(kernel.count, kernel.inner * kernel.outer)
-    call = np.zeros(1, PACK)
-    call[0] = (weight.data_ptr(), packed.data_ptr(), *weight.stride())
-    entries = np.zeros(1, ENTRY)
-    entries[0] = CODE.addresses([packer], isa)[packer], call.ctypes.data
-    Job(entries, np.arange(2, dtype=np.int64), 1, np.zeros(1, np.int64)).run(1)
+    call = np.array([(weight.data_ptr(), packed.data_ptr(), *weight.stride())], PACK)
+    job_of_calls(packer, call, isa).run(1)
     return packed
 
 
@@ -328,16 +324,16 @@ class WinogradPacker:
                 first = b.mul(b.add(o, I64(v * e.lanes)), field["outer"])
                 base = e.at(weight, b.add(first, b.mul(i, field["inner"])), FLOAT)
                 taps = [
-                    [self._tap(e, base, (field["rows"], y), (field["columns"], x), lanes, wide) for x in range(3)]
+                    [self._load_taps(e, base, (field["rows"], y), (field["columns"], x), lanes, wide) for x in range(3)]
                     for y in range(3)
                 ]
                 for n, value in enumerate(self._transformed(e, taps)):
                     value = b.fptrunc(value, e.vector)
-                    place = b.add(target.get(), I64(n * self.inner * self.outer + v * e.lanes))
-                    b.store(value, e.at(e.pointer(field["packed"]), place, FLOAT), align=4)
+                    position = b.add(target.get(), I64(n * self.inner * self.outer + v * e.lanes))
+                    b.store(value, e.at(e.pointer(field["packed"]), position, FLOAT), align=4)
             target.set(b.add(target.get(), I64(width)))
 
-    def _tap(
+    def _load_taps(
         self, e: Emitter, base: Value, row: tuple[Value, int], column: tuple[Value, int], lanes: Value, wide: Any
     ) -> Value:
         """A tap of the weights of as many output channels as there are lanes, in double precision.
@@ -355,7 +351,6 @@ class WinogradPacker:
 
 
 def packer_of(kernel: WinogradKernel, isa: Isa) -> WinogradPacker:
-    """The packer of a kernel's weights."""
     return WinogradPacker(kernel.inner, kernel.outer, kernel.vectors(isa), kernel.doubled)
 
 
@@ -369,9 +364,6 @@ def _filtered(e: Emitter, g: list[Value], components: tuple[int, ...]) -> list[V
 
 
 class WinogradSizes(NamedTuple):
-    """Rows, columns and pitch in floats of x and out; row and column of x where the first tile
-    begins; rows and columns of the first tiles before out."""
-
     rows_in: int
     columns_in: int
     rows_out: int
@@ -396,21 +388,17 @@ class WinogradTask:
     """
 
     def __init__(self, kernel: WinogradKernel, sizes: WinogradSizes, threads: int, scratch: int, isa: Isa):
-        self.calls, self.threads, self.scratch = np.zeros(threads, CALL), threads, scratch
-        entries = np.zeros(threads, ENTRY)
-        code = CODE.addresses([kernel], isa)[kernel]
         height, across = sizes.tiles
-        block = block_tiles(kernel, scratch, isa)
+        block, calls = block_tiles(kernel, scratch, isa), []
         for k in range(threads):
             ends = (height * across * n // threads for n in (k, k + 1))
             fields = (0, 0, 0, 0, 0, sizes.x_pitch, sizes.out_pitch, sizes.rows_in,
                       sizes.columns_in, sizes.rows_out, sizes.columns_out, sizes.top, sizes.left,
                       sizes.skipped_rows, sizes.skipped_columns, across, *ends, block)  # fmt: skip
-            self.calls[k : k + 1] = np.array([fields], CALL)
-            entries[k] = code, self.calls[k:].ctypes.data
+            calls.append(fields)
+        self.calls, self.threads, self.scratch = np.array(calls, CALL), threads, scratch
         self.addresses = self.calls.view(np.int64).reshape(threads, -1)
-        ends = np.arange(threads + 1, dtype=np.int64)
-        self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
+        self.job = job_of_calls(kernel, self.calls, isa)
 
     def run(self, addresses: tuple[int, int, int, int], scratch: int) -> None:
         """Run for the addresses of x, out, weight and bias, and of the memory of all threads."""

@@ -23,11 +23,13 @@ comparison, and the row is computed.
 
 **Layouts.** 8 bits: [tile][4 columns][rows of the tile][4]. 4 bits: [tile][8 columns][rows][4
 bytes], with the first four columns in the low halves, values 0 to 15. The second plane of two: row
-by row, 128 columns in 64 bytes, low halves first. u is stored in two planes of bytes.
+by row, 128 columns in 64 bytes, low halves first. u has 16 bits, stored as two planes of bytes, so
+every product of bytes is summed twice, exactly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +37,104 @@ from llvmlite import ir
 
 from demask.kernels.cpu.csr import below, masked
 from demask.kernels.cpu.gemv import compressed, iota, set_lanes
-from demask.kernels.cpu.int_dot import Dots, Listed, joined, whole
-from demask.kernels.llvm.emitter import BYTE, FLOAT, I32, I64, Emitter, Fields, Value
+from demask.kernels.llvm.emitter import BYTE, FLOAT, I16, I32, I64, Emitter, Fields, Value, Variable
 from demask.kernels.llvm.isa import Isa
+
+NIBBLES = 0x0F0F0F0F  # the lower halves of four bytes
+
+
+def int_splat(e: Emitter, value: int) -> Value:
+    """An integer in every lane."""
+    return ir.Constant(e.ints, [value] * e.lanes)
+
+
+class Dots:
+    """sum += products of four bytes with four bytes in each lane; u is unsigned, q signed."""
+
+    def __init__(self, e: Emitter, instruction: str):
+        self.e, self.instruction = e, instruction
+        self.short = ir.VectorType(I16, 2 * e.lanes)
+        self.bytes = ir.VectorType(BYTE, 4 * e.lanes)
+
+    def ready(self, u: Value) -> list[Value]:
+        """Four bytes (a 32-bit integer, or one per lane) in the form that products need."""
+        e, b = self.e, self.e.b
+        wide = e.splat(u) if u.type == I32 else u
+        if self.instruction == "vnni":
+            return [wide]
+        if self.instruction == "madd":
+            low = int_splat(e, 0x00FF00FF)
+            odd = b.and_(b.lshr(wide, int_splat(e, 8)), low)
+            return [b.bitcast(b.and_(wide, low), self.short), b.bitcast(odd, self.short)]
+        return [b.and_(b.lshr(wide, int_splat(e, 8 * k)), int_splat(e, 255)) for k in range(4)]
+
+    def add(self, sum_: Value, u: list[Value], q: Value) -> Value:
+        e, b = self.e, self.e.b
+        if self.instruction == "vnni":
+            name = "llvm.x86.avx512.vpdpbusd.512"
+            call = e.intrinsic(name, e.ints, e.ints, self.bytes, self.bytes)
+            u0, q0 = (b.bitcast(v, self.bytes) for v in (u[0], q))
+            return b.call(call, [sum_, u0, q0])
+        if self.instruction == "madd":
+            eight = ir.Constant(self.short, [8] * (2 * e.lanes))
+            pairs = b.bitcast(q, self.short)
+            even, odd = b.ashr(b.shl(pairs, eight), eight), b.ashr(pairs, eight)
+            for one, other in ((u[0], even), (u[1], odd)):
+                sum_ = b.add(sum_, self._madd(one, other))
+            return sum_
+        for k in range(4):
+            one = b.ashr(b.shl(q, int_splat(e, 24 - 8 * k)), int_splat(e, 24))
+            sum_ = b.add(sum_, b.mul(one, u[k]))
+        return sum_
+
+    def _madd(self, x: Value, y: Value) -> Value:
+        e = self.e
+        name = "llvm.x86.avx512.pmaddw.d.512" if e.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
+        return e.b.call(e.intrinsic(name, e.ints, self.short, self.short), [x, y])
+
+
+def joined(e: Emitter, low: Value, high: Value) -> Value:
+    """low + 256 * high of integers, as float32."""
+    return e.fma(e.b.sitofp(high, e.vector), e.splat(256.0), e.b.sitofp(low, e.vector))
+
+
+def halves(e: Emitter, q: Value) -> list[Value]:
+    """The lower and upper four bits of every byte, 0 to 15."""
+    return [e.b.and_(q, int_splat(e, NIBBLES)), e.b.and_(e.b.lshr(q, int_splat(e, 4)), int_splat(e, NIBBLES))]
+
+
+class Listed:
+    """Sums products of listed groups of columns for the rows of a tile.
+
+    bits: 8 (4 columns per group) or 4 (8 columns). ahead: groups prefetched before they are read.
+    """
+
+    def __init__(self, e: Emitter, f: Fields, instruction: str, bits: int, ahead: int):
+        self.e, self.dots, self.bits, self.ahead = e, Dots(e, instruction), bits, ahead
+        self.planes, self.groups = (f.slot("u0"), f.slot("u1")), f.slot("groups")
+
+    def add(self, base: Value, k: Value, sums: Sequence[Sequence[Variable]]) -> None:
+        """Add group k of the list. sums: per vector of rows, one sum for each plane of u."""
+        e, b = self.e, self.e.b
+        line, count = len(sums) * e.isa.line, 1 if self.bits == 8 else 2
+        if self.ahead:
+            next_number = e.load_long(I32, e.at(self.groups, b.add(k, I64(self.ahead)), I32))
+            next_group = e.at(base, b.mul(next_number, I64(line)))
+            for offset in range(0, line, 64):
+                e.prefetch(e.at(next_group, offset), writes=False)
+        group = e.load_long(I32, self.groups, k)
+        weights = e.opaque(e.at(base, b.mul(group, I64(line))))
+        words = [
+            [self.dots.ready(e.load(I32, plane, b.add(b.mul(group, I64(count)), I64(h)))) for plane in self.planes]
+            for h in range(count)
+        ]
+        for v, vector_sums in enumerate(sums):
+            q = b.load(e.line(weights, v), typ=e.ints, align=e.isa.line)
+            parts = [q] if count == 1 else halves(e, q)
+            for part, word in zip(parts, words, strict=True):
+                for plane, sum_ in enumerate(vector_sums):
+                    sum_.set(self.dots.add(sum_.get(), word[plane], part))
+
 
 LEVELS = 65535  # of u
 UNIT = 2.0**-24  # of float32
@@ -82,7 +179,7 @@ def tile_vectors(isa: Isa) -> int:
     return isa.registers // 4
 
 
-def _reduced(e: Emitter, x: Value, reduction: str) -> Value:
+def _reduce_lanes(e: Emitter, x: Value, reduction: str) -> Value:
     """The largest ("fmax") or smallest ("fmin") lane, or the integer sum ("add") of the lanes."""
     kind, word = (I32, "i32") if x.type == e.ints else (FLOAT, "f32")
     call = e.intrinsic(f"llvm.vector.reduce.{reduction}.v{e.lanes}{word}", kind, x.type)
@@ -104,14 +201,14 @@ class Quantize:
         step = b.fdiv(b.fsub(high, lo), FLOAT(float(LEVELS)))
         is_positive = b.fcmp_ordered(">", step, FLOAT(0.0))
         scale = b.select(is_positive, b.fdiv(FLOAT(1.0), step), FLOAT(0.0))
-        e_max = self._planes(e, f, (lo, step, scale))
+        e_max = self._write_planes(e, f, (lo, step, scale))
         # each |e| was rounded; the terms of the bound with lo and t u are rounded, too
         magnitude = b.fadd(b.fsub(FLOAT(0.0), lo), b.fsub(high, lo))
         e_max = b.fadd(b.fmul(e_max, FLOAT(1 + 4 * UNIT)), b.fmul(magnitude, FLOAT(40 * UNIT)))
         numbers = f.slot("numbers")
         for k, value in enumerate((lo, step, e_max, *sums)):
             b.store(value, e.at(numbers, k, FLOAT))
-        self._groups(e, f)
+        self._list_groups(e, f)
 
     def _statistics(self, e: Emitter, f: Fields) -> tuple[Value, Value, list[Value]]:
         """(smallest of x and 0, largest of x and 0, [1-norm, 2-norm, rounding error, sum]); norms
@@ -121,7 +218,7 @@ class Quantize:
         names = ("least", "largest", "ones", "twos", "sum")
         sums = {key: e.variable(e.vector, e.splat(0.0)) for key in names}
         nonzeros = e.variable(I64, I64(0))
-        magnitude_bits = whole(e, 0x7FFFFFFF)
+        magnitude_bits = int_splat(e, 0x7FFFFFFF)
         with e.loop(I64(0), n, e.lanes) as i:
             v = masked(e, e.vector, e.at(x, i, FLOAT), below(e, b.sub(n, i)))
             magnitude = b.bitcast(b.and_(b.bitcast(v, e.ints), magnitude_bits), e.vector)
@@ -143,18 +240,18 @@ class Quantize:
         twos = b.fmul(b.call(root, [twos]), FLOAT(1 + 4 * UNIT))
         count = b.fadd(b.sitofp(nonzeros.get(), FLOAT), chain)
         rounding = b.fmul(b.fadd(b.fmul(count, FLOAT(1.02 * UNIT)), FLOAT(100 * UNIT)), ones)
-        least, most = _reduced(e, sums["least"].get(), "fmin"), sums["largest"].get()
-        return least, _reduced(e, most, "fmax"), [ones, twos, rounding, e.total(sums["sum"].get())]
+        least, most = _reduce_lanes(e, sums["least"].get(), "fmin"), sums["largest"].get()
+        return least, _reduce_lanes(e, most, "fmax"), [ones, twos, rounding, e.total(sums["sum"].get())]
 
-    def _planes(self, e: Emitter, f: Fields, quantization: tuple[Value, Value, Value]) -> Value:
+    def _write_planes(self, e: Emitter, f: Fields, quantization: tuple[Value, Value, Value]) -> Value:
         """Write u; returns max|e|. quantization: lo, step and 1 / step."""
         b, x, n = e.b, f.slot("x"), f["n"]
         planes, largest = (f.slot("u0"), f.slot("u1")), e.variable(e.vector, e.splat(0.0))
-        sums = [e.variable(e.ints, whole(e, 0)) for _ in planes]
+        sums = [e.variable(e.ints, int_splat(e, 0)) for _ in planes]
         lo, step, scale = map(e.splat, quantization)
         to_int = e.intrinsic(f"llvm.fptosi.sat.v{e.lanes}i32.v{e.lanes}f32", e.ints, e.vector)
-        narrow, magnitude_bits = ir.VectorType(BYTE, e.lanes), whole(e, 0x7FFFFFFF)
-        none, full = whole(e, 0), whole(e, LEVELS)
+        narrow, magnitude_bits = ir.VectorType(BYTE, e.lanes), int_splat(e, 0x7FFFFFFF)
+        none, full = int_splat(e, 0), int_splat(e, LEVELS)
         with e.loop(I64(0), n, e.lanes) as i:
             mask = below(e, b.sub(n, i))
             v = masked(e, e.vector, e.at(x, i, FLOAT), mask)
@@ -166,14 +263,14 @@ class Quantize:
             error = b.bitcast(b.and_(b.bitcast(error, e.ints), magnitude_bits), e.vector)
             largest.set(e.larger(largest.get(), b.select(mask, error, e.splat(0.0))))
             for k, (plane, sum_) in enumerate(zip(planes, sums, strict=True)):
-                part = b.and_(b.lshr(u, whole(e, 8 * k)), whole(e, 255))
+                part = b.and_(b.lshr(u, int_splat(e, 8 * k)), int_splat(e, 255))
                 sum_.set(b.add(sum_.get(), part))
                 b.store(b.trunc(part, narrow), e.at(plane, i), align=1)
         for k, sum_ in enumerate(sums):
-            b.store(_reduced(e, sum_.get(), "add"), e.at(f.slot("sums"), k, I32))
-        return _reduced(e, largest.get(), "fmax")
+            b.store(_reduce_lanes(e, sum_.get(), "add"), e.at(f.slot("sums"), k, I32))
+        return _reduce_lanes(e, largest.get(), "fmax")
 
-    def _groups(self, e: Emitter, f: Fields) -> None:
+    def _list_groups(self, e: Emitter, f: Fields) -> None:
         """List the groups that contain a nonzero u."""
         b, length = e.b, e.variable(I64, I64(0))
         u0, u1, groups = f.slot("u0"), f.slot("u1"), f.slot("groups")
@@ -230,7 +327,7 @@ class ZeroProofKernel:
         line = self.vectors * e.isa.line
         with e.loop(f["begin"], f["end"], f["step"]) as tile:
             base = e.at(f.pointer("weights"), b.mul(tile, f["pitch"]))
-            sums = [[e.variable(e.ints, whole(e, 0)) for _ in range(2)] for _ in range(self.vectors)]
+            sums = [[e.variable(e.ints, int_splat(e, 0)) for _ in range(2)] for _ in range(self.vectors)]
             with e.loop(I64(0), count) as k:
                 listed.add(base, k, sums)
             for v, (low, high) in enumerate(sums):
@@ -278,7 +375,7 @@ class SecondProofKernel:
                 row = e.load_long(I32, lists["lists"], position)
                 later = e.load_long(I32, lists["lists"], b.add(position, I64(LATER)))
                 sums = []
-                low = self._low(e, f, row, later)
+                low = self._low_sums(e, f, row, later)
                 for k, (key, part) in enumerate(zip(("first", "second"), low, strict=True)):
                     offset = b.mul(e.load(I32, f.slot("sums"), k), I32(8))
                     upper = b.sub(e.load(I32, lists[key], position), offset)
@@ -288,11 +385,11 @@ class SecondProofKernel:
                 length.set(b.add(length.get(), b.zext(unproved, I64)))
         b.store(length.get(), f.slot("left"))
 
-    def _low(self, e: Emitter, f: Fields, row: Value, later: Value) -> list[Value]:
+    def _low_sums(self, e: Emitter, f: Fields, row: Value, later: Value) -> list[Value]:
         """Σ l u for both planes of u. later: a row to prefetch."""
         b, products = e.b, Dots(e, self.instruction)
         line = e.at(f.pointer("weights"), b.mul(row, f["pitch"]))
-        sums, nibble = [e.variable(e.ints, whole(e, 0)) for _ in range(2)], whole(e, 0x0F0F0F0F)
+        sums, nibble = [e.variable(e.ints, int_splat(e, 0)) for _ in range(2)], int_splat(e, 0x0F0F0F0F)
         vectors = 16 // e.lanes  # vectors of 64 bytes
         later_line = e.at(f.pointer("weights"), b.mul(later, f["pitch"]))
         e.prefetch(e.at(f.pointer("constants"), b.mul(later, I64(4 * len(CONSTANTS)))), writes=False)
@@ -302,13 +399,13 @@ class SecondProofKernel:
                 address = e.at(line, b.add(b.mul(block, I64(64)), I64(v * e.isa.line)))
                 q = b.load(address, typ=e.ints, align=1)
                 for half in range(2):
-                    part = b.and_(b.lshr(q, whole(e, 4)) if half else q, nibble)
+                    part = b.and_(b.lshr(q, int_splat(e, 4)) if half else q, nibble)
                     u_offset = b.add(b.mul(block, I64(128)), I64(64 * half + v * e.isa.line))
                     for plane, key in enumerate(("u0", "u1")):
                         u = b.load(e.at(f.slot(key), u_offset), typ=e.ints, align=1)
                         sum_ = sums[plane]
                         sum_.set(products.add(sum_.get(), products.ready(u), part))
-        return [_reduced(e, sum_.get(), "add") for sum_ in sums]
+        return [_reduce_lanes(e, sum_.get(), "add") for sum_ in sums]
 
     def _unproved(self, e: Emitter, f: Fields, numbers: dict[str, Value], row: Value, sums: list[Value]) -> Value:
         """Whether the bound of a row is not <= 0. sums: Σ q u for both planes of u."""

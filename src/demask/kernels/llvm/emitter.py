@@ -93,7 +93,7 @@ class Emitter:
         return self.b.asm(kind, "", "=r,0", [pointer], side_effect=False)
 
     def line(self, pointer: Value, index: Value | int = 0) -> Value:
-        """The address of vector `index`, counted in whole vectors."""
+        """The address of vector `index`, counted in full vectors."""
         if isinstance(index, int):
             return self.at(pointer, index * self.isa.line)
         return self.at(pointer, self.b.mul(index, I64(self.isa.line)))
@@ -159,6 +159,11 @@ class Emitter:
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a * b + c, rounded once."""
         return self.elementwise("fma", a, b, c)
+
+    def fma_double(self, a: Value, b: Value, c: Value) -> Value:
+        """The same in float64."""
+        function = self.intrinsic(f"llvm.fma.v{self.lanes}f64", a.type, a.type, a.type, a.type)
+        return self.b.call(function, [a, b, c])
 
     def larger(self, a: Value, b: Value) -> Value:
         """The larger value; NaN where `a` is NaN, as in torch.

@@ -1,9 +1,8 @@
 """Kernels compiled to machine code by LLVM in this process, or by an earlier one, whose files
 (`machine.private_files`) this one reads.
 
-Names of compiled kernels by content: equal for kernels with equal machine code only.
-
-A name is computed without writing the kernel's IR, which takes a third of the time of compiling it.
+The files are named by content: equal names for kernels with equal machine code only. A name is
+computed without writing the kernel's IR, which takes a third of the time of compiling it.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from llvmlite import ir
 from demask.kernels.llvm import activations
 from demask.kernels.llvm.emitter import Emitter, Kernel
 from demask.kernels.llvm.isa import Isa, host
-from demask.machine.cache_folder import cache_folder
-from demask.machine.private_files import PrivateFiles, files_digest
+from demask.machine.private_files import PrivateFiles, cache_folder, files_digest
 
 FORMAT = "1"  # of what the named files contain
 SCALARS = (type(None), bool, int, str, bytes)
@@ -44,7 +42,7 @@ def kernel_key(kernel: Any, isa: Isa) -> str | None:
         return None
     written_by = _files_digest(emit.__module__)
     try:
-        content = (_text(kernel), _text(isa))
+        content = (_content_of(kernel), _content_of(isa))
     except TypeError:
         return None
     if written_by is None:
@@ -53,7 +51,7 @@ def kernel_key(kernel: Any, isa: Isa) -> str | None:
     return hashlib.sha256(repr((content, written_by, versions)).encode()).hexdigest()
 
 
-def _text(value: Any) -> str:
+def _content_of(value: Any) -> str:
     """The content of a value. Raises TypeError for values whose content is not known."""
     if isinstance(value, str) and not _is_of_the_package(value):
         raise TypeError(f"the activation {value} is defined elsewhere")
@@ -64,10 +62,10 @@ def _text(value: Any) -> str:
     if type(value) is float:
         return value.hex()  # tells -0.0 from 0.0
     if type(value) is tuple:
-        return f"({' '.join(map(_text, value))})"
+        return f"({' '.join(map(_content_of, value))})"
     if not dataclasses.is_dataclass(value) or "<locals>" in type(value).__qualname__:
         raise TypeError(f"expected numbers, texts, tuples and dataclasses, got {type(value)}")
-    fields = " ".join(_text(getattr(value, field.name)) for field in dataclasses.fields(value))
+    fields = " ".join(_content_of(getattr(value, field.name)) for field in dataclasses.fields(value))
     return f"{type(value).__module__}.{type(value).__qualname__}({fields})"
 
 
@@ -161,11 +159,11 @@ class Code:
         with self.lock:
             missing = [kernel for kernel in requested if (kernel, isa) not in self.known]
             if missing:
-                for kernel, address in zip(missing, self._loaded(missing, isa), strict=True):
+                for kernel, address in zip(missing, self._load(missing, isa), strict=True):
                     self.known[kernel, isa] = address
             return {kernel: self.known[kernel, isa] for kernel in requested}
 
-    def _loaded(self, kernels: list[Kernel], isa: Isa) -> list[int]:
+    def _load(self, kernels: list[Kernel], isa: Isa) -> list[int]:
         """Entry addresses of kernels that are not known yet."""
         module = llvm.parse_assembly("")
         module.triple = isa.triple
@@ -175,14 +173,14 @@ class Code:
             key = kernel_key(kernel, isa)
             name = f"k{number}" if key is None else f"k_{key}"
             if name not in names:  # kernels with NaN as fill values differ from each other
-                content = self._object(kernel, isa, name, key)
+                content = self._object_file(kernel, isa, name, key)
                 engine.add_object_file(llvm.ObjectFileRef.from_data(content))
             names.append(name)
         engine.finalize_object()
         self.engines.append(engine)
         return [engine.get_function_address(name) for name in names]
 
-    def _object(self, kernel: Kernel, isa: Isa, name: str, key: str | None) -> bytes:
+    def _object_file(self, kernel: Kernel, isa: Isa, name: str, key: str | None) -> bytes:
         """An object file with a kernel as a function of this name."""
         files = None if key is None else self.files
         content = None if files is None or key is None else files.read(key)

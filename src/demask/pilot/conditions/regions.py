@@ -31,11 +31,10 @@ from demask.ops.schema import fake
 from demask.pilot.conditions.base import Conditioned, Decision
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
 from demask.traverse.analysis.flow import Flow
-from demask.traverse.execution.rectangles import Rectangle, rectangles
-from demask.traverse.execution.region_runner import RegionNetwork, fit_cost, refusals
+from demask.traverse.execution.region_runner import Rectangle, RegionNetwork, fit_cost, rectangles, refusals
 from demask.traverse.execution.segment_executor import Counter
 from demask.traverse.execution.tiled_module import Prepared, Tiled, call_by_image, constants, empty_result, run_image
-from demask.traverse.halos.halo import Halo, halo
+from demask.traverse.halo import Halo, halo
 from demask.traverse.tile import tile as tiled
 
 BLOCK = 8  # pixels a side of the blocks of `contrast`

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.graph.capture.shared_captures import share_captures
+from demask.machine.clock import checked_threads, set_threads
 from demask.machine.cost import Costs
-from demask.machine.threads import checked_threads, set_threads
 from demask.prune.allocation.context import NetworkContext
 from demask.prune.allocation.knapsack import Choice
 from demask.prune.allocation.layer_seconds import NetworkSeconds

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from demask.graph.provenance import GIVEN
-from demask.machine.clock import race
-from demask.machine.threads import checked_threads, set_threads
+from demask.machine.clock import checked_threads, race, set_threads
 from demask.prune.allocation.layer_seconds import SEGMENT, TORCH
 from demask.registry import RUNNERS
 from demask.shrink.demask import demask

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from demask.machine.threads import set_threads
+from demask.machine.clock import set_threads
 from demask.prune.masked_copies import PruningOptions, call_evaluate, masked_copy
 
 # Seeds and the number of threads are the process's: workers with several threads take turns.

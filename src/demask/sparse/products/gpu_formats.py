@@ -19,7 +19,7 @@ from demask.kernels.plan_cache import TensorCache, identity, version
 from demask.sparse.csr_matrix import CsrMatrix, row_of
 from demask.sparse.reference import check_indices
 
-TILE, LONG = 64, 128  # of a bitmap, as in `kernels.gpu.bitmap`
+TILE, LONG = 64, 128  # of a bitmap, as in `kernels.gpu`
 VECTOR = 4  # nonzeros per load
 SHORTEST = 128  # nonzeros below which no row is split
 SHARES = 16  # fewest tasks per processor, if possible
@@ -44,7 +44,7 @@ class Tasks(NamedTuple):
 
 
 class Bitmap(NamedTuple):
-    """masks [tiles, high, 2], starts [tiles, high] int32, as described in `kernels.gpu.bitmap`."""
+    """masks [tiles, high, 2], starts [tiles, high] int32, as described in `kernels.gpu`."""
 
     masks: Tensor
     starts: Tensor

@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.kernels.gpu import activations, bitmap, epilogue
-from demask.kernels.gpu import sddmm as sddmm_rows
-from demask.kernels.gpu import spgemm as pairs
-from demask.kernels.gpu import spmm as spmm_rows
+from demask.kernels import gpu
 from demask.ops.activations import Act, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix, like, row_of
 from demask.sparse.products.gpu_autotune import TRANSPOSED, KernelChoice, choose
@@ -40,7 +37,7 @@ def spmm(
 
     Raises BadInput for invalid indices.
     """
-    if act is not None and act[0] not in activations.NAMES:  # registered at run time
+    if act is not None and act[0] not in gpu.ACTIVATIONS:  # registered at run time
         return apply_activation(spmm(m, x, bias, None, choice), act)
     formats = formats_of(m)
     out = like(x, m.size[0], x.shape[1])
@@ -102,7 +99,7 @@ def densified(m: CsrMatrix, formats: MatrixFormats | None = None) -> Tensor:
     if dense.numel():
         grid = (bits.high // 64, bits.tiles)
         _launch(
-            bitmap.decompress,
+            gpu.decompress,
             grid,
             bits.masks,
             bits.starts,
@@ -160,7 +157,7 @@ def run_sddmm(m: CsrMatrix, formats: MatrixFormats, a: Tensor, b: Tensor, choice
         assert bits is not None
         grid = (bits.tiles, bits.high // choice.height)
         _launch(
-            bitmap.sddmm_bitmap, grid,
+            gpu.sddmm_bitmap, grid,
             bits.masks, bits.starts, bits.high, a, a.stride(0), a.stride(1), b, b.stride(0),
             b.stride(1), out, m.size[0], m.size[1], k, HEIGHT=choice.height, STEP=choice.width,
             WIDE=_interpreted(a), num_warps=choice.warps,
@@ -169,7 +166,7 @@ def run_sddmm(m: CsrMatrix, formats: MatrixFormats, a: Tensor, b: Tensor, choice
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
     begins, ends, rows = formats.parts(m, choice.height)
     _launch(
-        sddmm_rows.sddmm_rows,
+        gpu.sddmm_rows,
         (len(begins),),
         begins,
         ends,
@@ -205,7 +202,7 @@ def sparse_product(a: CsrMatrix, b: CsrMatrix) -> tuple[Tensor, Tensor, Tensor]:
     entries = a.col.numel()
     if total:
         _launch(
-            pairs.expand,
+            gpu.expand,
             (-(-total // AT_ONCE),),
             offsets,
             entries,
@@ -227,7 +224,7 @@ def sparse_product(a: CsrMatrix, b: CsrMatrix) -> tuple[Tensor, Tensor, Tensor]:
     if total:
         ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         grid = (-(-len(unique_keys) // AT_ONCE),)
-        _launch(pairs.compress, grid, products, order, ends, values, len(unique_keys), COUNT=AT_ONCE)
+        _launch(gpu.compress, grid, products, order, ends, values, len(unique_keys), COUNT=AT_ONCE)
     starts = torch.arange(a.size[0] + 1, device=device) * columns
     crow = torch.searchsorted(unique_keys, starts).to(a.crow.dtype)
     return crow, (unique_keys % max(columns, 1)).to(a.col.dtype), values
@@ -242,7 +239,7 @@ def _by_rows(
     choice: KernelChoice,
     out: Tensor,
 ) -> Tensor:
-    """`spmm` by kernels.gpu.spmm."""
+    """`spmm` by `gpu.spmm_rows`."""
     n, (name, numbers) = x.shape[1], act or ("", ())
     first, second = (*numbers, 0.0, 0.0)[:2]
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -256,7 +253,7 @@ def _by_rows(
     bias_or_any = x if bias is None else bias
     grid = (-(-count // choice.height), -(-n // choice.width))
     _launch(
-        spmm_rows.spmm_rows, grid,
+        gpu.spmm_rows, grid,
         tasks.begins, tasks.ends, tasks.targets, count, formats.narrow(m), m.values, x, x.stride(0),
         out, out.stride(0), out.stride(1), partial, bias_or_any, float(first), float(second), n,
         ROWS=choice.height, WIDTH=choice.width, SPLIT=tasks.slots > 0, BIASED=bias is not None,
@@ -278,7 +275,7 @@ def _by_bitmap(
     out: Tensor,
     transposed: bool,
 ) -> Tensor:
-    """`spmm`, or the transposed product, by kernels.gpu.bitmap."""
+    """`spmm`, or the transposed product, by `gpu.spmm_bitmap`."""
     bits, (name, numbers) = formats.bitmap(m), act or ("", ())
     assert bits is not None
     first, second = (*numbers, 0.0, 0.0)[:2]
@@ -291,7 +288,7 @@ def _by_bitmap(
     bias_or_any = x if bias is None else bias
     grid = (blocks, -(-n // choice.width), splits)
     _launch(
-        bitmap.spmm_bitmap, grid,
+        gpu.spmm_bitmap, grid,
         bits.masks, bits.starts, m.values, bits.high, bits.tiles, x, x.stride(0), x.stride(1), out,
         out.stride(0), out.stride(1), partial, bias_or_any, float(first), float(second), x.shape[0],
         rows, n, share, HEIGHT=height, WIDTH=choice.width, TRANSPOSED=transposed, SPLIT=splits > 1,
@@ -311,7 +308,7 @@ def _finish(
     bias: Tensor | None,
     act: Act | None,
 ) -> None:
-    """Sum partial results by kernels.gpu.epilogue.
+    """Sum partial results by `gpu.finish`.
 
     listed: rows, first slots and numbers of parts of `count` rows; None for all rows. parts: number
     of parts of all rows, and slots from part to part.
@@ -321,7 +318,7 @@ def _finish(
     width = min(max(16, 1 << (n - 1).bit_length()), FINISH)
     height = AREA // width
     _launch(
-        epilogue.finish, (-(-count // height), -(-n // width)), partial, *(listed or [partial] * 3),
+        gpu.finish, (-(-count // height), -(-n // width)), partial, *(listed or [partial] * 3),
         count, *parts, out, out.stride(0), out.stride(1), partial if bias is None else bias,
         float(first), float(second), n, HEIGHT=height, WIDTH=width, LISTED=listed is not None,
         BIASED=bias is not None, ACT=name,

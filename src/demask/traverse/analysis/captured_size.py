@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from demask.files.pt2.io import read_model
 from demask.graph.capture.capture import recorded_interface
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
-from demask.traverse.analysis.flow import read
+from demask.traverse.analysis.flow import capture_at_sizes
 from demask.traverse.storage.dtype_conversion import can_store, name_of
 
 Sizes = tuple[int | str, ...]
@@ -94,29 +94,30 @@ def captured(network: SizedNetwork, shape: tuple[int, ...], dtype: torch.dtype) 
     """
     _check_sizes(network, shape)
     if network.dtype is not None:
-        _check_dtype(network.name, dtype, network.dtype)
-        return _read(network, shape, network.dtype)
+        would_round = dtype.is_floating_point and not network.dtype.is_floating_point
+        if would_round or not can_store(dtype, network.dtype):
+            takes, holds = name_of(network.dtype), name_of(dtype)
+            raise BadInput(f"{network.name} takes {takes}, and the source holds {holds}: convert it first")
+        return _capture_one_image(network, shape, network.dtype)
     parameter_dtype = next((p.dtype for p in network.module.parameters() if p.is_floating_point()), None)
-    if dtype.is_floating_point:
-        return _read(network, shape, parameter_dtype or dtype)
-    if dtype == torch.uint16 and parameter_dtype is not None:
-        return _read(network, shape, parameter_dtype)
-    if dtype != torch.uint8 or parameter_dtype is None:
-        return _read(network, shape, dtype)
-    try:
-        program = _read(network, shape, dtype)
-    except BadInput:
-        return _read(network, shape, parameter_dtype)
-    return _read(network, shape, parameter_dtype) if _mixes_dtypes(program) else program
+    is_pixels = dtype.is_floating_point or dtype in (torch.uint8, torch.uint16)
+    if parameter_dtype is None or not is_pixels:
+        return _capture_one_image(network, shape, dtype)
+    if dtype == torch.uint8:
+        with suppress(BadInput):
+            program = _capture_one_image(network, shape, dtype)
+            if not _mixes_dtypes(program):
+                return program
+    return _capture_one_image(network, shape, parameter_dtype)
 
 
-def _read(network: SizedNetwork, shape: tuple[int, ...], dtype: torch.dtype) -> Program:
+def _capture_one_image(network: SizedNetwork, shape: tuple[int, ...], dtype: torch.dtype) -> Program:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with mode:
         example = torch.empty(shape, dtype=dtype)
     try:
         with _quiet():
-            return read(network.module, (example,))
+            return capture_at_sizes(network.module, (example,))
     except BadInput as error:
         hint = ""
         if len(shape) == 3:
@@ -145,12 +146,6 @@ def _reads(node: fx.Node, has_property: Any) -> bool:
     return any(isinstance(value, Tensor) and has_property(value) for value in values)
 
 
-def _check_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype) -> None:
-    would_round = dtype.is_floating_point and not wanted.is_floating_point
-    if would_round or not can_store(dtype, wanted):
-        raise BadInput(f"{name} takes {name_of(wanted)}, and the source holds {name_of(dtype)}: convert it first")
-
-
 def _check_sizes(network: SizedNetwork, shape: tuple[int, ...]) -> None:
     """Raise BadInput where the network's fixed sizes are not those of an image."""
     sizes = network.sizes
@@ -167,10 +162,10 @@ def _check_sizes(network: SizedNetwork, shape: tuple[int, ...]) -> None:
     mismatch = f"{network.name} takes {_sizes_text(sizes)}, and one image of the source is {shape}"
     if 1 in fixed and len(sizes) > 2:
         raise BadInput(f"{mismatch}: expected {sizes[1]} channels on axis 1, got {shape[1]}")
-    raise BadInput(f"{mismatch}: its sizes are fixed. Export it for any size:\n{_remedy(network, shape)}")
+    raise BadInput(f"{mismatch}: its sizes are fixed. Export it for any size:\n{_export_code(network, shape)}")
 
 
-def _remedy(network: SizedNetwork, shape: tuple[int, ...]) -> str:
+def _export_code(network: SizedNetwork, shape: tuple[int, ...]) -> str:
     """Code that exports the network for any size. The example has two images: torch.export takes a
     size of one for a constant."""
     sizes = network.sizes or shape

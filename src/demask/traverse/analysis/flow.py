@@ -1,8 +1,8 @@
 """A captured network, and how each of its calls can be computed in parts.
 
 There are three kinds of calls. *Cut*: computes rows from rows (`local`). *Gathered*: reduces rows
-to a whole value, each row counted once (`partial_reductions`). *Whole*: everything else; it reads
-and writes whole values. A cut call that needs all rows of an operand (keys and values of attention)
+to one value, each row counted once (`partial_reductions`). *Uncut*: everything else; it reads
+and writes full values. A cut call that needs all rows of an operand (keys and values of attention)
 waits until all of them are computed.
 """
 
@@ -30,7 +30,7 @@ from demask.rewrites.normalize import CANONICAL
 from demask.shrink.program_size import count_macs
 from demask.traverse.analysis.partial_reductions import Reduction, reduction
 from demask.traverse.analysis.split_global_ops import split_global_calls, with_moments
-from demask.traverse.axes import Axes, axes_of, length, whole
+from demask.traverse.axes import Axes, axes_of, full_window, image_axes, length
 from demask.traverse.local.dispatch import Local, local
 
 Rule = Callable[[int, int], Interval]  # positions of an output -> those of an operand
@@ -40,13 +40,13 @@ Rule = Callable[[int, int], Interval]  # positions of an output -> those of an o
 class FlowEdge:
     """An operand with rows that a call reads.
 
-    rules: from positions of the output to those of the operand, along rows and columns. whole:
+    rules: from positions of the output to those of the operand, along rows and columns. all_rows:
     whether the call needs all of its rows.
     """
 
     source: fx.Node
     rules: tuple[Rule, Rule]
-    whole: bool
+    all_rows: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Flow:
     """A program, and how each of its calls runs.
 
     axes: of the values that are cut. local, gathers: how cut and gathered calls run. refusals:
-    reasons why other calls that read rows run whole.
+    reasons why other calls that read rows run uncut.
     """
 
     program: Program
@@ -68,7 +68,7 @@ class Flow:
         """Multiply-adds of a call on all of its operands."""
         here, relation = self.local.get(node), self.relations.get(node)
         if here is not None:
-            return here.macs(whole(node, self.axes[node]))
+            return here.macs(full_window(node, self.axes[node]))
         return count_macs(relation) if isinstance(relation, Relation) else 0
 
     @property
@@ -103,13 +103,13 @@ class Flow:
         return {n: constants[str(n.target)].tensor for n in self.program.graph.find_nodes(op="get_attr")}
 
     def edges(self, node: fx.Node) -> tuple[FlowEdge, ...]:
-        """The operands with rows that a call reads; whole calls read them whole."""
+        """The operands with rows that a call reads; uncut calls read all of them."""
         if node in self.local:
             reads = self.local[node].reads
-            return tuple(FlowEdge(read.node, read.rules, read.whole) for read in reads)
+            return tuple(FlowEdge(read.node, read.rules, read.all_rows) for read in reads)
         if node in self.gathers:
-            return (FlowEdge(self.gathered(node), (_same, _same), whole=False),)
-        return tuple(FlowEdge(n, (_same, _same), whole=True) for n in node.all_input_nodes if n in self.axes)
+            return (FlowEdge(self.gathered(node), (_same, _same), all_rows=False),)
+        return tuple(FlowEdge(n, (_same, _same), all_rows=True) for n in node.all_input_nodes if n in self.axes)
 
     def gathered(self, node: fx.Node) -> fx.Node:
         """The operand with rows of a gathered call."""
@@ -126,7 +126,7 @@ def _same(start: int, end: int) -> Interval:
     return start, end
 
 
-def read(model: nn.Module | Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Program:
+def capture_at_sizes(model: nn.Module | Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Program:
     """A model captured at the sizes of the example: functional, constants folded, canonical."""
     return rewrite(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))), CANONICAL)
 
@@ -134,15 +134,15 @@ def read(model: nn.Module | Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def flow_of(program: Program, table: Table) -> Flow:
     """The flow of a program whose global calls are split into statistics and their application."""
     table = with_moments(table)
-    program = _hoist_whole_calls(split_global_calls(program, table))
+    program = _hoist_uncut_calls(split_global_calls(program, table))
     flow = _flow(program, table)
-    reads = (read for here in flow.local.values() for read in here.reads if read.whole)
-    inputs_read_whole = {read.node for read in reads if read.node.op == "placeholder"}
-    return _flow(_copy_inputs(program, inputs_read_whole), table) if inputs_read_whole else flow
+    reads = (read for here in flow.local.values() for read in here.reads if read.all_rows)
+    inputs_read_in_full = {read.node for read in reads if read.node.op == "placeholder"}
+    return _flow(_copy_inputs(program, inputs_read_in_full), table) if inputs_read_in_full else flow
 
 
 def _flow(program: Program, table: Table) -> Flow:
-    inputs = {n: axes for n in program.graph.find_nodes(op="placeholder") if (axes := _input_axes(n)) is not None}
+    inputs = {n: axes for n in program.graph.find_nodes(op="placeholder") if (axes := image_axes(n)) is not None}
     relations = Analysis(program, table).relations
     axes = axes_of(program.graph, relations, inputs)
     while new_inputs := _cut_anew(relations, axes):
@@ -172,29 +172,20 @@ def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _cut_anew(relations: Mapping[fx.Node, Relation | Declined], axes: Mapping[fx.Node, Axes]) -> dict[fx.Node, Axes]:
-    """Axes of results of calls that must run whole: they are cut anew, like inputs."""
+    """Axes of results of calls that must run uncut: they are cut anew, like inputs."""
     new_inputs = {}
     for node, relation in relations.items():
         if node in axes or not any(n in axes for n in node.all_input_nodes):
             continue
         is_whole = isinstance(relation, Declined) or isinstance(reduction(node, relation, axes), Declined)
-        pair = _input_axes(node) if is_whole else None
+        pair = image_axes(node) if is_whole else None
         if pair is not None and length(node, pair, 0) > 1:
             new_inputs[node] = pair
     return new_inputs
 
 
-def _input_axes(node: fx.Node) -> Axes | None:
-    """The axes of an input: the first two spatial axes of images and volumes, the last axis of
-    sequences (N, C, L); None for other ranks."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.ndim < 3:
-        return None
-    return (2, None) if value.ndim == 3 else (2, 3)
-
-
 def _copy_inputs(program: Program, inputs: Collection[fx.Node]) -> Program:
-    """The program whose calls read copies of some inputs: whole values must be in memory."""
+    """The program whose calls read copies of some inputs: full values must be in memory."""
     for node in inputs:
         readers = [user for user in node.users if user.op == "call_function"]
         with program.graph.inserting_before(next(_calls(program.graph))):
@@ -205,9 +196,9 @@ def _copy_inputs(program: Program, inputs: Collection[fx.Node]) -> Program:
     return program
 
 
-def _hoist_whole_calls(program: Program) -> Program:
-    """The program with calls that depend on no rows moved first: they run once, whole."""
-    has_rows = {n for n in program.graph.find_nodes(op="placeholder") if _input_axes(n) is not None}
+def _hoist_uncut_calls(program: Program) -> Program:
+    """The program with calls that depend on no rows moved first: they run once."""
+    has_rows = {n for n in program.graph.find_nodes(op="placeholder") if image_axes(n) is not None}
     for node in program.graph.nodes:
         if node.op == "call_function" and any(n in has_rows for n in node.all_input_nodes):
             has_rows.add(node)

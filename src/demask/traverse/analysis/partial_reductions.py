@@ -6,6 +6,9 @@
 Sums are accumulated in float64, those of integers in int64, where they are exact. Moments are
 merged by the method of Chan, Golub and LeVeque (Updating formulae and a pairwise algorithm for
 computing sample variances, 1979); each piece is shifted by its own mean, to lose no digits.
+
+Attention whose keys and values are stored on disk is one as well: an online softmax over blocks of
+their rows, for each band of queries. Keys and values in memory are read in full, by torch's kernel.
 """
 
 from __future__ import annotations
@@ -21,10 +24,14 @@ from torch import Tensor, fx
 
 from demask.ops import schema
 from demask.ops.entry import Declined, op_name
+from demask.ops.regions import Interval
 from demask.ops.relation import Relation
 from demask.ops.schema import fake
-from demask.traverse.axes import NONE, Axes, Window, cut_shape
+from demask.traverse.axes import NONE, Axes, Window, cut_shape, empty, length
+from demask.traverse.storage.sources_and_sinks import RowSource
 
+aten = torch.ops.aten
+SCORES = 2**22  # bytes of the scores of one block of keys
 State = tuple[Tensor, ...]
 Bound = Mapping[str, Any]  # arguments of a call, by name
 _PIECE = 512 << 10  # bytes: a piece and an update's copies of it stay in the cache of one core
@@ -75,7 +82,7 @@ class ReducedOperand:
             if axis is not None:
                 first[axis] = start
         if part.numel():
-            for piece, position in _pieces(part, tuple(first), _PIECE // self.work.itemsize):
+            for piece, position in _cut_into_pieces(part, tuple(first), _PIECE // self.work.itemsize):
                 yield piece.to(self.work), position
 
     def view(self, tensor: Tensor, piece: Tensor, first: tuple[int, ...]) -> Tensor:
@@ -92,7 +99,7 @@ class ReducedOperand:
         return value.to(self.dtype).reshape(self.out)
 
 
-def _pieces(part: Tensor, first: tuple[int, ...], limit: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+def _cut_into_pieces(part: Tensor, first: tuple[int, ...], limit: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """A tensor in pieces of at most `limit` entries, cut along the outermost axis in memory."""
     if part.numel() <= limit or max(part.shape) == 1:
         yield part, first
@@ -102,7 +109,7 @@ def _pieces(part: Tensor, first: tuple[int, ...], limit: int) -> Iterator[tuple[
     step = max(size * limit // part.numel(), 1)
     for start in range(0, size, step):
         position = (*first[:axis], first[axis] + start, *first[axis + 1 :])
-        yield from _pieces(part.narrow(axis, start, min(step, size - start)), position, limit)
+        yield from _cut_into_pieces(part.narrow(axis, start, min(step, size - start)), position, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +249,13 @@ class ExtremeReduction(_PartialReduction):
     dim: int
 
     def begin(self) -> State:
-        lowest = _lowest_of(self.operand.work, self.largest)
+        lowest = _neutral_extreme(self.operand.work, self.largest)
         unset = math.prod(self.operand.shape)  # larger than every index
         return self.operand.full(lowest, self.operand.work), self.operand.full(unset, torch.int64)
 
     def update(self, state: State, part: Tensor, window: Window) -> None:
         for piece, first in self.operand.pieces(part, window):
-            extremes = self._all(piece, first) if self.dim < 0 else self._along(piece, first)
+            extremes = self._flat_extreme(piece, first) if self.dim < 0 else self._extreme_along_dim(piece, first)
             self.merge(tuple(self.operand.view(t, piece, first) for t in state), extremes)
 
     def merge(self, state: State, other: State) -> None:
@@ -263,7 +270,7 @@ class ExtremeReduction(_PartialReduction):
     def finish(self, state: State) -> Tensor:
         return self.operand.result(state[1])
 
-    def _all(self, piece: Tensor, first: tuple[int, ...]) -> State:
+    def _flat_extreme(self, piece: Tensor, first: tuple[int, ...]) -> State:
         flat = piece.argmax() if self.largest else piece.argmin()
         inside = torch.unravel_index(flat, piece.shape)
         value, index = piece[inside], torch.zeros((), dtype=torch.int64)
@@ -271,14 +278,13 @@ class ExtremeReduction(_PartialReduction):
             index = index * size + coordinate + start
         return value.reshape(self.operand.state_shape), index.reshape(self.operand.state_shape)
 
-    def _along(self, piece: Tensor, first: tuple[int, ...]) -> State:
+    def _extreme_along_dim(self, piece: Tensor, first: tuple[int, ...]) -> State:
         find = piece.argmax if self.largest else piece.argmin
         index = find(self.dim, keepdim=True)
         return piece.gather(self.dim, index), index + first[self.dim]
 
 
-def _lowest_of(dtype: torch.dtype, largest: bool) -> float:
-    """The smallest value of a dtype for `largest`, else the largest."""
+def _neutral_extreme(dtype: torch.dtype, largest: bool) -> float:
     if dtype.is_floating_point:
         return -math.inf if largest else math.inf
     return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
@@ -297,24 +303,24 @@ def reduction(node: fx.Node, relation: Relation, axes: Mapping[fx.Node, Axes]) -
     value, output = fake(x), fake(node)
     if value.dtype.is_complex or not all(isinstance(n, int) for n in value.shape):
         return Declined(f"{name} of complex numbers, or of a size known only at run time")
-    dims, bound = _reduced(relation, output), schema.arguments(node)
+    dims, bound = _reduced_axes(relation, output), schema.arguments(node)
     if not dims:
         return Declined(f"{name} leaves several positions, or reduces no axis")
-    work = _wide(bound.get("dtype") or value.dtype)
+    work = _work_dtype(bound.get("dtype") or value.dtype)
     sizes, out = tuple(value.shape), tuple(output.shape)
     pair = axes.get(x, NONE)
     return rule(ReducedOperand(sizes, dims, pair, value.dtype, work, out, output.dtype), bound)
 
 
-def _reduced(relation: Relation, output: Tensor) -> tuple[int, ...]:
+def _reduced_axes(relation: Relation, output: Tensor) -> tuple[int, ...]:
     """The axes of the operand that are removed or reduced to one position; () for other pools."""
     reduced_letters = relation.window or relation.complete
     dims = tuple(k for k, letters in enumerate(relation.ins[0]) if set(letters) & reduced_letters)
     return () if relation.window and any(output.shape[k] != 1 for k in dims) else dims
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: float32 for half precision, as in torch."""
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    # float32 for half precision, as in torch
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -328,10 +334,10 @@ _MAX, _MIN = partial(_join_into, torch.maximum), partial(_join_into, torch.minim
 def _sum(operand: ReducedOperand, bound: Bound, *, mean: bool = False) -> Reduction:
     dtype = torch.float64 if operand.work.is_floating_point else torch.int64
     last = partial(torch.div, other=operand.count) if mean else Tensor.detach
-    return FoldReduction(operand, 8, 0, 2, 0, dtype, _total, Tensor.add_, last)
+    return FoldReduction(operand, 8, 0, 2, 0, dtype, _sum_piece, Tensor.add_, last)
 
 
-def _total(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _sum_piece(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
     return piece.sum(dims, keepdim=True)
 
 
@@ -357,7 +363,7 @@ def _norm(operand: ReducedOperand, bound: Bound) -> Reduction | Declined:
         return Declined(f"a norm of order {power}")
 
     def powers(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
-        return _total(piece.abs().double().pow_(power), dims)  # a square may be too large for float
+        return _sum_piece(piece.abs().double().pow_(power), dims)  # a square may be too large for float
 
     root = partial(torch.pow, exponent=1 / power)
     return FoldReduction(operand, 8, copies, 2, 0, dtype, powers, Tensor.add_, root)
@@ -370,7 +376,7 @@ def _largest_magnitude(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
 def _extreme(operand: ReducedOperand, bound: Bound, *, largest: bool) -> Reduction:
     if operand.work == torch.bool:
         return _any_or_all(operand, bound, every=not largest)
-    start, dtype = _lowest_of(operand.work, largest), operand.work
+    start, dtype = _neutral_extreme(operand.work, largest), operand.work
     of = partial(torch.amax if largest else torch.amin, keepdim=True)
     return FoldReduction(operand, dtype.itemsize, 0, 2, start, dtype, of, _MAX if largest else _MIN)
 
@@ -448,7 +454,7 @@ def moments_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     tensor([2., 1.], dtype=torch.float64)
     """
     dims, double = tuple(dim % x.ndim for dim in dims), torch.float64
-    operand = ReducedOperand(tuple(x.shape), dims, NONE, x.dtype, _wide(x.dtype), (), double)
+    operand = ReducedOperand(tuple(x.shape), dims, NONE, x.dtype, _work_dtype(x.dtype), (), double)
     reducer = _moments(replace(operand, out=(2, *operand.state_shape)), {})
     reducer.update(state := reducer.begin(), x, ((0, 1), (0, 1)))
     return reducer.finish(state)
@@ -469,11 +475,11 @@ def attention(
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
 
     >>> q, k = torch.randn(1, 5, 4), torch.randn(1, 6, 4)
-    >>> whole = torch.nn.functional.scaled_dot_product_attention(q, k, k)
-    >>> torch.allclose(attention(q, k.split(4, 1), k.split(4, 1)), whole, atol=1e-6)
+    >>> full = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+    >>> torch.allclose(attention(q, k.split(4, 1), k.split(4, 1)), full, atol=1e-6)
     True
     """
-    queries = q.to(_wide(q.dtype)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    queries = q.to(_work_dtype(q.dtype)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     peak, total = queries.new_full((*queries.shape[:-1], 1), -math.inf), queries.new_zeros(())
     result, first = queries.new_zeros(()), 0
     for k, v in zip(keys, values, strict=True):
@@ -494,4 +500,52 @@ def _scores(queries: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     return scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
 
 
-__all__ = ["Reduction", "State", "attention", "moments_of", "reduction"]
+def can_stream_keys(node: fx.Node) -> bool:
+    """Whether a call can read its keys and values in blocks."""
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return False
+    bound = schema.arguments(node)
+    has_no_mask = bound["attn_mask"] is None and not bound["is_causal"] and not bound["dropout_p"]
+    return has_no_mask and not bound["enable_gqa"]
+
+
+def keys_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The keys and the values of a call."""
+    bound = schema.arguments(node)
+    return bound["key"], bound["value"]
+
+
+def attend(
+    node: fx.Node, q: Tensor, sources: Mapping[fx.Node, RowSource], axes: Mapping[fx.Node, Axes], columns: Interval
+) -> Tensor:
+    """The call's result for queries `q`. columns: interval of the values' and the result's."""
+    rows, (keys, values) = _keys_per_block(node, tuple(q.shape)), keys_of(node)
+    all_columns = 0, length(keys, axes[keys], 1)
+    return attention(
+        q,
+        _blocks(keys, sources[keys], axes[keys], rows, all_columns),
+        _blocks(values, sources[values], axes[values], rows, columns),
+        scale=schema.arguments(node)["scale"],
+    )
+
+
+def attention_scratch_bytes(node: fx.Node, queries: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes that `attend` allocates: two blocks and their copies, scores, weights, and sums."""
+    rows, itemsize = _keys_per_block(node, queries), max(dtype.itemsize, 4)
+    blocks = sum(math.prod(fake(n).shape[:-2]) * rows * fake(n).shape[-1] for n in keys_of(node))
+    scores = math.prod(queries[:-1]) * rows
+    width = max(fake(n).shape[-1] for n in keys_of(node))
+    return itemsize * (2 * blocks + 2 * scores + 4 * math.prod(queries[:-1]) * (width + 2))
+
+
+def _keys_per_block(node: fx.Node, queries: tuple[int, ...]) -> int:
+    return max(64, SCORES // (4 * max(math.prod(queries[:-1]), 1)))
+
+
+def _blocks(node: fx.Node, source: RowSource, axes: Axes, rows: int, columns: Interval) -> Iterator[Tensor]:
+    value, count = fake(node), length(node, axes, 0)
+    for start in range(0, count, rows):
+        window = (start, min(start + rows, count)), columns
+        block = empty(cut_shape(value.shape, axes, window), axes, value.dtype)
+        source.read(window, block)
+        yield block

@@ -27,7 +27,7 @@ from demask.ops.entry import Shape as S
 from demask.ops.schema import fake, same_shape
 from demask.registry import CUSTOM_OPS
 from demask.traverse.analysis.partial_reductions import moments_of
-from demask.traverse.axes import Axes, axes_of
+from demask.traverse.axes import NONE, Axes, axes_of, image_axes
 
 aten = torch.ops.aten
 _Rule = Callable[[GraphEditor, fx.Node, Mapping[str, Any]], "fx.Node | None"]
@@ -47,12 +47,12 @@ def _(x: Tensor, dims: list[int]) -> Tensor:
     return x.new_empty([2, *sizes], dtype=torch.float64)
 
 
-def _moments(x: Tensor, dims: list[int]) -> Tensor:
+def _reference_moments(x: Tensor, dims: list[int]) -> Tensor:
     variance, mean = torch.var_mean(x.double(), dims, correction=0, keepdim=True)
     return torch.stack([mean, variance])
 
 
-CUSTOM_OPS.register("moments", CustomOp(_moments))
+CUSTOM_OPS.register("moments", CustomOp(_reference_moments))
 
 
 def _moments_line(node: fx.Node) -> str:
@@ -100,9 +100,9 @@ def split_global_calls(program: Program, table: Table, nodes: Collection[str] | 
         if target not in _RULES and target not in _OUTPUT_RULES:
             raise BadInput(f"{name} ({target}) has no statistics to separate")
         if target in _RULES:
-            _replace(editor, copies[name])
+            _replace_call(editor, copies[name])
     for node in editor.graph.find_nodes(op="call_function", target=aten.expand.default):
-        _broadcast_again(node)
+        _broadcast_unexpanded(node)
     return editor.finish()
 
 
@@ -113,48 +113,18 @@ def global_calls(program: Program, table: Table, inputs: Mapping[str, Axes] | No
     (n c h w) and sequences (n c l).
     """
     editor = _with_single_outputs(program)
-    trained = [node for node in editor.graph.nodes if _is_trained(node)]
+    trained = [node for node in editor.graph.nodes if _uses_batch_statistics(node)]
     names = [node.name for node in trained]
     for node in trained:  # the table has no entry for them, so that their axes would end there
-        _replace(editor, node)
+        _replace_call(editor, node)
     relations = Analysis(program.with_graph(editor.graph), table).relations
-    axes = axes_of(editor.graph, relations, _input_axes(editor.graph, inputs))
+    placeholders = editor.graph.find_nodes(op="placeholder")
+    pairs = {n: image_axes(n) if inputs is None else inputs.get(n.name) for n in placeholders}
+    axes = axes_of(editor.graph, relations, {n: pair for n, pair in pairs.items() if pair and pair[0] is not None})
     for node, relation in relations.items():
         if node.target in _RULES and isinstance(relation, Relation) and _needs_all(relation, axes):
             names.append(node.name)
     return tuple(names)
-
-
-def folded_scale(program: Program) -> Program:
-    """The program with norms folded into the weights of 1x1 convolutions before them.
-
-    Such a convolution runs twice, for the moments and scaled; its unscaled result is not stored.
-    """
-    editor = GraphEditor(program)
-    for node in editor.calls(aten.addcmul.default):
-        operands: Any = node.args
-        shift, conv, scale = operands
-        if not _is_point(conv, node) or tuple(fake(scale).shape[2:]) != (1, 1):
-            continue
-        bound = schema.arguments(conv)
-        with editor.graph.inserting_before(node):
-            factors, bias = (editor.call(aten.reshape.default, v, [-1]) for v in (scale, shift))
-            if bound["bias"] is not None:
-                bias = editor.call(aten.addcmul.default, bias, bound["bias"], factors)
-            column = editor.call(aten.reshape.default, scale, [-1, 1, 1, 1])
-            weight = editor.call(aten.mul.Tensor, bound["weight"], column)
-            scaled = editor.call_named(conv.target, bound | {"weight": weight, "bias": bias})
-        editor.replace(node, scaled, inherit=True)
-    return editor.finish()
-
-
-def _is_point(conv: Any, norm: fx.Node) -> bool:
-    """Whether this is a 1x1 convolution of one image that only a norm and its moments read."""
-    if conv.target is not aten.conv2d.default or fake(conv).shape[0] != 1:
-        return False
-    bound, readers = schema.arguments(conv), {user.target for user in conv.users}
-    is_dense_point = fake(bound["weight"]).shape[2:] == (1, 1) and bound["groups"] == 1
-    return is_dense_point and readers == {norm.target, torch.ops.demask.moments.default}
 
 
 def _with_single_outputs(program: Program) -> GraphEditor:
@@ -165,37 +135,24 @@ def _with_single_outputs(program: Program) -> GraphEditor:
     return editor
 
 
-def _input_axes(graph: fx.Graph, inputs: Mapping[str, Axes] | None) -> dict[fx.Node, Axes]:
-    axes: dict[fx.Node, Axes] = {}
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.op != "placeholder" or not isinstance(value, Tensor):
-            continue
-        plain: Axes = (2, 3) if value.ndim > 3 else (2, None) if value.ndim == 3 else (None, None)
-        pair = plain if inputs is None else inputs.get(node.name, (None, None))
-        if pair[0] is not None:
-            axes[node] = pair
-    return axes
-
-
 def _needs_all(relation: Relation, axes: Mapping[fx.Node, Axes]) -> bool:
     """Whether a cut axis of the operand must be complete, or a pool reduces it to one position."""
     x, output = relation.operands[0].value, fake(relation.node)
-    cut = [axis for axis in axes.get(x, (None, None)) if axis is not None]
+    cut = [axis for axis in axes.get(x, NONE) if axis is not None]
     if relation.node.target in _POOLS:
         return any(output.shape[axis] == 1 < fake(x).shape[axis] for axis in cut)
     return any(set(relation.ins[0][axis]) & relation.complete for axis in cut)
 
 
-def _replace(editor: GraphEditor, node: fx.Node) -> None:
+def _replace_call(editor: GraphEditor, node: fx.Node) -> None:
     with editor.graph.inserting_before(node):
         replacement = _RULES[node.target](editor, node, schema.arguments(node))
     if replacement is not None:
         editor.replace(node, replacement, inherit=True)
 
 
-def _broadcast_again(node: fx.Node) -> None:
-    """Let arithmetic broadcast a whole value instead of reading its expanded copy."""
+def _broadcast_unexpanded(node: fx.Node) -> None:
+    """Let arithmetic broadcast a full value instead of reading its expanded copy."""
     for user in [user for user in node.users if user.target in traits.ARITHMETIC]:
         others = [fake(n) for n in user.all_input_nodes if n is not node]
         if any(same_shape(v, fake(user)) for v in others):
@@ -243,7 +200,10 @@ def _normalize_groups(
     if per_group > 1:
         mean, variance = _merge_groups(editor, mean, variance)
     scale = _deviation(editor, variance, bound["eps"])
-    weight, bias = (_by_group(editor, bound[name], grouped) for name in ("weight", "bias"))
+    weight, bias = (
+        None if bound[name] is None else editor.call(aten.reshape.default, bound[name], [1, *grouped[1:]])
+        for name in ("weight", "bias")
+    )
     if weight is not None:
         scale = editor.call(aten.mul.Tensor, weight, scale)
     shift = editor.call(aten.neg.default, editor.call(aten.mul.Tensor, mean, scale))
@@ -260,10 +220,6 @@ def _merge_groups(editor: GraphEditor, mean: fx.Node, variance: fx.Node) -> tupl
     distances = editor.call(aten.square.default, editor.call(aten.sub.Tensor, mean, overall))
     second_moments = editor.call(aten.add.Tensor, variance, distances)
     return overall, editor.call(aten.mean.dim, second_moments, [2], True)
-
-
-def _by_group(editor: GraphEditor, value: fx.Node | None, grouped: list[int]) -> fx.Node | None:
-    return None if value is None else editor.call(aten.reshape.default, value, [1, *grouped[1:]])
 
 
 def _per_channel(editor: GraphEditor, value: fx.Node, grouped: list[int], rank: int) -> fx.Node:
@@ -284,8 +240,7 @@ def _instance_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any])
     return _normalize_groups(editor, node, bound, value.shape[1], list(range(2, value.ndim)))
 
 
-def _is_trained(node: fx.Node) -> bool:
-    """Whether this is a batch norm that uses the statistics of its batch."""
+def _uses_batch_statistics(node: fx.Node) -> bool:
     return node.target is aten.batch_norm.default and schema.arguments(node)["training"]
 
 
@@ -357,7 +312,7 @@ def _log_softmax(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -
     return _cast(editor, result, fake(node).dtype)
 
 
-def _adaptive(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+def _adaptive_pool(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     """The mean along axes of which one position remains, then the pool along the others."""
     x, sizes = bound["self"], list(bound["output_size"])
     rank = fake(x).ndim
@@ -372,8 +327,8 @@ def _adaptive(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> f
     return editor.call(node.target, mean, sizes)
 
 
-def _whole_pool(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
-    """A mean or maximum in place of a pool whose window is the whole image."""
+def _global_pool(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+    """A mean or maximum in place of a pool whose window is the full image."""
     x = bound["self"]
     size, kernel, padding = fake(x).shape, bound["kernel_size"], bound["padding"]
     space = list(range(fake(x).ndim - len(kernel), fake(x).ndim))
@@ -456,8 +411,8 @@ _OUTPUT_RULES: dict[Any, Callable[[GraphEditor, fx.Node, int], fx.Node | None]] 
     **dict.fromkeys(traits.ADAPTIVE_MAX_POOLS, _adaptive_max),
 }
 _POOLS: dict[Any, _Rule] = {
-    **dict.fromkeys(traits.ADAPTIVE_AVERAGE_POOLS, _adaptive),
-    **dict.fromkeys((*traits.AVERAGE_POOLS, *traits.MAX_POOLS), _whole_pool),
+    **dict.fromkeys(traits.ADAPTIVE_AVERAGE_POOLS, _adaptive_pool),
+    **dict.fromkeys((*traits.AVERAGE_POOLS, *traits.MAX_POOLS), _global_pool),
 }
 _RULES: dict[Any, _Rule] = {
     **_POOLS,
@@ -469,5 +424,3 @@ _RULES: dict[Any, _Rule] = {
     aten.softmax.int: _softmax,
     aten.log_softmax.int: _log_softmax,
 }
-
-__all__ = ["folded_scale", "global_calls", "moments", "split_global_calls", "with_moments"]

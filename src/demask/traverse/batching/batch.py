@@ -37,18 +37,19 @@ from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.demasked_module import attach, build
 from demask.machine.byte_sizes import BUDGET, format_bytes, parse_memory
 from demask.ops import TABLE, Table
-from demask.traverse.batching.batch_axis import BatchAxis
 from demask.traverse.batching.batch_plan import (
+    BatchAxis,
     BatchCall,
     BatchPlan,
     BatchRef,
+    LayerTraffic,
     Level,
     StreamedLayer,
+    Traffic,
     constants_of,
     weights_of,
 )
 from demask.traverse.batching.levels import is_view, plan_batches, streamable
-from demask.traverse.batching.weight_traffic import LayerTraffic, Traffic
 
 Weights = str | os.PathLike[str] | None
 FILE = "weights.safetensors"  # written to the folder `weights`
@@ -115,7 +116,7 @@ def batch(
         (True, 320)
     """
     _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once)
-    program, stored, file = _source(model, args, kwargs, weights, inputs, table, keep=True)
+    program, stored, file = _capture_with_weights(model, args, kwargs, weights, inputs, table, keep=True)
     plan = plan_batches(program, stored, parse_memory(memory), inputs, table, at_once)
     return Batched(program, plan, file)
 
@@ -170,7 +171,7 @@ def traffic(
     """
     count = inputs if batch is None else batch
     _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once, batch=count)
-    program, stored, _ = _source(model, args, kwargs, weights, inputs, table, keep=False)
+    program, stored, _ = _capture_with_weights(model, args, kwargs, weights, inputs, table, keep=False)
     plan = plan_batches(program, stored, parse_memory(memory), inputs, table, at_once)
     return plan.traffic(count)
 
@@ -190,10 +191,10 @@ class Batched(nn.Module):
     def __init__(self, program: Program, plan: BatchPlan, file: WeightFile | None):
         super().__init__()
         self.plan, self.file = plan, file
-        self.front = _front(program)
+        self.front = _input_checker(program)
         self.held = nn.Module()
         for name in sorted(constants_of(plan)):
-            attach(self.held, name, _own(program.constants[name].tensor, file))
+            attach(self.held, name, _frozen(program.constants[name].tensor, file))
         self._read = dict.fromkeys((name for name, _ in weights_of(plan.levels)), 0)
         self._inputs = 0
         self.eval()
@@ -225,44 +226,45 @@ class Batched(nn.Module):
         """
         inputs = dict(zip(self.plan.input_names, self.front(*args, **kwargs), strict=True))
         with torch.no_grad():
-            return pytree.tree_unflatten(self._run(inputs), self.plan.out_spec)
+            return pytree.tree_unflatten(self._run_in_passes(inputs), self.plan.out_spec)
 
-    def _run(self, inputs: dict[str, Any]) -> list[Any]:
+    def _run_in_passes(self, inputs: dict[str, Any]) -> list[Any]:
         """The network's outputs for all inputs, in passes of N."""
         axes = self.plan.batch_axes
         size = next(v.shape[axes[name].axis] for name, v in inputs.items() if name in axes)
         if size == 0:
             raise BadInput("expected a batch of one input or more, got none")
-        constants = {f"={n}": t for n, t in _tensors(self.held).items()}
+        parameters = self.held.named_parameters(remove_duplicate=False)
+        constants = {f"={n}": t for n, t in (*parameters, *self.held.named_buffers(remove_duplicate=False))}
         outputs: dict[str, Any] = {}
         for start in range(0, size, self.plan.inputs):
             n = min(self.plan.inputs, size - start)
-            values = constants | _parts(inputs, inputs, axes, size, start, n)
+            values = constants | _slice_inputs(inputs, inputs, axes, size, start, n)
             for level in self.plan.levels:
-                self._level(level, values, n)
+                self._run_level(level, values, n)
             names = [r.name for r in self.plan.outputs if isinstance(r, BatchRef) and r.name not in inputs]
-            _collect(outputs, names, values, axes, size, start, n)
+            _collect_results(outputs, names, values, axes, size, start, n)
             self._inputs += n
         results = constants | inputs | outputs
         return [results[r.name] if isinstance(r, BatchRef) else r for r in self.plan.outputs]
 
-    def _level(self, level: Level, values: dict[str, Any], n: int) -> None:
+    def _run_level(self, level: Level, values: dict[str, Any], n: int) -> None:
         """Run a level for n inputs: add its results to `values`, and delete those it reads last."""
         at_once = n if level.connected else min(self.plan.at_once, n)
         if level.streamed is not None:
-            values[level.streamed.name] = self._streamed(level.streamed, values)
+            values[level.streamed.name] = self._run_streamed(level.streamed, values)
         else:
             written: dict[str, Any] = {}
             for start in range(0, n, at_once):
                 count = min(at_once, n - start)
-                level_values = values | _parts(values, level.reads, self.plan.batch_axes, n, start, count)
-                self._calls(level.calls, level_values, count)
-                _collect(written, level.writes, level_values, self.plan.batch_axes, n, start, count)
+                level_values = values | _slice_inputs(values, level.reads, self.plan.batch_axes, n, start, count)
+                self._run_calls(level.calls, level_values, count)
+                _collect_results(written, level.writes, level_values, self.plan.batch_axes, n, start, count)
             values |= written
         for name in level.drops:
             del values[name]
 
-    def _calls(self, calls: tuple[BatchCall, ...], values: dict[str, Any], n: int) -> None:
+    def _run_calls(self, calls: tuple[BatchCall, ...], values: dict[str, Any], n: int) -> None:
         def resolve(leaf: Any) -> Any:
             if not isinstance(leaf, BatchRef):
                 return leaf
@@ -278,19 +280,19 @@ class Batched(nn.Module):
             for name in call.frees:
                 del values[name]
 
-    def _streamed(self, layer: StreamedLayer, values: Mapping[str, Any]) -> Tensor:
+    def _run_streamed(self, layer: StreamedLayer, values: Mapping[str, Any]) -> Tensor:
         """A layer's output for all inputs, computed in blocks of a weight in a file."""
         x = values[layer.x]
         bias = None if layer.bias is None else values[f"={layer.bias}"]
         if not layer.out_first:
-            return self._summed(layer, x, bias)
+            return self._sum_products(layer, x, bias)
         output = x.new_empty(*x.shape[:-1], layer.outputs)
         for start, w_oi in self._blocks(layer):
             rows = slice(start, start + len(w_oi))
             output[..., rows] = linear(x, w_oi, None if bias is None else bias[rows])
         return output
 
-    def _summed(self, layer: StreamedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _sum_products(self, layer: StreamedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
         """A layer's output for a weight [in, out]: the sum of the blocks' partial products."""
         matrix = x.reshape(-1, x.shape[-1])
         dtype = torch.float32 if layer.sums_wide else x.dtype
@@ -310,7 +312,7 @@ class Batched(nn.Module):
             yield start, block
 
 
-def _parts(
+def _slice_inputs(
     values: Mapping[str, Any], names: Any, axes: Mapping[str, BatchAxis], n: int, start: int, count: int
 ) -> dict[str, Any]:
     """The named values; of those with a batch axis of n inputs, `count` inputs from `start` on."""
@@ -319,7 +321,7 @@ def _parts(
     }
 
 
-def _collect(
+def _collect_results(
     into: dict[str, Any],
     names: Any,
     values: Mapping[str, Any],
@@ -339,12 +341,8 @@ def _collect(
         axis.put(into[name], n, start, value)
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-
-
-def _own(tensor: Tensor, file: WeightFile | None) -> Tensor:
-    """A constant of the module: the model's memory, or a copy of a mapped file's."""
+def _frozen(tensor: Tensor, file: WeightFile | None) -> Tensor:
+    # the model's memory, or a copy of a mapped file's
     tensor = tensor.detach() if file is None else tensor.detach().clone()
     if tensor.is_floating_point() or tensor.is_complex():
         return nn.Parameter(tensor, requires_grad=False)
@@ -357,7 +355,7 @@ def _check_counts(**counts: Any) -> None:
             raise BadInput(f"expected {name} to be one or more, got {count!r}")
 
 
-def _front(program: Program) -> nn.Module:
+def _input_checker(program: Program) -> nn.Module:
     """A module that is called like the network, checks the inputs, and returns them flattened."""
     graph = fx.Graph()
     inputs = [graph.node_copy(node) for node in program.graph.find_nodes(op="placeholder")]
@@ -381,15 +379,15 @@ def _front(program: Program) -> nn.Module:
 # ------------------------------------------------------------------------- where weights come from
 
 
-def _source(
+def _capture_with_weights(
     model: nn.Module, args: Any, kwargs: Any, weights: Weights, inputs: int, table: Table, *, keep: bool
 ) -> tuple[Program, dict[str, StoredTensor], WeightFile | None]:
     """The captured network, its constants in a file, and the file. keep: whether to write them, if
     `weights` is a folder."""
     if weights is None:
-        return _read(model, args, kwargs), {}, None
+        return _capture_functional(model, args, kwargs), {}, None
     if Path(weights).is_dir():
-        program = _on_cpu(_read(model, args, kwargs))
+        program = _check_on_cpu(_capture_functional(model, args, kwargs))
         stored = streamable(program, inputs, table)
         if not keep or not stored:
             return program, stored, None
@@ -397,7 +395,7 @@ def _source(
         file = WeightFile.write(Path(weights) / FILE, tensors)
         return program, {name: file.tensors[name] for name in stored}, file
     file = WeightFile.read(weights)
-    program = _on_cpu(_read(_with_file_weights(model, file), args, kwargs, fold=False))
+    program = _check_on_cpu(_capture_functional(_with_file_weights(model, file), args, kwargs, fold=False))
     stored = {}
     for name, constant in program.constants.items():
         stored_name = next((n for n in (name, *constant.aliases) if n in file.tensors), None)
@@ -406,7 +404,7 @@ def _source(
     return program, stored, file
 
 
-def _read(model: nn.Module, args: Any, kwargs: Any, *, fold: bool = True) -> Program:
+def _capture_functional(model: nn.Module, args: Any, kwargs: Any, *, fold: bool = True) -> Program:
     """The captured, functional network. fold: compute calls on constants once; off where the values
     are in a file."""
     program = functionalize(capture(model, args, kwargs))
@@ -424,7 +422,7 @@ def _read(model: nn.Module, args: Any, kwargs: Any, *, fold: bool = True) -> Pro
     return program
 
 
-def _on_cpu(program: Program) -> Program:
+def _check_on_cpu(program: Program) -> Program:
     """The program, if it is on the CPU, as weights from a file are; else BadInput."""
     leaves = [leaf for n in program.graph.nodes for leaf in pytree.tree_leaves(n.meta.get("val"))]
     devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
@@ -436,7 +434,7 @@ def _on_cpu(program: Program) -> Program:
 
 
 def _with_file_weights(model: nn.Module, file: WeightFile) -> nn.Module:
-    """A copy of the model with the file's mapped tensors in place of its own."""
+    """A copy of the model with the file's mapped tensors as its own."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"expected an nn.Module, got {type(model).__name__}")
     try:

@@ -25,8 +25,8 @@ from demask.ops.entries.contraction import PRODUCTS
 from demask.ops.entries.recurrent import GATES
 from demask.ops.schema import fake
 from demask.ops.traits import MATRIX_TRANSPOSES, MEMORY_VIEWS, TRANSPOSED_VIEWS
-from demask.traverse.batching.batch_axis import BatchAxes, find_batch_axes
 from demask.traverse.batching.batch_plan import (
+    BatchAxes,
     BatchCall,
     BatchPlan,
     BatchRef,
@@ -34,6 +34,7 @@ from demask.traverse.batching.batch_plan import (
     Level,
     StreamedLayer,
     constants_read,
+    find_batch_axes,
 )
 
 aten = torch.ops.aten
@@ -84,7 +85,7 @@ def plan_batches(
         least,
         resident,
         input_names,
-        _refs(shape.results),
+        _replace_nodes(shape.results),
         program.out_spec,
     )
 
@@ -110,8 +111,9 @@ class _LevelShape:
         self.analysis = Analysis(program, table)
         self.batch_axes: BatchAxes = find_batch_axes(self.analysis, inputs)
         self.nodes = list(program.graph.nodes)
+        self.by_name = {n.name: n for n in self.nodes}
         self.results: Any = self.nodes[-1].args[0]
-        self.streams = {n: s for n in self.nodes if (s := self._streamed(n, stored))}
+        self.streams = {n: s for n in self.nodes if (s := self._find_streamed(n, stored))}
         self.connected = {n for n in self.nodes if n in self.streams or self._is_connected(n)}
         self.level_of = self._level_indices()
         self.stored_values: set[fx.Node] = set()
@@ -125,12 +127,11 @@ class _LevelShape:
         return x in self.batch_axes.by_value and self._is_constant(weight) and (bias is None or self._is_constant(bias))
 
     def _is_constant(self, node: fx.Node) -> bool:
-        """Whether a node depends on constants only."""
         if node.op != "call_function":
             return node.op == "get_attr"
         return node not in self.batch_axes.by_value and all(map(self._is_constant, node.all_input_nodes))
 
-    def _streamed(self, node: fx.Node, stored: Mapping[str, StoredTensor]) -> StreamedLayer | None:
+    def _find_streamed(self, node: fx.Node, stored: Mapping[str, StoredTensor]) -> StreamedLayer | None:
         operands = _operands(node) if self._is_connected(node) else None
         if operands is None:
             return None
@@ -166,8 +167,8 @@ class _LevelShape:
         groups = list(by_level.values())
         constant = [n for n in _nodes(self.results) if self._is_constant_result(n)]
         groups += [constant] if constant else []
-        last = self._last(groups)
-        return [self._level(k, group, last) for k, group in enumerate(groups)]
+        last = self._last_levels(groups)
+        return [self._build_level(k, group, last) for k, group in enumerate(groups)]
 
     def _is_constant_result(self, node: fx.Node) -> bool:
         """Whether a result of the network is a call that depends on constants only."""
@@ -178,7 +179,7 @@ class _LevelShape:
             )
         return node.op == "call_function" and node not in self.level_of
 
-    def _last(self, groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
+    def _last_levels(self, groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
         """The last level that reads each value; the number of levels for results."""
         last = {n: len(groups) for n in _nodes(self.results)}
         for k, group in enumerate(groups):
@@ -187,7 +188,7 @@ class _LevelShape:
                     last[source] = max(last.get(source, 0), k)
         return last
 
-    def _level(self, k: int, group: list[fx.Node], last: Mapping[fx.Node, int]) -> Level:
+    def _build_level(self, k: int, group: list[fx.Node], last: Mapping[fx.Node, int]) -> Level:
         inside = set(group)
         reads = {s: None for n in group for s in n.all_input_nodes if s in self.batch_axes.by_value and s not in inside}
         # Of a tuple, its elements are stored.
@@ -204,7 +205,7 @@ class _LevelShape:
         """The calls of a group, with calls on constants that they read."""
         needed: dict[fx.Node, None] = {}
         for node in group:
-            self._add(node, needed, set(group))
+            self._add_needed(node, needed, set(group))
         order = [n for n in self.nodes if n in needed]
         last = {source: node for node in order for source in node.all_input_nodes}
         frees: dict[fx.Node, list[str]] = {}
@@ -212,17 +213,24 @@ class _LevelShape:
             if node not in writes:
                 frees.setdefault(last.get(node, node), []).append(node.name)
         return tuple(
-            BatchCall(n.name, n.target, _refs(n.args), _refs(n.kwargs), self._weight(n), tuple(frees.get(n, ())))
+            BatchCall(
+                n.name,
+                n.target,
+                _replace_nodes(n.args),
+                _replace_nodes(n.kwargs),
+                self._weight(n),
+                tuple(frees.get(n, ())),
+            )
             for n in order
         )
 
-    def _add(self, node: fx.Node, needed: dict[fx.Node, None], group: set[fx.Node]) -> None:
+    def _add_needed(self, node: fx.Node, needed: dict[fx.Node, None], group: set[fx.Node]) -> None:
         if node in needed or node.op != "call_function" or node in self.batch_axes.sizes:
             return
         if node in group or node not in self.batch_axes.by_value:
             needed[node] = None
             for source in node.all_input_nodes:
-                self._add(source, needed, group)
+                self._add_needed(source, needed, group)
 
     def _weight(self, node: fx.Node) -> LayerWeight | None:
         """The constant matrices or kernels that a call multiplies with; None for other calls."""
@@ -236,8 +244,9 @@ class _LevelShape:
         constants = [n for n in operands if self._is_constant(n) and fake(n).ndim > 1]
         if not constants:
             return None
-        names = "+".join(dict.fromkeys(_root(n) for n in constants))
-        return LayerWeight(names, sum(_bytes(n) for n in constants), node in self.connected)
+        names = "+".join(dict.fromkeys(_constant_name(n) for n in constants))
+        size = sum(fake(n).numel() * fake(n).dtype.itemsize for n in constants)
+        return LayerWeight(names, size, node in self.connected)
 
     def resident(self, levels: Sequence[Level]) -> int:
         """Bytes of constants in memory; 0 unless others are in a file."""
@@ -248,12 +257,11 @@ class _LevelShape:
 
     def stored_bytes(self, levels: Sequence[Level]) -> list[int]:
         """Bytes stored for all inputs while each level runs, including values that it writes."""
-        nodes = {n.name: n for n in self.nodes}
         alive: set[str] = set()
         result = []
         for level in levels:
             alive |= set(level.writes)
-            result.append(sum(self.batch_axes.nbytes(nodes[n], self.inputs) for n in alive))
+            result.append(sum(self.batch_axes.nbytes(self.by_name[n], self.inputs) for n in alive))
             alive -= set(level.drops)
         return result
 
@@ -263,17 +271,16 @@ class _LevelShape:
             block = level.streamed
             return self._fixed_bytes(block) + max(block.rows, 1) * self._row_bytes(block)
         count = self.inputs if level.connected else min(at_once, self.inputs)
-        nodes = {n.name: n for n in self.nodes}
         copied = count < self.inputs
         copied_parts = sum(
-            self.batch_axes.nbytes(nodes[n], count)
+            self.batch_axes.nbytes(self.by_name[n], count)
             for n in level.reads
-            if copied and self.batch_axes.by_value[nodes[n]].copies
+            if copied and self.batch_axes.by_value[self.by_name[n]].copies
         )
         alive, most = Counter(), 0
         temporaries, owner = Counter(), {}
         for call in level.calls:
-            node = nodes[call.name]
+            node = self.by_name[call.name]
             source = owner.get(getattr(node.args[0], "name", "")) if node.target in _VIEWS else None
             owner[call.name] = source or call.name
             alive[owner[call.name]] += 1
@@ -295,10 +302,9 @@ class _LevelShape:
 
     def _product_rows(self, layer: StreamedLayer) -> int:
         """Rows of a layer's product: positions of all inputs."""
-        nodes = {n.name: n for n in self.nodes}
         features = layer.stored.shape[1 if layer.out_first else 0]
-        size = self.batch_axes.nbytes(nodes[layer.x], self.inputs)
-        return size // (fake(nodes[layer.x]).dtype.itemsize * features)
+        x = self.by_name[layer.x]
+        return self.batch_axes.nbytes(x, self.inputs) // (fake(x).dtype.itemsize * features)
 
     def _row_bytes(self, layer: StreamedLayer) -> int:
         """Bytes per row of a block: its weights and their products."""
@@ -309,7 +315,7 @@ class _LevelShape:
         return width + partial_sums
 
     def _fixed_bytes(self, layer: StreamedLayer) -> int:
-        """Bytes in addition to the block: partial sums in float32."""
+        # partial sums in float32
         return 4 * self._product_rows(layer) * layer.outputs if layer.sums_wide else 0
 
     def blocked(self, level: Level, room: int) -> Level:
@@ -375,20 +381,13 @@ def _read_by_products(node: fx.Node) -> bool:
     )
 
 
-def _root(node: fx.Node) -> str:
-    """The name of the constant that a value is computed from."""
+def _constant_name(node: fx.Node) -> str:
     while node.op == "call_function":
         node = node.all_input_nodes[0]
     return str(node.target)
 
 
-def _bytes(node: fx.Node) -> int:
-    value = fake(node)
-    return value.numel() * value.dtype.itemsize
-
-
 def _nodes(results: Sequence[Any], op: str = "") -> list[fx.Node]:
-    """The results that are nodes, of one kind or all."""
     return [n for n in results if isinstance(n, fx.Node) and op in ("", n.op)]
 
 
@@ -396,7 +395,7 @@ def _names(nodes: Any) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)
 
 
-def _refs(args: Any) -> Any:
+def _replace_nodes(args: Any) -> Any:
     """Arguments with references in place of nodes; constants by their name in the model."""
     return map_arg(
         args,

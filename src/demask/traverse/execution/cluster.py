@@ -25,8 +25,7 @@ from demask.ops.regions import Interval
 from demask.traverse.execution.journal import TaskRecord
 from demask.traverse.execution.run import new_memory
 from demask.traverse.execution.segment_executor import SourcesAndSinks
-from demask.traverse.execution.stream_inputs import digest_of
-from demask.traverse.execution.stream_job import Streaming
+from demask.traverse.execution.stream_job import Streaming, digest_of
 from demask.traverse.execution.tasks import compute_record
 from demask.traverse.storage.sources_and_sinks import spill
 
@@ -61,24 +60,21 @@ class Cluster:
                 f"client: the network or the source cannot be sent to workers ({error}); give paths of files instead"
             ) from error
 
-    def tasks_of(self, image: int) -> Callable[..., Iterator[tuple[Interval, TaskRecord]]]:
-        """A function that runs tasks of one image, and yields each as it is finished."""
-        return functools.partial(self._run, image)
-
-    def _run(
+    def run_tasks(
         self, image: int, segment: int, stripes: Sequence[Interval], values: Mapping[Any, Any]
     ) -> Iterator[tuple[Interval, TaskRecord]]:
+        """Run tasks of one image, and yield each as it is finished."""
         from distributed import KilledWorker, as_completed
 
         assert self.job.target is not None
         folder = self.job.target.folder
-        _write(folder / CALL, self.call)
+        _write_file(folder / CALL, self.call)
         tensors = {
             node.name: value.contiguous()
             for node, value in values.items()
             if isinstance(value, torch.Tensor) and node.op == "call_function"
         }
-        _write(folder / _values_name(image, segment), safetensors.torch.save(tensors))
+        _write_file(folder / _values_name(image, segment), safetensors.torch.save(tensors))
         digest = digest_of(*self.job.identity.values())
 
         def submit(rows: Interval) -> Any:
@@ -102,11 +98,10 @@ class Cluster:
 
 
 def _values_name(image: int, segment: int) -> str:
-    """The file with the values without rows that a segment reads."""
     return f"values-{image}-{segment}.safetensors"
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write_file(path: Path, data: bytes) -> None:
     with atomic_write.write(path) as file:
         file.write(data)
 
@@ -145,8 +140,7 @@ class _WorkerJob:
 
 
 @functools.cache
-def _worker_job() -> _WorkerJob:
-    """That of this process."""
+def _job_of_this_process() -> _WorkerJob:
     return _WorkerJob()
 
 
@@ -154,7 +148,7 @@ def run_remote_task(
     prepare: Prepare, folder: str, digest: str, image: int, segment: int, rows: Interval
 ) -> dict[str, Any]:
     """Compute one task in a worker. Returns its record as JSON types."""
-    worker = _worker_job()
+    worker = _job_of_this_process()
     with worker.lock:
         job, arena = worker.take(prepare, folder, digest)
         return _run_task(job, arena, folder, image, segment, rows)
@@ -162,15 +156,15 @@ def run_remote_task(
 
 def _run_task(job: Streaming, arena: Any, folder: str, image: int, segment: int, rows: Interval) -> dict[str, Any]:
     values = safetensors.torch.load_file(Path(folder, _values_name(image, segment)))
-    place = job.layout.places[segment]
-    whole = dict(job.flow.constants)
+    placed = job.layout.segments[segment]
+    uncut = dict(job.flow.constants)
     nodes = {node.name: node for node in job.flow.program.graph.nodes}
-    whole.update({nodes[name]: value for name, value in values.items()})
+    uncut.update({nodes[name]: value for name, value in values.items()})
     sink, store = job.open_part()
-    ends = SourcesAndSinks({}, {job.flow.inputs[0]: job.source.image(image)}, {job.output: sink.image(image)}, whole)
+    ends = SourcesAndSinks({}, {job.flow.inputs[0]: job.source.image(image)}, {job.output: sink.image(image)}, uncut)
     assert job.target is not None
-    stored = {name for p in job.layout.places for name in p.segment.spills}
-    for value in {*place.stage.enters, *place.stage.targets}:
+    stored = {name for p in job.layout.segments for name in p.segment.spills}
+    for value in {*placed.stage.enters, *placed.stage.targets}:
         if value.name in stored:
             fake = value.meta["val"]
             file = spill(
@@ -180,11 +174,11 @@ def _run_task(job: Streaming, arena: Any, folder: str, image: int, segment: int,
                 str(job.target.folder),
                 job.spill_name(image, value),
             )
-            (ends.sinks if value in place.stage.targets else ends.sources)[value] = file
-    if job.output not in place.stage.targets:
+            (ends.sinks if value in placed.stage.targets else ends.sources)[value] = file
+    if job.output not in placed.stage.targets:
         ends.sinks.pop(job.output)
-    work = arena[job.layout.work[segment] : job.layout.work[segment] + place.bytes]
+    work = arena[job.layout.work[segment] : job.layout.work[segment] + placed.bytes]
     with torch.no_grad():
-        record = compute_record(place, ends, work, (rows[0], rows[1]), store, job.mask)
+        record = compute_record(placed, ends, work, (rows[0], rows[1]), store, job.mask)
     store.close()
     return record.to_dict()

@@ -83,7 +83,7 @@ class Journal:
         except OSError as error:
             raise BadInput(f"cannot write {path}: {error.strerror or error}") from error
         _lock(file, folder)
-        lines = [] if not resume else _read(file)
+        lines = _read_complete_lines(file) if resume else []
         if lines and lines[0].get("identity") != dict(identity):
             before = lines[0].get("identity") or {}
             other = [word for word in identity if before.get(word) != identity[word]]
@@ -93,7 +93,7 @@ class Journal:
                 "with the same arguments, or pass resume=False (--no-resume) to begin anew"
             )
         if not lines:
-            _clear(folder, file, {"version": VERSION, "identity": dict(identity)})
+            _begin_anew(folder, file, {"version": VERSION, "identity": dict(identity)})
         done: dict[Any, TaskRecord] = {tuple(line["task"]): TaskRecord.from_dict(line) for line in lines[1:]}
         return cls(folder, done, file)
 
@@ -122,7 +122,7 @@ def _lock(file: BinaryIO, folder: Path) -> None:
         raise BadInput(f"another process is writing {folder}; wait for it") from error
 
 
-def _read(file: BinaryIO) -> list[dict[str, Any]]:
+def _read_complete_lines(file: BinaryIO) -> list[dict[str, Any]]:
     """The complete lines; what a killed process left of another is cut off."""
     file.seek(0)
     lines, end = [], 0
@@ -139,7 +139,7 @@ def _read(file: BinaryIO) -> list[dict[str, Any]]:
     return lines if lines and lines[0].get("version") == VERSION else []
 
 
-def _clear(folder: Path, file: BinaryIO, first: Mapping[str, Any]) -> None:
+def _begin_anew(folder: Path, file: BinaryIO, first: Mapping[str, Any]) -> None:
     """Delete everything in the folder but the journal, and begin it."""
     for path in folder.iterdir():
         if path.name != NAME:

@@ -15,12 +15,10 @@ from demask.machine.allocator import release_free_memory
 from demask.machine.arena import align_size
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
-from demask.traverse.analysis.partial_reductions import Reduction
-from demask.traverse.analysis.streamed_attention import attend, keys_of
-from demask.traverse.axes import Axes, Window, cut_shape, empty, part, strides, whole
-from demask.traverse.planning.schedule import LiveRows, Step
-from demask.traverse.planning.stage import Stage, Unit
-from demask.traverse.planning.stage_memory import StageMemory
+from demask.traverse.analysis.partial_reductions import Reduction, attend, keys_of
+from demask.traverse.axes import Axes, Window, cut_shape, empty, full_window, part, strides
+from demask.traverse.planning.plan_memory import StageMemory
+from demask.traverse.planning.schedule import LiveRows, Stage, Step, Unit
 from demask.traverse.storage.sources_and_sinks import RowSource, Sink, tensor_source
 
 
@@ -28,21 +26,21 @@ from demask.traverse.storage.sources_and_sinks import RowSource, Sink, tensor_so
 class SourcesAndSinks:
     """The values that a stage reads and writes.
 
-    maps: values that are whole in memory, in the layout of parts. sources: of other values. sinks:
-    of targets, including those that are maps. whole_values: values without rows. packed: weights in
+    maps: values that are complete in memory, in the layout of parts. sources: of other values. sinks:
+    of targets, including those that are maps. uncut_values: values without rows. packed: weights in
     the layout of the calls that read them.
     """
 
     maps: MutableMapping[fx.Node, Tensor] = field(default_factory=dict)
     sources: MutableMapping[fx.Node, RowSource] = field(default_factory=dict)
     sinks: MutableMapping[fx.Node, Sink] = field(default_factory=dict)
-    whole_values: MutableMapping[fx.Node, Any] = field(default_factory=dict)
+    uncut_values: MutableMapping[fx.Node, Any] = field(default_factory=dict)
     packed: MutableMapping[fx.Node, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Counter:
-    """Multiply-adds, and steps (bands, tiles and whole segments) that were executed."""
+    """Multiply-adds, and steps (bands, tiles and full segments) that were executed."""
 
     macs: int = 0
     steps: int = 0
@@ -116,7 +114,7 @@ class SegmentExecutor:
         self.arena, self.counter, self.above, self.below = arena, counter, above, below
         self.views: dict[tuple[Any, ...], Tensor] = {}
         self.states: dict[fx.Node, tuple[Reduction, Any]] = {}
-        self.first, self.last = _uses(stage)
+        self.first, self.last = _first_and_last_uses(stage)
         cut = ((u.node, self.flow.local.get(u.node)) for u in stage.units)
         self.streamed = {e for u in stage.units for e in stage.streamed(u, ends.maps)}
         self.packable = frozenset(n for n, local in cut if local is not None and local.kind.packed_bytes)
@@ -147,9 +145,9 @@ class SegmentExecutor:
                 if node in active:
                     self._load(node, step)
             if unit.node in self.states:
-                self._gather(unit, step)
+                self._update_reduction(unit, step)
             elif unit.value not in self.flow.axes or unit.node not in self.flow.local:
-                self._run_whole(unit, step)
+                self._run_uncut(unit, step)
             elif step[unit.value].computed[0] < step[unit.value].computed[1]:
                 self._compute(k, unit, step)
             if k in self.memory.large:
@@ -174,48 +172,48 @@ class SegmentExecutor:
         """Fill a block with the rows of its tail, new rows of its source, and received rows."""
         live = step[node]
         if live.first < live.done and node in self.memory.tail:
-            tail = self._tail(node, live, live.done - live.first)
-            self._rows(node, step, live.first, live.done).copy_(tail)
+            tail = self._view_tail(node, live, live.done - live.first)
+            self._view_rows(node, step, live.first, live.done).copy_(tail)
         if node in self.ends.sources and live.done < live.end:
             window = (live.done, live.end), live.columns
-            self.ends.sources[node].read(window, self._rows(node, step, live.done, live.end))
+            self.ends.sources[node].read(window, self._view_rows(node, step, live.done, live.end))
         low, high = live.received
         if low < high and self.below is not None:
             received = self.below.take(node, self.flow.axes[node][0] or 0, (low, high))
             if received is not None:
-                self._rows(node, step, low, high).copy_(received)
+                self._view_rows(node, step, low, high).copy_(received)
 
     def _save_tail(self, node: fx.Node, step: Step) -> None:
         live = step[node]
         if live.tail and node in self.memory.tail:
-            rows = self._rows(node, step, live.keep, live.end)
-            self._tail(node, live, live.tail).copy_(rows)
+            rows = self._view_rows(node, step, live.keep, live.end)
+            self._view_tail(node, live, live.tail).copy_(rows)
 
-    def _gather(self, unit: Unit, step: Step) -> None:
+    def _update_reduction(self, unit: Unit, step: Step) -> None:
         source = unit.edges[0].source
         live = step.get(unit.node, step[source])
         reduction, state = self.states[unit.node]
         if live.done < live.end:
             window = (live.done, live.end), live.columns
-            rows = self._rows(source, step, live.done, live.end, live.columns)
+            rows = self._view_rows(source, step, live.done, live.end, live.columns)
             reduction.update(state, rows, window)
         rows, columns = self.flow.rows(source), self.flow.columns(source)
         is_last = live.end >= rows and live.columns[1] >= columns
         if is_last and self.finishes:
-            self.ends.whole_values[unit.node] = reduction.finish(state)
+            self.ends.uncut_values[unit.node] = reduction.finish(state)
 
     def _compute(self, k: int, unit: Unit, step: Step) -> None:
         live, local = step[unit.value], self.flow.local[unit.node]
         window = live.computed, live.columns
-        into = self._rows(unit.value, step, *live.computed)
+        into = self._view_rows(unit.value, step, *live.computed)
         if any(edge in self.streamed for edge in unit.edges):
-            into.copy_(self._attend(unit, step, window))
+            into.copy_(self._attend_in_blocks(unit, step, window))
             self._deliver(unit, live, into)
             return
         operands = self._operands(unit, step, window)
         fused: dict[str, Any] = {}
         if unit.addend is not None:
-            addend = self._rows(unit.addend, step, *live.computed, live.columns)
+            addend = self._view_rows(unit.addend, step, *live.computed, live.columns)
             if addend.data_ptr() != into.data_ptr():
                 into.copy_(addend)
             fused["add"] = True
@@ -224,14 +222,14 @@ class SegmentExecutor:
         local.run(operands, window, into, scratch=self._scratch(k), **fused)
         self._deliver(unit, live, into)
 
-    def _attend(self, unit: Unit, step: Step, window: Window) -> Tensor:
+    def _attend_in_blocks(self, unit: Unit, step: Step, window: Window) -> Tensor:
         """Attention whose keys or values are read in blocks."""
         axes, sources = self.flow.axes, dict(self.ends.sources)
         for node in keys_of(unit.node):
             if node not in sources:
                 sources[node] = tensor_source(self.ends.maps[node], axes[node])
         q, *others = unit.edges
-        queries = self._rows(q.source, step, *q.rules[0](*window[0]), q.rules[1](*window[1]))
+        queries = self._view_rows(q.source, step, *q.rules[0](*window[0]), q.rules[1](*window[1]))
         columns = next(e.rules[1](*window[1]) for e in others if e.source is keys_of(unit.node)[1])
         return attend(unit.node, queries, sources, axes, columns)
 
@@ -252,15 +250,15 @@ class SegmentExecutor:
         for k, operand in enumerate(local.relation.operands):
             edge = cut.get(k)
             if edge is None and operand.name == "weight" and unit.node in self.packable:
-                operands.append(self._packed(unit.node, operand.value, window))
+                operands.append(self._packed_weight(unit.node, operand.value, window))
             elif edge is None:
                 operands.append(self._value(operand.value))
             else:
                 rows, columns = edge.rules[0](*window[0]), edge.rules[1](*window[1])
-                operands.append(self._rows(edge.source, step, *rows, columns))
+                operands.append(self._view_rows(edge.source, step, *rows, columns))
         return operands
 
-    def _packed(self, node: fx.Node, weight: Any, window: Window) -> Tensor:
+    def _packed_weight(self, node: fx.Node, weight: Any, window: Window) -> Tensor:
         """A weight in the layout of its call, packed by the worker that needs it first."""
         if node not in self.ends.packed:
             kind: Any = self.flow.local[node].kind
@@ -268,15 +266,15 @@ class SegmentExecutor:
         return self.ends.packed[node]
 
     def _value(self, value: Any) -> Any:
-        return self.ends.whole_values[value] if isinstance(value, fx.Node) else value
+        return self.ends.uncut_values[value] if isinstance(value, fx.Node) else value
 
-    def _run_whole(self, unit: Unit, step: Step) -> None:
-        """Run a call on whole values."""
+    def _run_uncut(self, unit: Unit, step: Step) -> None:
+        """Run a call on full values."""
 
         def value(source: fx.Node) -> Any:
-            if source in self.ends.whole_values:
-                return self.ends.whole_values[source]
-            return self._rows(source, step, 0, self.flow.rows(source))
+            if source in self.ends.uncut_values:
+                return self.ends.uncut_values[source]
+            return self._view_rows(source, step, 0, self.flow.rows(source))
 
         node = unit.node
         arguments: Any = map_arg((node.args, dict(node.kwargs)), value)
@@ -284,14 +282,14 @@ class SegmentExecutor:
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         self.counter.macs += self.flow.macs(node)
         if node not in self.flow.axes:
-            self.ends.whole_values[node] = result
+            self.ends.uncut_values[node] = result
             return
-        into = self._rows(node, step, 0, self.flow.rows(node))
+        into = self._view_rows(node, step, 0, self.flow.rows(node))
         into.copy_(result)
         if node in self.ends.sinks:
-            self.ends.sinks[node].write(whole(node, self.flow.axes[node]), into)
+            self.ends.sinks[node].write(full_window(node, self.flow.axes[node]), into)
 
-    def _rows(self, node: fx.Node, step: Step, low: int, high: int, columns: Interval | None = None) -> Tensor:
+    def _view_rows(self, node: fx.Node, step: Step, low: int, high: int, columns: Interval | None = None) -> Tensor:
         """A view of some rows and columns of a value, in a map or a block."""
         live, axes = step[node], self.flow.axes[node]
         columns_read = live.columns if columns is None or axes[1] is None else columns
@@ -308,20 +306,20 @@ class SegmentExecutor:
         key = (node, rows, low - origin, high - origin, columns_read[0] - left, columns_read[1] - left, right - left)
         view = self.views.get(key)
         if view is None:
-            block = self._view(node, self.memory.block[owner], rows, live.columns)
+            block = self._view_block(node, self.memory.block[owner], rows, live.columns)
             view = part(block, axes, ((low, high), columns_read), (origin, left))
             self.views[key] = view
         return view
 
-    def _tail(self, node: fx.Node, live: LiveRows, rows: int) -> Tensor:
+    def _view_tail(self, node: fx.Node, live: LiveRows, rows: int) -> Tensor:
         key = (node, rows, live.columns)
         tail = self.views.get(key)
         if tail is None:
-            tail = self._view(node, self.memory.tail[node], rows, live.columns)
+            tail = self._view_block(node, self.memory.tail[node], rows, live.columns)
             self.views[key] = tail
         return tail
 
-    def _view(self, node: fx.Node, offset: int, rows: int, columns: Interval) -> Tensor:
+    def _view_block(self, node: fx.Node, offset: int, rows: int, columns: Interval) -> Tensor:
         value, axes = fake(node), self.flow.axes[node]
         shape = cut_shape(value.shape, axes, ((0, rows), columns))
         return view_part(self.arena, offset, shape, axes, value.dtype)
@@ -351,7 +349,7 @@ def view_part(arena: Tensor, offset: int, shape: Any, axes: Axes, dtype: torch.d
     return memory.as_strided(tuple(shape), strides(shape, axes))
 
 
-def _uses(stage: Stage) -> tuple[dict[int, list[fx.Node]], dict[int, list[fx.Node]]]:
+def _first_and_last_uses(stage: Stage) -> tuple[dict[int, list[fx.Node]], dict[int, list[fx.Node]]]:
     """Per unit, the values that it is the first to use, and those that it is the last to use."""
     first: dict[fx.Node, int] = {}
     last: dict[fx.Node, int] = {}
@@ -365,6 +363,3 @@ def _uses(stage: Stage) -> tuple[dict[int, list[fx.Node]], dict[int, list[fx.Nod
         for node, k in uses.items():
             by_unit.setdefault(k, []).append(node)
     return result
-
-
-__all__ = ["Counter", "SegmentExecutor", "SourcesAndSinks", "view_part"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,11 +19,9 @@ from demask.ops.schema import fake
 from demask.traverse.axes import Window, cut_shape
 from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
 from demask.traverse.execution.segment_executor import Counter, SegmentExecutor, SourcesAndSinks
-from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment, steps_of_stripe
-from demask.traverse.planning.plan_memory import stripes_of as stripes_of_stage
+from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment, steps_of_stripe, stripes_of
 from demask.traverse.planning.schedule import Step, target_rows
 from demask.traverse.storage.boxes import Box
-from demask.traverse.storage.stored_ends import StoredSink
 
 States = dict[str, tuple[Tensor, ...]]  # of reductions, by the name of the call
 OnStep = Callable[[Step], None] | None
@@ -66,16 +64,11 @@ def is_intact(store: Any, record: TaskRecord) -> bool:
     return all(checksum(store.read(box)) == check for box, check in record.written)
 
 
-def stripes_of(place: PlacedSegment) -> list[Interval]:
-    """The rows of the tasks of a segment."""
-    return stripes_of_stage(place.stage, place.segment)
-
-
-def keeps_nothing_in_memory(place: PlacedSegment, sinks: Mapping[fx.Node, Any]) -> bool:
+def keeps_nothing_in_memory(placed: PlacedSegment, sinks: Mapping[fx.Node, Any]) -> bool:
     """Whether everything that a segment computes is in files or in states of reductions."""
-    stored = set(place.segment.spills)
-    return all(v.name in stored or v in sinks for v in place.stage.targets) and not (
-        place.maps & set(place.stage.targets)
+    stored = set(placed.segment.spills)
+    return all(v.name in stored or v in sinks for v in placed.stage.targets) and not (
+        placed.maps & set(placed.stage.targets)
     )
 
 
@@ -90,7 +83,7 @@ class TaskMask:
     fill: float = 0.0
 
     def columns(self, rows: Interval, chunk: int) -> list[Interval]:
-        """The columns that some rows need, in whole chunks."""
+        """The columns that some rows need, in full chunks."""
         width = self.wanted.shape[1]
         any_row = self.wanted[rows[0] : rows[1]].any(0)
         starts = range(0, width, chunk)
@@ -106,7 +99,7 @@ class TaskMask:
 
 
 def run_task(
-    place: PlacedSegment,
+    placed: PlacedSegment,
     ends: SourcesAndSinks,
     work: Tensor,
     rows: Interval,
@@ -119,17 +112,17 @@ def run_task(
     """
     counter, states = Counter(), {}
     for part in (None,) if columns is None else columns:
-        executor = SegmentExecutor(place.stage, place.memory, ends, work, counter, finishes=False)
-        executor.run(steps_of_stripe(place.stage, place.segment, rows, part), on_step)
+        executor = SegmentExecutor(placed.stage, placed.memory, ends, work, counter, finishes=False)
+        executor.run(steps_of_stripe(placed.stage, placed.segment, rows, part), on_step)
         states = {node.name: state for node, (_, state) in executor.states.items()}
     return counter.macs, states
 
 
-def merge_states(place: PlacedSegment, parts: Sequence[States]) -> dict[fx.Node, Any]:
+def merge_states(placed: PlacedSegment, parts: Sequence[States]) -> dict[fx.Node, Any]:
     """The results of reductions from the states of all tasks, merged as a binary tree."""
     results = {}
-    for unit in place.stage.sinks:
-        reduction = place.stage.flow.gathers[unit.node]
+    for unit in placed.stage.sinks:
+        reduction = placed.stage.flow.gathers[unit.node]
         level = [tuple(t.clone() for t in part[unit.node.name]) for part in parts]
         while len(level) > 1:
             for k in range(0, len(level) - 1, 2):
@@ -143,7 +136,7 @@ def merge_states(place: PlacedSegment, parts: Sequence[States]) -> dict[fx.Node,
 class TaskRunner:
     """Runs the segments of one image in this process, task by task.
 
-    count: called for each whole task, (segment, rows, resumed=whether an earlier run did it).
+    count: called for each task, (segment, rows, resumed=whether an earlier run did it).
     remote: computes tasks elsewhere: (segment, rows of the tasks, values without rows) to records,
     as they are finished. mask: of the output.
     """
@@ -156,50 +149,49 @@ class TaskRunner:
     mask: TaskMask | None = None
     remote: Callable[..., Iterator[tuple[Interval, TaskRecord]]] | None = None
 
-    def run(self, place: PlacedSegment, ends: SourcesAndSinks, work: Tensor, counter: Counter, on_step: OnStep) -> None:
+    def run(
+        self, placed: PlacedSegment, ends: SourcesAndSinks, work: Tensor, counter: Counter, on_step: OnStep
+    ) -> None:
         """Run the tasks of a segment that are not done."""
-        number = self.layout.places.index(place)
+        number = self.layout.segments.index(placed)
         records: dict[Interval, TaskRecord] = {}
-        sinks = {v: s for v, s in ends.sinks.items() if v.name not in place.segment.spills}
-        is_durable = self.journal is not None and keeps_nothing_in_memory(place, sinks)
+        sinks = {v: s for v, s in ends.sinks.items() if v.name not in placed.segment.spills}
+        is_durable = self.journal is not None and keeps_nothing_in_memory(placed, sinks)
         missing = []
-        for rows in stripes_of(place):
-            done = self.journal.done.get(self._key(number, rows)) if self.journal else None
-            if done is not None and is_durable and self._is_intact(done):
+        for rows in stripes_of(placed.stage, placed.segment):
+            done = self.journal.done.get(self._task_key(number, rows)) if self.journal else None
+            if done is not None and is_durable and (self.store is None or is_intact(self.store, done)):
                 records[rows] = done
-                self.count(place, rows, resumed=True)
+                self.count(placed, rows, resumed=True)
             else:
                 missing.append(rows)
-        for rows, record in self._compute(place, ends, work, missing, on_step):
+        for rows, record in self._compute_missing(placed, ends, work, missing, on_step):
             records[rows] = record
             if self.journal is not None and is_durable:
-                self.journal.add(self._key(number, rows), record)
+                self.journal.add(self._task_key(number, rows), record)
         counter.macs += sum(record.macs for record in records.values())
         counter.steps += len(records)
-        states = [dict(records[rows].states) for rows in stripes_of(place)]
-        ends.whole_values.update(merge_states(place, states))
+        states = [dict(records[rows].states) for rows in stripes_of(placed.stage, placed.segment)]
+        ends.uncut_values.update(merge_states(placed, states))
 
-    def _compute(
-        self, place: PlacedSegment, ends: SourcesAndSinks, work: Tensor, missing: Sequence[Interval], on_step: OnStep
+    def _compute_missing(
+        self, placed: PlacedSegment, ends: SourcesAndSinks, work: Tensor, missing: Sequence[Interval], on_step: OnStep
     ) -> Iterator[tuple[Interval, TaskRecord]]:
         if self.remote is not None and missing:
-            number = self.layout.places.index(place)
-            for rows, record in self.remote(number, missing, ends.whole_values):
-                self.count(place, rows, resumed=False)
+            number = self.layout.segments.index(placed)
+            for rows, record in self.remote(number, missing, ends.uncut_values):
+                self.count(placed, rows, resumed=False)
                 yield rows, record
             return
         for rows in missing:
-            yield rows, compute_record(place, ends, work, rows, self.store, self.mask, on_step)
+            yield rows, compute_record(placed, ends, work, rows, self.store, self.mask, on_step)
 
-    def _is_intact(self, record: TaskRecord) -> bool:
-        return self.store is None or is_intact(self.store, record)
-
-    def _key(self, number: int, rows: Interval) -> TaskKey:
+    def _task_key(self, number: int, rows: Interval) -> TaskKey:
         return (self.image, number, *rows)
 
 
 def compute_record(
-    place: PlacedSegment,
+    placed: PlacedSegment,
     ends: SourcesAndSinks,
     work: Tensor,
     rows: Interval,
@@ -209,19 +201,18 @@ def compute_record(
 ) -> TaskRecord:
     """Compute one task. Returns its record."""
     output = next(
-        (v for v, sink in ends.sinks.items() if v in target_rows(place.stage) and v in place.stage.flow.outputs), None
+        (v for v, sink in ends.sinks.items() if v in target_rows(placed.stage) and v in placed.stage.flow.outputs), None
     )
     columns = None
     if mask is not None and output is not None:
-        columns = _masked_columns(place, output, rows, mask)
-        _write_fill(place, output, ends.sinks[output], rows, columns, mask)
-    macs, states = run_task(place, ends, work, rows, on_step, columns)
+        columns = _columns_to_compute(placed, output, rows, mask)
+        _write_fill(placed, output, ends.sinks[output], rows, columns, mask)
+    macs, states = run_task(placed, ends, work, rows, on_step, columns)
     return TaskRecord(macs, store.take() if store is not None else (), states)
 
 
-def _masked_columns(place: PlacedSegment, output: fx.Node, rows: Interval, mask: TaskMask) -> list[Interval]:
-    """The columns to compute of the widest target."""
-    flow, heights = place.stage.flow, target_rows(place.stage)
+def _columns_to_compute(placed: PlacedSegment, output: fx.Node, rows: Interval, mask: TaskMask) -> list[Interval]:
+    flow, heights = placed.stage.flow, target_rows(placed.stage)
     factor = max(heights.values()) // heights[output]
     wide = max(flow.columns(v) for v in heights) // flow.columns(output)
     parts = mask.columns((rows[0] // factor, -(-rows[1] // factor)), PIECE)
@@ -229,10 +220,10 @@ def _masked_columns(place: PlacedSegment, output: fx.Node, rows: Interval, mask:
 
 
 def _write_fill(
-    place: PlacedSegment, output: fx.Node, sink: Any, rows: Interval, computed: list[Interval], mask: TaskMask
+    placed: PlacedSegment, output: fx.Node, sink: Any, rows: Interval, computed: list[Interval], mask: TaskMask
 ) -> None:
     """Write the fill value to the columns that are not computed."""
-    flow, heights = place.stage.flow, target_rows(place.stage)
+    flow, heights = placed.stage.flow, target_rows(placed.stage)
     factor = max(heights.values()) // heights[output]
     width = flow.columns(output)
     wide = max(flow.columns(v) for v in heights) // width
@@ -245,8 +236,3 @@ def _write_fill(
         window: Window = own, (left, right)
         shape = cut_shape(value.shape, axes, window)
         sink.write(window, torch.full(shape, mask.fill, dtype=value.dtype))
-
-
-def with_image(sink: StoredSink, store: RecordingStore | None) -> StoredSink:
-    """The sink that writes through a recording store."""
-    return sink if store is None else replace(sink, store=store)

@@ -27,9 +27,9 @@ from demask.registry import RESULT_KINDS
 from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.execution.run import ImageRun, OnStep, execute, rehearse
 from demask.traverse.execution.segment_executor import Counter
-from demask.traverse.planning.kernel_choice import lay_out_plan
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import MemoryLayout
+from demask.traverse.planning.planner import lay_out_plan
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # Runs an image of a call: module, its flow and layout, inputs, results to fill, index, count.
@@ -170,7 +170,10 @@ def call_by_image(module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """The results of one call, image by image, without gradients. run: executes an image; None: by
     the plan."""
     info: Any = signature_of(module.graph)
-    return planned(module, _flatten(info, args, kwargs), run)
+    flat, spec = pytree.tree_flatten((args, dict(kwargs)))
+    if spec != info.in_spec:
+        raise TypeError(f"expected a call like that of the example: {info.in_spec}, got {spec}")
+    return planned(module, flat, run)
 
 
 @torch.no_grad()
@@ -216,20 +219,13 @@ def _nodes_per_image(flow: Flow, flat: Sequence[Any], count: int) -> set[fx.Node
 
 
 def _stack(stacked: Any, value: Any, k: int, count: int) -> Any:
-    """The stacked whole values of all images, with that of image k set."""
+    """The stacked uncut values of all images, with that of image k set."""
     if count == 1 or not isinstance(value, Tensor):
         return value
     if stacked is None:
         stacked = value.new_empty((count, *value.shape[1:]))
     stacked[k : k + 1] = value
     return stacked
-
-
-def _flatten(info: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    flat, spec = pytree.tree_flatten((args, dict(kwargs)))
-    if spec != info.in_spec:
-        raise TypeError(f"expected a call like that of the example: {info.in_spec}, got {spec}")
-    return flat
 
 
 def _count_images(module: Tiled, flow: Flow, flat: Sequence[Any]) -> int:
@@ -296,12 +292,12 @@ def run_image(
     Returns the values without rows, and multiply-adds and steps. on_step: called after each step.
     """
     flow = prepared.flow
-    sources, whole_values = {}, constants(module, flow)
+    sources, uncut_values = {}, constants(module, flow)
     for node, value in zip(flow.inputs, flat, strict=True):
         if node in flow.axes:
             sources[node] = tensor_source(value, flow.axes[node], k)
         else:
-            whole_values[node] = value
+            uncut_values[node] = value
     sinks, inputs = {}, dict(zip(flow.inputs, flat, strict=True))
     for index, node in enumerate(flow.outputs):
         if not isinstance(node, fx.Node) or node not in flow.axes:
@@ -316,7 +312,7 @@ def run_image(
         else:
             sinks[node] = tensor_sink(results[index], flow.axes[node], fake(node).dtype, k)
     return execute(
-        flow, prepared.layout, ImageRun(sources, sinks, whole_values), on_step=on_step, folder=tempfile.gettempdir()
+        flow, prepared.layout, ImageRun(sources, sinks, uncut_values), on_step=on_step, folder=tempfile.gettempdir()
     )
 
 
@@ -337,6 +333,3 @@ def empty_result(node: fx.Node, flat: Sequence[Any], count: int) -> Tensor:
     is_channels_last = is_channels_last and not first.is_contiguous()  # type: ignore[union-attr]
     memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
     return torch.empty((count, *value.shape[1:]), dtype=value.dtype, memory_format=memory_format)
-
-
-__all__ = ["Tiled", "tiled"]

@@ -16,7 +16,7 @@ from demask.ops import regions, schema
 from demask.ops.regions import Geometry, Interval, Rule
 from demask.ops.relation import Relation
 from demask.traverse.axes import COLUMNS, Axes, Window, cut_shape, strides
-from demask.tune.epilogue import Epilogue
+from demask.tune.epilogue import Epilogue, apply_activation
 
 Scratch = Callable[[Sequence[int], Axes, torch.dtype], Tensor]  # shape, axes, dtype -> memory
 Sizes = tuple[int, ...]
@@ -28,7 +28,7 @@ class OperandCut:
 
     axes: its axes along rows and columns, None where it has none. rules: the interval that a window
     needs along each. arrives: whether the operand arrives as a part along each; else it is narrowed
-    here. shape: of the whole operand.
+    here. shape: of the full operand.
     """
 
     axes: Axes
@@ -72,7 +72,7 @@ class LocalCall:
         return schema.replace_operands(self.bound, self.relation.operands, values) | changed
 
     def window(self, axis: int, window: Window) -> Interval:
-        """The interval of an axis of the output; the whole axis where it is not cut."""
+        """The interval of an axis of the output; all positions where it is not cut."""
         dim = self.axes.index(axis) if axis in self.axes else None
         return (0, self.shape[axis]) if dim is None else window[dim]
 
@@ -187,14 +187,11 @@ def out_overload(target: Any) -> Any:
     return None
 
 
-def _formats(rank: int) -> tuple[torch.memory_format, ...]:
-    """The memory formats of images; volumes are pooled into contiguous memory only."""
-    return (torch.contiguous_format, *([torch.channels_last] if rank == 4 else []))
-
-
 def is_same_format(x: Tensor, into: Tensor) -> bool:
     """Whether both tensors are dense in the same memory format of torch's image kernels."""
-    return any(x.is_contiguous(memory_format=f) and into.is_contiguous(memory_format=f) for f in _formats(x.ndim))
+    # volumes are pooled into contiguous memory only
+    formats = (torch.contiguous_format, torch.channels_last) if x.ndim == 4 else (torch.contiguous_format,)
+    return any(x.is_contiguous(memory_format=f) and into.is_contiguous(memory_format=f) for f in formats)
 
 
 def write_result(op: Any, into: Tensor, *args: Any, over: Any = None) -> None:
@@ -260,6 +257,13 @@ def grown(shape: Sequence[int], margins: Mapping[int, Interval]) -> Sizes:
     for axis, (before, after) in margins.items():
         sizes[axis] += before + after
     return tuple(sizes)
+
+
+def activate(after: Epilogue, into: Tensor) -> None:
+    """Apply an activation to a part in place."""
+    activated = apply_activation(after, into)
+    if activated is not into:
+        into.copy_(activated)
 
 
 def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:

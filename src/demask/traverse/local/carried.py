@@ -87,41 +87,33 @@ _WRITERS: dict[Any, Callable[[Bound, Tensor], None]] = {
 _PRODUCTS = (_linear, _matmul)  # torch allocates the result where `into` is not contiguous
 
 
-@dataclass(frozen=True, slots=True)
-class _Carried:
-    """Block sizes of the output along rows and columns: windows are rounded to whole blocks.
-
-    0: one block, the whole axis.
-    """
-
-    tiles: tuple[int, int]
-
-    def window(self, call: LocalCall, window: Window) -> Window:
-        pair = []
-        for axis, tile, (start, end) in zip(call.axes, self.tiles, window, strict=True):
-            if axis is not None and not tile:
-                pair.append((0, call.shape[axis]))
-            elif axis is None or tile == 1:
-                pair.append((start, end))
-            else:
-                pair.append((start // tile * tile, -(-end // tile) * tile))
-        return pair[0], pair[1]
-
-
-def _carried(call: LocalCall) -> _Carried | Declined:
-    tiles, name = [], op_name(call.node.target)
+def _block_sizes(call: LocalCall) -> tuple[int, int] | Declined:
+    """Block sizes of the output along rows and columns; 0: one block, the full axis."""
+    sizes, name = [], op_name(call.node.target)
     for dim, axis in enumerate(call.axes):
         if axis is not None and "groups" in call.bound and len(call.relation.outs[0][axis]) > 1:
             return Declined(f"{name}: groups of channels have no parts yet")
-        block_sizes = {
+        operand_sizes = {
             0 if regions.is_whole(call.relation, k, axis) else regions.carried_steps(call.relation, k, axis)[2]
             for k, cut in enumerate(call.cuts)
             if axis is not None and cut.rules[dim] is not None
         }
-        if len(block_sizes) > 1:
+        if len(operand_sizes) > 1:
             return Declined(f"{name}: operands are cut at different positions")
-        tiles.append(block_sizes.pop() if block_sizes else 1)
-    return _Carried((tiles[0], tiles[1]))
+        sizes.append(operand_sizes.pop() if operand_sizes else 1)
+    return sizes[0], sizes[1]
+
+
+def _rounded_to_blocks(call: LocalCall, blocks: tuple[int, int], window: Window) -> Window:
+    pair = []
+    for axis, size, (start, end) in zip(call.axes, blocks, window, strict=True):
+        if axis is not None and not size:
+            pair.append((0, call.shape[axis]))
+        elif axis is None:
+            pair.append((start, end))
+        else:
+            pair.append((start // size * size, -(-end // size) * size))
+    return pair[0], pair[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,11 +122,11 @@ class LocalApply(LocalKind):
 
     how: "copy", "write" (a function of this file), "out" (the op's overload), "inplace" (over a
     copy of its operand), "result" (torch allocates, the result is copied), "view" (nothing is
-    allocated). target: the function or overload. count: multiply-adds of the whole call.
+    allocated). target: the function or overload. count: multiply-adds of the full call.
     """
 
     call: LocalCall
-    carried: _Carried
+    blocks: tuple[int, int]  # see `_block_sizes`
     how: str
     target: Any
     elementwise: bool
@@ -142,30 +134,29 @@ class LocalApply(LocalKind):
 
     @staticmethod
     def of(call: LocalCall) -> LocalApply | Declined:
-        carried = _carried(call)
-        if isinstance(carried, Declined):
-            return carried
+        blocks = _block_sizes(call)
+        if isinstance(blocks, Declined):
+            return blocks
         target: Any = call.node.target
         if not isinstance(target, OpOverload):
             return Declined(f"{op_name(target)}: no operator of torch's")
-        how, chosen = _way(call, target)
-        even = carried.tiles in ((1, 1), (1, 0))
+        how, chosen = _select_writer(call, target)
         pointwise = torch.Tag.pointwise in target.tags or how == "copy" or target in _WRITERS
-        pointwise &= even and chosen not in _PRODUCTS
-        return LocalApply(call, carried, how, chosen, pointwise, _products(call))
+        pointwise &= blocks in ((1, 1), (1, 0)) and chosen not in _PRODUCTS
+        return LocalApply(call, blocks, how, chosen, pointwise, _count_macs(call))
 
     @property
     def pointwise(self) -> bool:
         return self.elementwise
 
     def computed_window(self, window: Window) -> Window:
-        return self.carried.window(self.call, window)
+        return _rounded_to_blocks(self.call, self.blocks, window)
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
         if self.how == "copy":
             into.copy_(values[0])
             return
-        arguments = self.call.arguments(values, **self._sizes(tuple(into.shape)))
+        arguments = self.call.arguments(values, **self._size_arguments(tuple(into.shape)))
         if self.how == "write":
             self.target(arguments, into)
             return
@@ -180,7 +171,7 @@ class LocalApply(LocalKind):
         if self.how != "inplace":
             into.copy_(result)
 
-    def _sizes(self, shape: tuple[int, ...]) -> dict[str, Any]:
+    def _size_arguments(self, shape: tuple[int, ...]) -> dict[str, Any]:
         """The arguments that are sizes or counts, for a part of this shape."""
         entry = self.call.relation.entry
         if entry.args is None:
@@ -190,25 +181,23 @@ class LocalApply(LocalKind):
 
     def allocated_bytes(self, window: Window) -> int:
         computed = self.computed_window(window)
-        product = self.target in _PRODUCTS
-        if self.how == "result" or (product and not self._contiguous(computed)):
+        if self.how == "result" or (self.target in _PRODUCTS and not self._is_one_matrix(computed)):
             return self.call.bytes(computed)
         return 0
 
-    def _contiguous(self, window: Window) -> bool:
+    def _is_one_matrix(self, window: Window) -> bool:
         """Whether a linear layer's rows are one matrix in the layout of parts."""
         axis, sizes = self.call.axes[COLUMNS], self.call.sizes(window)
         full = axis is None or sizes[axis] == self.call.shape[axis]
-        plain = torch.empty(sizes, device="meta").stride()
+        contiguous = torch.empty(sizes, device="meta").stride()
         ours = strides(sizes, self.call.axes)
-        return full and all(a == b for a, b, n in zip(plain, ours, sizes, strict=True) if n > 1)
+        return full and all(a == b for a, b, n in zip(contiguous, ours, sizes, strict=True) if n > 1)
 
     def macs(self, window: Window) -> int:
-        sizes, whole = self.call.sizes(window), self.call.shape
-        return self.count * math.prod(sizes) // max(math.prod(whole), 1)
+        return self.count * math.prod(self.call.sizes(window)) // max(math.prod(self.call.shape), 1)
 
 
-def _way(call: LocalCall, target: Any) -> tuple[str, Any]:
+def _select_writer(call: LocalCall, target: Any) -> tuple[str, Any]:
     """How a call writes into its output's memory (see `LocalApply.how`), and the target."""
     first = call.relation.operands[0].value if call.relation.operands else None
     if target.overloadpacket in _COPIES:
@@ -219,15 +208,17 @@ def _way(call: LocalCall, target: Any) -> tuple[str, Any]:
     # Image kernels write any `out` as if it had the memory format of their input.
     if out is not None and not call.relation.window:
         return "out", out
-    inplace = _inplace(target)
-    tensors = [o for o in call.relation.operands if isinstance(o.value, torch.fx.Node)]
-    if inplace is not None and len(tensors) == 1 and first is tensors[0].value and _alike(first, call):
-        return "inplace", inplace
+    inplace = _inplace_overload(target)
+    nodes = [o.value for o in call.relation.operands if isinstance(o.value, torch.fx.Node)]
+    if inplace is not None and nodes == [first]:
+        value = fake(nodes[0])
+        if tuple(value.shape) == call.shape and value.dtype == call.dtype:
+            return "inplace", inplace
     aliases = [r.alias_info for r in schema_of(target).returns]
     return ("view" if aliases and aliases[0] is not None else "result"), target
 
 
-def _inplace(target: Any) -> Any:
+def _inplace_overload(target: Any) -> Any:
     """The overload that writes over its first operand; None where torch generates it as a copy."""
     if target.namespace != "aten":
         return None
@@ -237,11 +228,6 @@ def _inplace(target: Any) -> Any:
     return overload if len(schema_of(overload).arguments) == len(schema_of(target).arguments) else None
 
 
-def _alike(node: Any, call: LocalCall) -> bool:
-    value = fake(node)
-    return tuple(value.shape) == call.shape and value.dtype == call.dtype
-
-
 def bind_arguments(target: Any, bound: Bound) -> tuple[list[Any], dict[str, Any]]:
     """All arguments of an op except `out`: positional ones, and keywords by name."""
     args = [bound[a.name] for a in schema_of(target).arguments if not a.kwarg_only and not a.is_out]
@@ -249,8 +235,8 @@ def bind_arguments(target: Any, bound: Bound) -> tuple[list[Any], dict[str, Any]
     return args, keywords
 
 
-def _products(call: LocalCall) -> int:
-    """Multiply-adds of the whole call, from the letters of its entry."""
+def _count_macs(call: LocalCall) -> int:
+    """Multiply-adds of the full call, from the letters of its entry."""
     relation = call.relation
     if relation.entry.fill not in ("sum", "mix"):
         return 0
@@ -292,37 +278,34 @@ class LocalRearrange(LocalKind):
     """
 
     call: LocalCall
-    carried: _Carried
+    blocks: tuple[int, int]
     before: tuple[str, ...]
     after: tuple[str, ...]
 
     @staticmethod
     def of(call: LocalCall) -> LocalKind | Declined:
-        carried = _carried(call)
-        if isinstance(carried, Declined):
-            return carried
+        blocks = _block_sizes(call)
+        if isinstance(blocks, Declined):
+            return blocks
         ins, outs = list(call.relation.ins[0]), list(call.relation.outs[0])
         for dim, axis in enumerate(call.axes):
             operand_axis = call.cuts[0].axes[dim]
-            if axis is not None and operand_axis is not None and carried.tiles[dim]:
+            if axis is not None and operand_axis is not None and blocks[dim]:
                 common = regions.carried_steps(call.relation, 0, axis)[0]
                 ins[operand_axis] = (f"#{dim}", *ins[operand_axis][common:])
                 outs[axis] = (f"#{dim}", *outs[axis][common:])
         before, after = (tuple(a for axis in axes for a in axis) for axes in (ins, outs))
-        return LocalRearrange(call, carried, before, after)
+        return LocalRearrange(call, blocks, before, after)
 
     def computed_window(self, window: Window) -> Window:
-        return self.carried.window(self.call, window)
+        return _rounded_to_blocks(self.call, self.blocks, window)
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
         size: dict[str, int] = {k: n or 1 for k, n in self.call.relation.size.items()}
         for dim, (start, end) in enumerate(self.computed_window(window)):
-            size[f"#{dim}"] = (end - start) // max(self.carried.tiles[dim], 1)
+            size[f"#{dim}"] = (end - start) // max(self.blocks[dim], 1)
         x = values[0].view([size[a] for a in self.before])
         x = x.permute([self.before.index(a) for a in self.after if a in self.before])
         for k, letter in enumerate(self.after):
             x = x if letter in self.before else x.unsqueeze(k)
         into.view([size[a] for a in self.after]).copy_(x)
-
-
-__all__ = ["LocalApply", "LocalRearrange", "bind_arguments", "is_rearranged"]

@@ -1,4 +1,4 @@
-"""Resizing on parts: the same taps with the same weights as on the whole value.
+"""Resizing on parts: the same taps with the same weights as on the full value.
 
 Where the factor is a power of two, positions are exact in single precision, and the op runs on the
 part. For other factors the op would round the positions of a part differently: its weights are
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from demask.ops.entry import Declined, op_name
 from demask.ops.regions import Geometry, Interval, Rule
-from demask.traverse.axes import COLUMNS, ROWS, Axes, Window
+from demask.traverse.axes import COLUMNS, ROWS, Window
 from demask.traverse.local.call import (
     LocalCall,
     LocalKind,
@@ -108,7 +108,7 @@ class LocalResize(LocalKind):
         return LocalResize(call, axes, tuple(_factor(s, align) for s in axes))
 
     def computed_window(self, window: Window) -> Window:
-        if not self._uses_op(window) or self._head(window):
+        if not self._uses_op(window) or self._count_wrong_rows(window):
             return window
         pair = list(window)
         for s, factor in zip(self.axes, self.factors, strict=True):
@@ -140,7 +140,7 @@ class LocalResize(LocalKind):
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
         x = values[0]
         if self._uses_op(window):
-            self._run_op(x, window, into, scratch)
+            self._run_by_op(x, window, into, scratch)
             return
         work = torch.float32 if x.dtype in _HALVES else x.dtype
         target = into if work == into.dtype else scratch(into.shape, self.call.axes, work)
@@ -151,69 +151,65 @@ class LocalResize(LocalKind):
             last = k == len(passes) - 1 and not rest
             shape = list(x.shape)
             shape[s.axis] = interval[1] - interval[0]
-            pass_target = target if last else scratch(shape, self._layout(), work)
+            pass_target = target if last else scratch(shape, self.call.cuts[0].axes, work)
             taps = self._taps(s, work)
             resample(
                 x, pass_target, s.axis, combs(taps, interval, self._needs(s, window)[0]), taps.weights, interval[0]
             )
             x = pass_target
         if rest:
-            self._op(x, target, window, skip=True)
+            self._call_op(x, target, window, skip=True)
         if target is not into:
             into.copy_(target)
 
-    def _run_op(self, x: Tensor, window: Window, into: Tensor, scratch: Scratch) -> None:
-        """Write rows in place as if the image began at the window; then correct the first rows."""
-        count = self._head(window)
+    def _run_by_op(self, x: Tensor, window: Window, into: Tensor, scratch: Scratch) -> None:
+        count = self._count_wrong_rows(window)
         if not count:
-            self._op(x, into, window)
+            self._call_op(x, into, window)
             return
-        rows, head = self.call.axes[ROWS], self._first(window, count)
+        rows, head = self.call.axes[ROWS], self._first_rows(window, count)
         assert rows is not None
-        computed, before = self.computed_window(head), self._before(window)
-        self._op(x.narrow(rows, before, x.shape[rows] - before), into, window)
+        computed, before = self.computed_window(head), self._rows_before(window)
+        self._call_op(x.narrow(rows, before, x.shape[rows] - before), into, window)
         head_rows = scratch(self.call.sizes(computed), self.call.axes, into.dtype)
-        needs = self._needs(self._rows(), head)
-        self._op(x.narrow(rows, 0, needs[1] - needs[0]), head_rows, head)
+        needs = self._needs(self._row_axis(), head)
+        self._call_op(x.narrow(rows, 0, needs[1] - needs[0]), head_rows, head)
         corrected = head_rows.narrow(rows, head[ROWS][0] - computed[ROWS][0], count)
         into.narrow(rows, 0, count).copy_(corrected)
 
-    def _rows(self) -> Sliding:
+    def _row_axis(self) -> Sliding:
         rank = len(self.call.shape)
         return next(s for s in self.axes if rank + s.axis == self.call.axes[ROWS])
 
-    def _before(self, window: Window) -> int:
+    def _rows_before(self, window: Window) -> int:
         """Rows that are read before the one under the window's first row."""
-        s, (start, _) = self._rows(), window[ROWS]
+        s, (start, _) = self._row_axis(), window[ROWS]
         factor = self.factors[self.axes.index(s)] or 1
         return start // factor - self._needs(s, window)[0]
 
-    def _first(self, window: Window, count: int) -> Window:
+    def _first_rows(self, window: Window, count: int) -> Window:
         return (window[ROWS][0], window[ROWS][0] + count), window[COLUMNS]
 
-    def _head(self, window: Window) -> int:
+    def _count_wrong_rows(self, window: Window) -> int:
         """Rows at the window's start that differ if the image began there; the others can be
         written in place. 0 where none differ, or all rows must be computed in scratch."""
         partial = [s for s in self.axes if self._is_cut(s, window)]
         if len(partial) != 1 or self._dim(partial[0]) != ROWS:
             return 0
         factor, (start, end) = self.factors[self.axes.index(partial[0])] or 1, window[ROWS]
-        if factor == 1 or start % factor or self._before(window) <= 0:
+        if factor == 1 or start % factor or self._rows_before(window) <= 0:
             return 0
         count = factor * (_BEFORE[self.call.relation.entry.region] - 1) + factor // 2
         rows_read = self._needs(partial[0], window)[1] - start // factor
         is_exact = _distinct(factor, (0, rows_read), end - start) == (0, end - start)
         return count if is_exact and 0 < count < end - start else 0
 
-    def _layout(self) -> Axes:
-        return self.call.cuts[0].axes
-
     def _has_uncut_axes(self, window: Window) -> bool:
         """Whether the op must resize further axes after the passes."""
         rest = [s.geometry for s in self.axes if not self._is_cut(s, window)]
         return any(g.input != g.output or g.number("scale_factors", 1) != 1 for g in rest)
 
-    def _op(self, x: Tensor, into: Tensor, window: Window, *, skip: bool = False) -> None:
+    def _call_op(self, x: Tensor, into: Tensor, window: Window, *, skip: bool = False) -> None:
         """Run torch's op. skip: the cut axes have been resized already."""
         sizes, scales = [], []
         for s, factor in zip(self.axes, self.factors, strict=True):
@@ -234,7 +230,7 @@ class LocalResize(LocalKind):
         if (index, dtype) not in self.tables:
             rule = self.call.cuts[0].rules[self._dim(s) or 0]
             align = self.call.bound.get("align_corners")
-            taps = _read_taps(self._packet(), len(self.axes), index, s.geometry, rule, align, dtype)
+            taps = _measure_taps(self._packet(), len(self.axes), index, s.geometry, rule, align, dtype)
             self.tables[index, dtype] = taps
         return self.tables[index, dtype]
 
@@ -246,8 +242,8 @@ class LocalResize(LocalKind):
         return 0 if writes_in_place(self.call, computed) else self.call.bytes(computed)
 
     def scratch_bytes(self, window: Window) -> int:
-        if count := self._head(window):
-            return self.call.bytes(self.computed_window(self._first(window, count)))
+        if count := self._count_wrong_rows(window):
+            return self.call.bytes(self.computed_window(self._first_rows(window, count)))
         if self._uses_op(window):
             return 0
         is_half = self.call.dtype in _HALVES
@@ -280,13 +276,17 @@ def _factor(s: Sliding, align: bool) -> int | None:
     return factor if factor and is_exact and not align else None
 
 
-def _read_taps(
+def _measure_taps(
     packet: Any, rank: int, index: int, g: Geometry, rule: Any, align: bool | None, dtype: torch.dtype
 ) -> Taps:
     """The op's taps along one axis, from resizing signals that are one at every `_PERIOD`-th
     position."""
     nearest = align is None
-    signals = torch.arange(g.input).double()[None] if nearest else _signals(g.input, dtype)
+    positions = torch.arange(g.input)
+    if nearest:
+        signals = positions.double()[None]
+    else:
+        signals = (positions % _PERIOD == torch.arange(_PERIOD)[:, None]).to(dtype)
     shape: list[int] = [1, signals.shape[0], *[1] * rank]
     shape[2 + index] = g.input
     # Size 2 along other axes: the op only copies where no size changes.
@@ -300,11 +300,6 @@ def _read_taps(
     columns = [[(low + t) % _PERIOD for t in range(_PERIOD)] for low, _ in intervals]
     weights = response.t().gather(1, torch.tensor(columns))
     return Taps(tuple(a for a, _ in intervals), tuple(b - a for a, b in intervals), weights)
-
-
-def _signals(length: int, dtype: torch.dtype) -> Tensor:
-    phases = torch.arange(length) % _PERIOD
-    return (phases == torch.arange(_PERIOD)[:, None]).to(dtype)
 
 
 def resample(x: Tensor, into: Tensor, axis: int, parts: list[Comb], weights: Tensor | None, origin: int) -> None:
@@ -325,6 +320,3 @@ def resample(x: Tensor, into: Tensor, axis: int, parts: list[Comb], weights: Ten
                 target.addcmul_(source, factor)
             else:
                 torch.mul(source, factor, out=target)
-
-
-__all__ = ["LocalResize", "Taps", "combs", "resample"]

@@ -26,7 +26,7 @@ class Segment:
     each other are stored in full; values inside a segment are not.
 
     Attributes:
-        mode: "layer-wise": each call computes its whole output. "bands": some rows at a time over
+        mode: "layer-wise": each call computes its full output. "bands": some rows at a time over
             the full width; rows that the next band reads again stay in memory. "frustums":
             overlapping tiles that share nothing and compute the overlap again. "barrier": calls on
             values without rows, such as statistics.
@@ -167,7 +167,6 @@ class TilePlan(PageSource):
         )
 
     def _timeline(self) -> Timeline:
-        """The values in memory, segment by segment."""
         spans = [
             Span(_span(s.nodes), s.macs + 1, s.stored + s.bytes, f"{s.mode}, {s.macs:.3g} MACs") for s in self.segments
         ]

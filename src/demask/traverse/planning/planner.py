@@ -1,27 +1,31 @@
 """Search for the fastest plan within a budget: cuts of the graph, and a mode for each segment.
 
-The calls between two cuts are a segment; values that cross a cut are stored whole, as maps (the
+The calls between two cuts are a segment; values that cross a cut are stored in full, as maps (the
 dependence closure of Occam, arXiv 2006.15308). Cuts are forced where a call waits for all rows of a
 value (statistics, keys of attention), and optional where few bytes cross. A dynamic program over
 the cuts finds the fastest sequence of segments that all fit the budget: the memory of a segment
 depends on its own cuts alone, and a plan takes as much memory as its largest segment.
+
+Compiled kernels are faster than torch's ops, but may take more memory: for transformed weights, for
+tiles, and for the compiler where a call compiles. A plan uses them where their memory fits: no
+budget is too small that is enough for torch's ops.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from demask.errors import BudgetTooSmall
 from demask.machine.byte_sizes import format_bytes
-from demask.machine.roofline import TWO_CORES
+from demask.machine.cost import TWO_CORES
 from demask.ops.schema import fake
 from demask.traverse.analysis.flow import Flow
-from demask.traverse.analysis.streamed_attention import can_stream_keys
+from demask.traverse.analysis.partial_reductions import can_stream_keys
 from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment, TilePlan
 from demask.traverse.planning.plan_memory import (
     LIBRARIES,
@@ -29,18 +33,63 @@ from demask.traverse.planning.plan_memory import (
     count_steps,
     find_overwrites,
     lay_out,
+    lay_out_checked,
+    plan_stage_memory,
     step_macs,
     tile_at,
     value_bytes,
 )
-from demask.traverse.planning.schedule import Step, middle_steps, target_rows, whole_step
-from demask.traverse.planning.stage import Stage, build_stage
-from demask.traverse.planning.stage_memory import plan_stage_memory
+from demask.traverse.planning.schedule import Stage, Step, build_stage, full_step, middle_steps, target_rows
 
+Cut = Callable[[MemoryLayout], MemoryLayout]  # of the segments of a layout into tasks
 BANDS_TRIED = tuple(2**k for k in range(12))
 TILES_TRIED = (1024, 512, 256, 128, 64, 32, 16)
 CUTS, MANY = 12, 400  # optional cuts; a third of them in graphs of MANY calls or more
 RECOMPUTED = 0.003  # largest share of multiply-adds to run twice to save maps
+
+
+def plan_flow(
+    flow: Flow,
+    budget: int,
+    *,
+    reserved: int = 0,
+    compiles: bool = False,
+    workers: int = 1,
+    cut: Callable[[Flow], Cut] | None = None,
+) -> tuple[Flow, TilePlan, MemoryLayout]:
+    """The flow with the kernels that fit a budget, its fastest plan, and the memory layout.
+
+    compiles: whether the call itself compiles the kernels, within the budget. cut: the function
+    `cut` of `plan_tiles` for a flow. For others see `plan_tiles`.
+
+    Raises:
+        BudgetTooSmall: if no plan fits; its `least` is a sufficient budget in bytes.
+    """
+
+    def planned(flow: Flow, reserved: int) -> tuple[Flow, TilePlan, MemoryLayout]:
+        own_cut = None if cut is None else cut(flow)
+        return flow, *plan_tiles(flow, budget, reserved=reserved, workers=workers, cut=own_cut)
+
+    compiler = flow.compiler_bytes
+    if not compiler:
+        return planned(flow, reserved)
+    try:
+        return planned(flow, reserved + compiler * compiles)
+    except BudgetTooSmall:
+        return planned(flow.without_compiler, reserved)
+
+
+def lay_out_plan(flow: Flow, plan: TilePlan) -> tuple[Flow, MemoryLayout]:
+    """The flow with the kernels that fit a plan's budget, and the memory layout of its segments.
+
+    Plans from files may come from machines without our kernels. Raises BadInput where the plan
+    cannot run.
+    """
+    layout = lay_out_checked(flow, plan.segments)
+    if layout.peak <= max(plan.budget, plan.peak) or not flow.compiler_bytes:
+        return flow, layout
+    flow = flow.without_compiler
+    return flow, lay_out_checked(flow, plan.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +118,7 @@ class Planner:
         tiles: bool = True,
         workers: int = 1,
         smallest: int = 2**20,
-        cut: Callable[[MemoryLayout], MemoryLayout] | None = None,
+        cut: Cut | None = None,
     ):
         self.flow, self.spills, self.smallest = flow, spills, smallest
         self.calls = list(flow.calls)
@@ -106,21 +155,17 @@ class Planner:
         total = sum(self.flow.macs(n) for n in self.calls)
         cheap, spent = set[fx.Node](), 0
         for cut in self.forced:
-            crossing = self._crossing(cut)
+            calls = (n for n in self.flow.axes if n.op == "call_function")
+            crossing = {n for n in calls if self.index_of[n] < cut <= self.last[n]}
             for v in sorted(crossing - self.outputs, key=lambda v: -value_bytes(v)):
                 read = [n for n in v.all_input_nodes if n in self.flow.axes]
                 is_cheap = all(n in crossing or n.op == "placeholder" for n in read)
-                is_cheap = is_cheap and not self._is_read_whole(v)
+                is_cheap = is_cheap and not self._is_read_in_full(v)
                 cost = self.flow.macs(v) if v in self.flow.local else math.inf
                 if is_cheap and v not in cheap and spent + cost <= RECOMPUTED * total:
                     cheap.add(v)
                     spent += int(cost)
         return frozenset(cheap)
-
-    def _crossing(self, cut: int) -> set[fx.Node]:
-        """Values that are computed before a cut and read after it."""
-        calls = (n for n in self.flow.axes if n.op == "call_function")
-        return {n for n in calls if self.index_of[n] < cut <= self.last[n]}
 
     def cuts(self) -> list[int]:
         """Forced cuts, and optional cuts at local minima of the bytes that cross."""
@@ -128,18 +173,13 @@ class Planner:
         crossing = self._crossing_bytes()
         minima: list[tuple[float, int]] = []
         for low, high in itertools.pairwise(ends):
-            local_minima = [
+            minima += [
                 (crossing[k], k)
                 for k in range(low + 1, high)
                 if crossing[k] <= min(crossing[max(low, k - 1)], crossing[min(high, k + 1)])
             ]
-            minima += local_minima
-        minima.sort()
-        optional: list[int] = []
-        for _, k in minima:
-            if len(optional) < (CUTS if len(self.calls) < MANY else CUTS // 3):
-                optional.append(k)
-        return sorted({*ends, *optional})
+        most = CUTS if len(self.calls) < MANY else CUTS // 3
+        return sorted({*ends, *(k for _, k in sorted(minima)[:most])})
 
     def _crossing_bytes(self) -> list[float]:
         change = [0.0] * (len(self.calls) + 2)
@@ -148,11 +188,7 @@ class Planner:
                 size = value_bytes(node)
                 change[self.index_of[node] + 1] += size
                 change[min(last, len(self.calls)) + 1] -= size
-        total, totals = 0.0, []
-        for difference in change:
-            total += difference
-            totals.append(total)
-        return totals
+        return list(itertools.accumulate(change))
 
     def pieces(self, low: int, high: int) -> tuple[list[fx.Node], set[fx.Node]]:
         """The calls between two cuts, after those recomputed for them; and their values that later
@@ -167,12 +203,8 @@ class Planner:
                 recomputed.append(node)
                 stack += node.all_input_nodes
         recomputed.sort(key=self.index_of.__getitem__)
-        keeps = {n for n in calls if n in self.flow.axes and n not in self.recomputed and self._is_read_after(n, high)}
+        keeps = {n for n in calls if n in self.flow.axes and n not in self.recomputed and self.last[n] >= high}
         return recomputed + calls, keeps
-
-    def _is_read_after(self, node: fx.Node, high: int) -> bool:
-        """Whether a value is read after a cut."""
-        return self.last[node] >= high
 
     def choices(self, low: int, high: int, budget: float) -> list[StageChoice]:
         """Ways to run the calls between two cuts, including the fastest within a budget."""
@@ -245,38 +277,36 @@ class Planner:
         segment = replace(segment, macs=macs)
         map_bytes = self._live_map_bytes(low, high, set(over))
         own_bytes = segment.bytes + stage_memory.packed + count * stage_memory.allocated
-        return StageChoice(segment, _seconds(stage, segment), map_bytes + own_bytes)
+        return StageChoice(segment, _estimate_seconds(stage, segment), map_bytes + own_bytes)
 
     def _is_map(self, node: fx.Node) -> bool:
         return node.op == "call_function" and not self._is_spilled(node) and not self._is_only_returned(node)
 
     def _is_only_returned(self, node: fx.Node) -> bool:
-        """Whether a value is an output that no call reads."""
         return node in self.outputs and all(u.op == "output" for u in node.users)
 
-    def _is_read_whole(self, node: fx.Node, unless: Callable[[fx.Node], bool] = lambda reader: False) -> bool:
+    def _is_read_in_full(self, node: fx.Node, unless: Callable[[fx.Node], bool] = lambda reader: False) -> bool:
         """Whether a call reads all rows of a value at once. unless: readers to ignore."""
         readers = [u for u in node.users if u.op == "call_function" and not unless(u)]
-        return any(e.whole and e.source is node for u in readers for e in self.flow.edges(u))
+        return any(e.all_rows and e.source is node for u in readers for e in self.flow.edges(u))
 
     def _is_spilled(self, node: fx.Node) -> bool:
         return (
             self.spills
             and not self._is_only_returned(node)
-            and not self._is_read_whole(node, unless=can_stream_keys)
+            and not self._is_read_in_full(node, unless=can_stream_keys)
             and value_bytes(node) >= self.smallest
         )
 
     def _live_map_bytes(self, low: int, high: int, over: set[fx.Node]) -> int:
         """Bytes of the maps that are alive while the calls between two cuts run. over: maps that
         overwrite others."""
-        computed = [*self.calls[:high]]
         live = 0
-        for n in computed:
+        for n in self.calls[:high]:
             if n not in self.flow.axes or n in self.recomputed or n in over or not self._is_map(n):
                 continue
-            before, read_later = self.index_of[n] < low, self._is_read_after(n, high)
-            if read_later or (before and self._is_read_after(n, low)):
+            before, read_later = self.index_of[n] < low, self.last[n] >= high
+            if read_later or (before and self.last[n] >= low):
                 live += value_bytes(n)
         return live
 
@@ -327,7 +357,7 @@ def _try_bands(stage: Stage, choose: Callable[[int], StageChoice], budget: float
         scaled = replace(lowest.segment, rows=rows, bytes=lowest.segment.bytes + extra)
         scaled = replace(scaled, steps=count_steps(stage, scaled))
         fits = lowest.bytes + 0.9 * extra <= budget
-        return (_seconds(stage, scaled) if fits else math.inf), rows
+        return (_estimate_seconds(stage, scaled) if fits else math.inf), rows
 
     for seconds, rows in sorted(estimate(n) for n in heights):
         candidate = choose(rows) if seconds < math.inf else lowest
@@ -338,15 +368,19 @@ def _try_bands(stage: Stage, choose: Callable[[int], StageChoice], budget: float
 
 def _forced_cuts(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
     """Indices of calls that wait for all rows of a value computed since the last cut."""
+
+    def runs_in_parts(node: fx.Node) -> bool:
+        return node in flow.local or node in flow.gathers
+
     cuts: list[int] = []
     group: set[fx.Node] = set()
-    ready: set[fx.Node] = set()  # whole values computed since the last cut
+    ready: set[fx.Node] = set()  # full values computed since the last cut
     for k, node in enumerate(calls):
-        cut = node in flow.local or node in flow.gathers
-        must_wait = any(e.whole and e.source in group for e in flow.edges(node))
+        cut = runs_in_parts(node)
+        must_wait = any(e.all_rows and e.source in group for e in flow.edges(node))
         must_wait |= any(n in ready for n in node.all_input_nodes) and cut
         must_wait |= any(n in ready and n in flow.gathers for n in node.all_input_nodes)
-        must_wait |= bool(group) and cut != _runs_in_parts(flow, calls[k - 1])
+        must_wait |= bool(group) and cut != runs_in_parts(calls[k - 1])
         if must_wait:
             cuts.append(k)
             group, ready = set(), set()
@@ -354,10 +388,6 @@ def _forced_cuts(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
         if node not in flow.axes:
             ready.add(node)
     return cuts
-
-
-def _runs_in_parts(flow: Flow, node: fx.Node) -> bool:
-    return node in flow.local or node in flow.gathers
 
 
 def _sample_steps(stage: Stage, segment: Segment) -> list[Step]:
@@ -369,14 +399,14 @@ def _sample_steps(stage: Stage, segment: Segment) -> list[Step]:
         top = max(targets.values()) // 2 // rows * rows
         left = max(stage.flow.columns(v) for v in targets) // 2 // columns * columns
         return [tile_at(stage, (top, top + rows), (left, left + columns))]
-    return [whole_step(stage)]
+    return [full_step(stage)]
 
 
 def _all_macs(stage: Stage) -> int:
     return sum(stage.flow.macs(u.node) for u in stage.units)
 
 
-def _seconds(stage: Stage, segment: Segment) -> float:
+def _estimate_seconds(stage: Stage, segment: Segment) -> float:
     """Estimated seconds, to rank plans by."""
     rates = TWO_CORES
     seconds = segment.macs / rates.macs + segment.bytes / rates.new + segment.traffic / rates.far
@@ -390,13 +420,7 @@ def _seconds(stage: Stage, segment: Segment) -> float:
 
 
 def plan_tiles(
-    flow: Flow,
-    budget: int,
-    *,
-    reserved: int = 0,
-    disk: bool = True,
-    workers: int = 1,
-    cut: Callable[[MemoryLayout], MemoryLayout] | None = None,
+    flow: Flow, budget: int, *, reserved: int = 0, disk: bool = True, workers: int = 1, cut: Cut | None = None
 ) -> tuple[TilePlan, MemoryLayout]:
     """The fastest plan within a budget, and its memory layout.
 
@@ -404,7 +428,7 @@ def plan_tiles(
         budget: bytes.
         reserved: bytes of the budget that the call uses for other data.
         disk: whether maps may be stored in files.
-        cut: cuts the segments of a layout into tasks. All maps that are not read whole are then in
+        cut: cuts the segments of a layout into tasks. All maps that are not read in full are then in
             files: any process can compute any task, and a plan is the same for one or several.
 
     Raises:
@@ -433,7 +457,7 @@ def plan_tiles(
             layout = min(layouts, key=lambda fitted: fitted[0])[1]
             return packed_plan(flow, layout, budget, reserved), layout
     planner, fitted = min(((p, p.least()) for p in tried), key=lambda pair: pair[1][0])
-    layout = _lay_out(planner, fitted[1:])[1]
+    layout = _seconds_and_layout(planner, fitted[1:])[1]
     least = layout.peak + reserved
     raise BudgetTooSmall(
         f"no plan of this network fits {format_bytes(budget)}; the least budget that would do is "
@@ -451,17 +475,16 @@ def _find_fitting(planner: Planner, available: int) -> tuple[float, MemoryLayout
         fastest = planner.search(limit)
         if fastest is None:
             break
-        exact = _lay_out(planner, fastest)
+        exact = _seconds_and_layout(planner, fastest)
         if exact[1].peak <= available:
             return exact
         limit -= exact[1].peak - available
     size, seconds, segments = planner.least()
-    exact = _lay_out(planner, (seconds, segments)) if size + LIBRARIES <= available else None
+    exact = _seconds_and_layout(planner, (seconds, segments)) if size + LIBRARIES <= available else None
     return exact if exact is not None and exact[1].peak <= available else None
 
 
-def _lay_out(planner: Planner, fastest: tuple[float, list[Segment]]) -> tuple[float, MemoryLayout]:
-    """The seconds of segments, and their exact memory layout."""
+def _seconds_and_layout(planner: Planner, fastest: tuple[float, list[Segment]]) -> tuple[float, MemoryLayout]:
     layout = lay_out(planner.flow, fastest[1])
     return fastest[0], layout if planner.cut is None else planner.cut(layout)
 
@@ -469,7 +492,7 @@ def _lay_out(planner: Planner, fastest: tuple[float, list[Segment]]) -> tuple[fl
 def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, reserved: int) -> TilePlan:
     """The plan of placed segments, with exact counts."""
     exact = tuple(
-        replace(place.segment, stored=stored) for place, stored in zip(layout.places, layout.stored, strict=True)
+        replace(placed.segment, stored=stored) for placed, stored in zip(layout.segments, layout.stored, strict=True)
     )
     live = layout.live + reserved
     total = sum(s.macs for s in exact)
@@ -485,11 +508,5 @@ def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, reserved: int) ->
         untiled,
         sum(s.traffic for s in exact),
         sizes,
-        notes=tuple(_notes(flow)),
+        notes=tuple(f"{node.name} runs whole: {text}" for node, text in flow.refusals.items()),
     )
-
-
-def _notes(flow: Flow) -> Iterator[str]:
-    """Notes on calls that run whole, with reasons."""
-    for node, text in flow.refusals.items():
-        yield f"{node.name} runs whole: {text}"

@@ -1,4 +1,11 @@
-"""The rows and columns of each value that are in memory in each step of a stage.
+"""The units of a stage, and the rows and columns of each value that are in memory in each step.
+
+A unit is a call with the calls that are fused into it:
+
+    relu(conv(x) + y)  is one unit, which reads x through the windows of the convolution and y as is
+
+It computes one value. *enters*: values that a segment reads and others computed (inputs, maps).
+*targets*: values that it must compute in full: maps that later segments read, and outputs.
 
 Bands walk down the image. The rows that a step needs follow backward from the rows of the targets
 that it completes: `end[v] = max over readers of needs(end[reader])`. Strides, dilation, delays of
@@ -16,15 +23,159 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import Tensor, fx
 
+from demask.compat.onednn import available
 from demask.ops.regions import Interval
-from demask.traverse.analysis.flow import FlowEdge
-from demask.traverse.axes import Window, whole
-from demask.traverse.planning.stage import Stage, Unit
+from demask.ops.schema import fake
+from demask.ops.traits import ADDS, CONVOLUTIONS
+from demask.traverse.analysis.flow import Flow, FlowEdge
+from demask.traverse.axes import Window, full_window
+from demask.tune.epilogue import Epilogue, epilogue_of
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A call and the calls fused into it.
+
+    nodes: the call, then those fused into it. addend: a value that is added before the activation
+    `after`. edges: the operands with rows; the addend is the last.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    edges: tuple[FlowEdge, ...]
+    addend: fx.Node | None = None
+    after: Epilogue | None = None
+
+    @property
+    def node(self) -> fx.Node:
+        """The call itself."""
+        return self.nodes[0]
+
+    @property
+    def value(self) -> fx.Node:
+        """The value that the unit computes."""
+        return self.nodes[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The units of a segment in the order in which they run.
+
+    enters: values with rows that are read but not computed here. targets: values computed in full.
+    sinks: units of gathered calls. readers: the units that read each value, by index.
+    """
+
+    flow: Flow
+    units: tuple[Unit, ...]
+    enters: tuple[fx.Node, ...]
+    targets: tuple[fx.Node, ...]
+    readers: dict[fx.Node, list[tuple[int, FlowEdge]]] = field(default_factory=dict)
+
+    @property
+    def sinks(self) -> tuple[Unit, ...]:
+        return tuple(u for u in self.units if u.node in self.flow.gathers)
+
+    @property
+    def uncut_units(self) -> tuple[Unit, ...]:
+        """Units that can only run on full values."""
+        cut = self.flow.local.keys() | self.flow.gathers.keys()
+        return tuple(u for u in self.units if u.node not in cut)
+
+    def streamed(self, unit: Unit, maps: Container[fx.Node]) -> list[FlowEdge]:
+        """The operands that a unit reads in full, in blocks, from their source."""
+        return [e for e in unit.edges if e.all_rows and e.source in self.enters and e.source not in maps]
+
+    @property
+    def is_streamable(self) -> bool:
+        """Whether the stage can run in parts: no unit waits for all rows of another's value."""
+        computed = {u.value for u in self.units} | {u.node for u in self.units}
+        waits = any(e.all_rows and e.source in computed for u in self.units for e in u.edges)
+        gathered = {u.node for u in self.sinks}
+        reads_statistics = any(n in gathered for u in self.units for n in u.node.all_input_nodes)
+        return not self.uncut_units and not waits and not reads_statistics
+
+
+def build_stage(flow: Flow, nodes: Sequence[fx.Node], keeps: Collection[fx.Node]) -> Stage:
+    """The stage of some calls. keeps: those of their values that other segments read."""
+    free, units = set(nodes), []  # free: calls of no unit yet, as a sum is fused into one operand
+    for node in nodes:
+        if node in free:
+            units.append(_fuse_unit(flow, node, free, set(keeps)))
+            free -= set(units[-1].nodes)
+    units = _sort_units(units)
+    computed = {u.value for u in units}
+    readers: dict[fx.Node, list[tuple[int, FlowEdge]]] = {}
+    for k, unit in enumerate(units):
+        for edge in unit.edges:
+            readers.setdefault(edge.source, []).append((k, edge))
+    enters = tuple(n for n in readers if n not in computed)
+    targets = tuple(u.value for u in units if u.value in keeps and u.value in flow.axes)
+    return Stage(flow, tuple(units), enters, targets, readers)
+
+
+def _fuse_unit(flow: Flow, node: fx.Node, inside: set[fx.Node], keeps: set[fx.Node]) -> Unit:
+    """The call fused with the sum and the activation that follow it, where oneDNN can fuse them."""
+    unfused = Unit((node,), flow.edges(node))
+    value = fake(node)
+    can_fuse = node.target in CONVOLUTIONS and available(value.dtype, value.device)
+    if node not in flow.local or not can_fuse:
+        return unfused
+    nodes, edges, addend, after = [node], unfused.edges, None, None
+    follower = _only_reader(node, inside, keeps)
+    if follower is not None and _is_sum_with(follower, node, flow):
+        addend = next(n for n in follower.args if n is not node)
+        edges += tuple(edge for edge in flow.edges(follower) if edge.source is addend)
+        nodes.append(follower)
+        follower = _only_reader(follower, inside, keeps)
+    if follower is not None and follower in flow.local:
+        after = epilogue_of(follower)
+        nodes += [follower] if after is not None else []
+    return Unit(tuple(nodes), edges, addend, after)  # type: ignore[arg-type]
+
+
+def _only_reader(node: fx.Node, inside: set[fx.Node], keeps: set[fx.Node]) -> fx.Node | None:
+    """The only reader of a value, if it is in the same stage; else None."""
+    readers = list(node.users)
+    return readers[0] if len(readers) == 1 and readers[0] in inside and node not in keeps else None
+
+
+def _is_sum_with(node: fx.Node, value: fx.Node, flow: Flow) -> bool:
+    """Whether a call adds a value and another with rows, of the same shape and dtype."""
+    if node.target not in ADDS or node.kwargs or len(node.args) != 2:
+        return False
+    other = next((n for n in node.args if n is not value), None)
+    if not isinstance(other, fx.Node) or other not in flow.axes or node not in flow.local:
+        return False
+    other_value, value_added = fake(other), fake(node)
+    return (
+        isinstance(other_value, Tensor)
+        and other_value.shape == value_added.shape
+        and other_value.dtype == value_added.dtype
+    )
+
+
+def _sort_units(units: list[Unit]) -> list[Unit]:
+    """The units in topological order: a fused unit may read an addend that is computed after its
+    convolution."""
+    unit_of = {u.value: u for u in units}
+    done, ordered, stack = set[fx.Node](), [], units[::-1]
+    while stack:
+        top = stack[-1]
+        operands = [*top.node.all_input_nodes, *([] if top.addend is None else [top.addend])]
+        missing = [unit_of[n] for n in operands if n in unit_of and n not in done]
+        if missing:
+            stack.append(missing[0])
+            continue
+        stack.pop()
+        if top.value not in done:
+            done.add(top.value)
+            ordered.append(top)
+    return ordered
+
 
 EMPTY: Interval = (0, 0)
 
@@ -105,18 +256,17 @@ def cut_strips(stage: Stage, workers: int) -> list[Strip]:
         pairs = itertools.pairwise(candidate)
         if all(a.last[v] >= a.first[v] and a.seen[v] <= b.own[v] for a, b in pairs for v in a.own):
             return candidate
-    return [_whole_strip(stage)]
+    return [_full_strip(stage)]
 
 
-def _whole_strip(stage: Stage) -> Strip:
-    """One strip of all rows."""
-    rows = {v: stage.flow.rows(v) for v in _values(stage)}
+def _full_strip(stage: Stage) -> Strip:
+    rows = {v: stage.flow.rows(v) for v in _cut_values(stage)}
     return Strip(dict.fromkeys(rows, 0), rows, rows, rows, {})
 
 
 def _cut_strips(stage: Stage, count: int) -> list[Strip]:
-    rows = {v: stage.flow.rows(v) for v in _values(stage)}
-    tops = [_top(stage, rows, k / count) for k in range(count)]
+    rows = {v: stage.flow.rows(v) for v in _cut_values(stage)}
+    tops = [_first_rows_of_strip(stage, rows, k / count) for k in range(count)]
     result: list[Strip] = []
     for k, first in enumerate(tops):
         last = tops[k + 1] if k + 1 < count else rows
@@ -134,7 +284,7 @@ def _cut_strips(stage: Stage, count: int) -> list[Strip]:
     return result
 
 
-def _top(stage: Stage, rows: Mapping[fx.Node, int], share: float) -> dict[fx.Node, int]:
+def _first_rows_of_strip(stage: Stage, rows: Mapping[fx.Node, int], share: float) -> dict[fx.Node, int]:
     """The first row of each value in the strip whose targets begin at a share of their rows."""
     if not share:
         return dict.fromkeys(rows, 0)
@@ -155,19 +305,19 @@ def _top(stage: Stage, rows: Mapping[fx.Node, int], share: float) -> dict[fx.Nod
 def walk_bands(
     stage: Stage, band: int, strip: Strip | None = None, columns: Mapping[fx.Node, Interval] | None = None
 ) -> Iterator[Step]:
-    """The steps of bands of `band` rows of the tallest target, down a strip or the whole image.
+    """The steps of bands of `band` rows of the tallest target, down a strip or the full image.
 
     columns: of each value; None: the full width.
     """
-    strip = strip or _whole_strip(stage)
+    strip = strip or _full_strip(stage)
     ends = target_rows(stage)
     height = max(ends.values())
     top = min(strip.first[v] * height // n for v, n in ends.items())
     bottom = max(math.ceil(strip.last[v] * height / n) for v, n in ends.items())
-    ahead = _ahead(stage, ends, height, band)
+    ahead = _rows_ahead(stage, ends, height, band)
     largest_lead = max((n * height / stage.flow.rows(v) for v, n in ahead.items()), default=0.0)
     start = math.ceil(largest_lead / band) * band if band < bottom - top else 0
-    columns = columns or {v: (0, stage.flow.columns(v)) for v in _values(stage)}
+    columns = columns or {v: (0, stage.flow.columns(v)) for v in _cut_values(stage)}
     done, first_live = dict(strip.first), dict(strip.first)
     for row in range(top + band - start, bottom + band, band):
         last = row >= bottom
@@ -201,7 +351,7 @@ def tile_step(stage: Stage, window: Mapping[fx.Node, Window]) -> Step:
             if not _is_empty(read):
                 before = need.get(edge.source, read)
                 need[edge.source] = _union(before[0], read[0]), _union(before[1], read[1])
-    steps = {v: _single_step(need.get(v, (EMPTY, EMPTY))) for v in _values(stage)}
+    steps = {v: _single_step(need.get(v, (EMPTY, EMPTY))) for v in _cut_values(stage)}
     for unit in stage.sinks:  # a tile's halo is not counted
         window_read = window[unit.edges[0].source]
         steps[unit.node] = _single_step((EMPTY, EMPTY) if _is_empty(window_read) else window_read)
@@ -210,7 +360,7 @@ def tile_step(stage: Stage, window: Mapping[fx.Node, Window]) -> Step:
 
 def tile_bands(stage: Stage, frustum: Step, band: int) -> Iterator[Step]:
     """The steps that compute the rows and columns of `frustum` in bands, none of them twice."""
-    values = _values(stage)
+    values = _cut_values(stage)
     first = {v: frustum[v].first for v in values}
     last = {v: frustum[v].end for v in values}
     columns = {v: frustum[v].columns for v in values}
@@ -229,10 +379,10 @@ def _is_empty(window: Window) -> bool:
 
 def middle_steps(stage: Stage, band: int) -> list[Step]:
     """Two steps from the middle of `walk_bands`, representative of most of them."""
-    ends, strip = target_rows(stage), _whole_strip(stage)
+    ends, strip = target_rows(stage), _full_strip(stage)
     height = max(ends.values())
     row = height // 2 // band * band
-    values = _values(stage)
+    values = _cut_values(stage)
     done = dict.fromkeys(values, 0)
     steps: list[Step] = []
     first_live: dict[fx.Node, int] = {}
@@ -247,21 +397,20 @@ def middle_steps(stage: Stage, band: int) -> list[Step]:
     return steps
 
 
-def whole_step(stage: Stage) -> Step:
-    """The step that computes every value whole."""
+def full_step(stage: Stage) -> Step:
+    """The step that computes every value in full."""
     step = {}
-    for node in _values(stage):
-        (_, rows), columns = whole(node, stage.flow.axes[node])
+    for node in _cut_values(stage):
+        (_, rows), columns = full_window(node, stage.flow.axes[node])
         step[node] = LiveRows(0, 0, rows, rows, columns)
     return step
 
 
 def _cut_edges(unit: Unit) -> list[FlowEdge]:
-    """The operands that a unit reads in parts; those that it reads whole are maps."""
-    return [edge for edge in unit.edges if not edge.whole]
+    return [edge for edge in unit.edges if not edge.all_rows]
 
 
-def _values(stage: Stage) -> list[fx.Node]:
+def _cut_values(stage: Stage) -> list[fx.Node]:
     cut = stage.flow.axes
     return [*stage.enters, *(u.value for u in stage.units if u.value in cut)]
 
@@ -270,10 +419,10 @@ def _union(a: Interval, b: Interval) -> Interval:
     return min(a[0], b[0]), max(a[1], b[1])
 
 
-def _ahead(stage: Stage, ends: Mapping[fx.Node, int], height: int, band: int) -> dict[fx.Node, float]:
+def _rows_ahead(stage: Stage, ends: Mapping[fx.Node, int], height: int, band: int) -> dict[fx.Node, float]:
     """Rows by which each value is ahead of its share, from the first band."""
-    nothing = dict.fromkeys(_values(stage), 0)
-    strip = _whole_strip(stage)
+    nothing = dict.fromkeys(_cut_values(stage), 0)
+    strip = _full_strip(stage)
     wanted = {v: math.floor(min(band, height) * n / height) for v, n in ends.items()}
     end = _rows_after(stage, strip, wanted, nothing, 0, height, {})
     rows = stage.flow.rows

@@ -17,12 +17,10 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.files.atomic_write import check_writable
 from demask.traverse.axes import NONE, Axes
-from demask.traverse.storage.axis_order import KINDS, AxisOrder, usual_order
 from demask.traverse.storage.dtype_conversion import check_conversion, name_of
 from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource, tensor_sink, tensor_source
-from demask.traverse.storage.stored_ends import StoredSink, StoredSource
-from demask.traverse.storage.stores.formats import ArrayInfo, Format, format_of, open_path
-from demask.traverse.storage.stores.store import SliceStore, Store, backing_file
+from demask.traverse.storage.store import ArrayInfo, Format, SliceStore, Store, backing_file, format_of, open_path
+from demask.traverse.storage.stored_ends import KINDS, AxisOrder, StoredSink, StoredSource, usual_order
 
 End = Any  # a path, an array, a tensor, or an object that can be sliced
 Region = tuple[int, int, int, int]  # first row, first column, rows, columns
@@ -31,12 +29,12 @@ Region = tuple[int, int, int, int]  # first row, first column, rows, columns
 def open_source(source: End, layout: str | None = None, region: Region | None = None) -> StoredSource | TensorSource:
     """The images of a source. layout: letters of its axes; None: those that it names, or torch's
     order. Raises BadInput where it is no array of images."""
-    if _is_memory(source):
-        images = _order(tuple(source.shape), layout, "the source", region)
-        whole = tensor_source(source, NONE)
-        return replace(whole, tensor=_part(whole.tensor, images))
+    if _is_in_memory(source):
+        images = _read_order(tuple(source.shape), layout, "the source", region)
+        opened = tensor_source(source, NONE)
+        return replace(opened, tensor=_view_images(opened.tensor, images))
     store: Store = open_path(source) if _is_path(source) else SliceStore.of(source, "the source")
-    images = _order(store.shape, layout or store.layout, store.name, region)
+    images = _read_order(store.shape, layout or store.layout, store.name, region)
     return StoredSource.of(store, images, NONE)
 
 
@@ -44,14 +42,11 @@ def _is_path(end: End) -> bool:
     return isinstance(end, str | os.PathLike)
 
 
-def _is_memory(end: End) -> bool:
-    """Whether values are in memory: a tensor, or an array that no file backs."""
-    if isinstance(end, Tensor):
-        return True
-    return isinstance(end, np.ndarray) and backing_file(end) is None
+def _is_in_memory(end: End) -> bool:
+    return isinstance(end, Tensor) or (isinstance(end, np.ndarray) and backing_file(end) is None)
 
 
-def _order(shape: tuple[int, ...], layout: str | None, name: str, region: Region | None) -> AxisOrder:
+def _read_order(shape: tuple[int, ...], layout: str | None, name: str, region: Region | None) -> AxisOrder:
     images = AxisOrder.of(layout, shape, name) if layout else usual_order(shape, name)
     if 0 in images.shape:
         raise BadInput(f"{name}: expected images of at least one position, got {shape}")
@@ -67,10 +62,9 @@ def _order(shape: tuple[int, ...], layout: str | None, name: str, region: Region
     return images.region((top, top + rows), (left, left + columns))
 
 
-def _part(tensor: Tensor, images: AxisOrder) -> Tensor:
-    """The images in a tensor of any order, as a view."""
-    whole = images.in_array(tuple((0, n) for n in images.shape))
-    for axis, (start, end) in enumerate(whole):
+def _view_images(tensor: Tensor, images: AxisOrder) -> Tensor:
+    box = images.in_array(tuple((0, n) for n in images.shape))
+    for axis, (start, end) in enumerate(box):
         tensor = tensor.narrow(axis, start, end - start)
     return images.view_images(tensor)
 
@@ -141,10 +135,9 @@ def target_of(
     chunks; None: the format's. Raises BadInput where the format cannot hold it."""
     format_, final = check_target(destination, metadata)
     module = format_.load()
-    kinds = {len(kind): kind for kind in KINDS}
-    if format_.name != "NumPy" and len(shape) not in kinds:
+    if format_.name != "NumPy" and len(shape) not in KINDS:
         raise BadInput(f"{destination}: the result has the shape {shape}, which is no image; write a .npy file")
-    kind = kinds.get(len(shape), "NC"[: len(shape)])
+    kind = KINDS.get(len(shape), "NC"[: len(shape)])
     letters = module.letters(kind, shape, stored)
     sizes = dict(zip(kind, shape, strict=True))
     array_shape = tuple(sizes[letter] for letter in letters)
@@ -168,10 +161,10 @@ def open_sink(
     destination: End, shape: tuple[int, ...], values: torch.dtype, layout: str | None = None
 ) -> TensorSink | StoredSink:
     """A tensor, array or object that can be sliced, to write a result of this shape to."""
-    if _is_memory(destination):
+    if _is_in_memory(destination):
         sink = tensor_sink(destination, NONE, values)
         images = _order_of_result(tuple(destination.shape), shape, layout)
-        return replace(sink, tensor=_part(sink.tensor, images))
+        return replace(sink, tensor=_view_images(sink.tensor, images))
     if isinstance(destination, np.ndarray) and not destination.flags.writeable:
         raise BadInput("the destination is a read-only array; open it with mode='r+'")
     if not hasattr(destination, "__setitem__"):
@@ -195,9 +188,7 @@ def _order_of_result(own: tuple[int, ...], shape: tuple[int, ...], layout: str |
                 return images
     if own != shape:
         raise BadInput(f"the destination has the shape {own}, the result {shape}")
-    kinds = {len(kind): kind for kind in KINDS}
-    kind = kinds.get(len(shape), "NC"[: len(shape)])
-    return AxisOrder(kind, tuple(range(len(shape))), shape, len(shape), (0,) * len(shape))
+    return AxisOrder.unchanged(KINDS.get(len(shape), "NC"[: len(shape)]), shape)
 
 
 def scaled_metadata(
@@ -221,12 +212,12 @@ def scaled_metadata(
         metadata["transform"] = moved * type(transform).scale(factors["W"], factors["H"])
         metadata["crs"] = known.get("crs")
     nodata = known.get("nodata")
-    if nodata is not None and (stored.is_floating_point or _fits(nodata, stored)):
+    if nodata is not None and (stored.is_floating_point or _is_exact(nodata, stored)):
         metadata["nodata"] = nodata
     return metadata
 
 
-def _fits(value: float, dtype: torch.dtype) -> bool:
+def _is_exact(value: float, dtype: torch.dtype) -> bool:
     limits = torch.iinfo(dtype)
     return value == value and limits.min <= value <= limits.max and value == int(value)
 

@@ -1,4 +1,4 @@
-"""Kernels of calls of single ops: elements at other places, pointwise functions, softmax, norms.
+"""Kernels of calls of single ops: elements at other positions, pointwise functions, softmax, norms.
 
 Calls have the fields of `relayout.CALL`.
 """
@@ -82,8 +82,8 @@ class PointwiseKernel:
 
     def emit(self, e: Emitter) -> None:
         call = CallFields(e)
-        with call.triples() as (places, to):
-            vectors = [e.read(place) for place in places]
+        with call.triples() as (addresses, to):
+            vectors = [e.read(address) for address in addresses]
             e.write(POINTWISE[self.function](e, vectors, self.numbers), to)
 
 
@@ -114,9 +114,9 @@ class SoftmaxKernel:
                 e.write(power, call.channel("out", out, c))
                 total.set(e.b.fadd(total.get(), power))
             with e.loop(call["begin"], call["end"]) as c:
-                place = call.channel("out", out, c)
-                share = e.b.fdiv(e.read(place), total.get())
-                e.write(e.b.select(is_empty, e.splat(0.0), share) if self.safe else share, place)
+                address = call.channel("out", out, c)
+                share = e.b.fdiv(e.read(address), total.get())
+                e.write(e.b.select(is_empty, e.splat(0.0), share) if self.safe else share, address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class NormKernel:
 
             def add_square(c: Value, so_far: Value) -> Value:
                 distance = e.b.fsub(read(c), mean)
-                return _fma(e, distance, distance, so_far)
+                return e.fma_double(distance, distance, so_far)
 
             variance = e.b.fdiv(_total(e, call, add_square), size)
             root = e.intrinsic(f"llvm.sqrt.v{e.lanes}f64", wide, wide)
@@ -193,8 +193,3 @@ def _total(e: Emitter, call: CallFields, add: Callable[[Value, Value], Value]) -
     for total in sums[1:]:
         result = e.b.fadd(result, total.get())
     return result
-
-
-def _fma(e: Emitter, a: Value, b: Value, c: Value) -> Value:
-    function = e.intrinsic(f"llvm.fma.v{e.lanes}f64", a.type, a.type, a.type, a.type)
-    return e.b.call(function, [a, b, c])

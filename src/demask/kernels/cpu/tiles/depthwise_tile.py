@@ -66,22 +66,27 @@ class DepthwiseTileKernel:
                 bias = e.splat(e.load(FLOAT, fields.pointer("biases"), row))
                 with e.loop(fields["tile_begin"], fields["tile_end"]) as tile:
                     table = e.at(fields.pointer("tiles"), e.b.mul(tile, I64(16)))
-                    places = [e.line(base, e.load_long(I32, table, k)) for k, base in enumerate(lines)]
+                    addresses = [e.line(base, e.load_long(I32, table, k)) for k, base in enumerate(lines)]
                     permuted: dict[Position, Value] = {}
                     for block in self.blocks:
-                        self._block(e, block, places, (weights, bias), permuted)
+                        self._block(e, block, addresses, (weights, bias), permuted)
 
     def _block(
-        self, e: Emitter, block: Block, places: list[Value], row: tuple[Value, Value], permuted: dict[Position, Value]
+        self,
+        e: Emitter,
+        block: Block,
+        addresses: list[Value],
+        row: tuple[Value, Value],
+        permuted: dict[Position, Value],
     ) -> None:
-        """Compute a block. places: the addresses of the area; row: of the weights, and the bias."""
+        """Compute a block. addresses: the addresses of the area; row: of the weights, and the bias."""
         top, left, height, width = block
         positions = [(top + i, left + j) for i in range(height) for j in range(width)]
         sums = dict.fromkeys(positions, row[1])
-        if len(places) > 2:
-            added = {(i, j): e.read(places[2], i * self.rows[2] + j) for i, j in positions}
+        if len(addresses) > 2:
+            added = {(i, j): e.read(addresses[2], i * self.rows[2] + j) for i, j in positions}
             sums = {at: e.b.fadd(value, row[1]) for at, value in added.items()}
-        x, columns = places[0], len(self.taps[1])
+        x, columns = addresses[0], len(self.taps[1])
         for number, tap in enumerate(self.taps[0]):
             x = e.opaque(x)  # LLVM would otherwise keep lines from one row of taps to the next
             weights = [e.splat(e.load(FLOAT, row[0], number * columns + k)) for k in range(columns)]
@@ -90,15 +95,15 @@ class DepthwiseTileKernel:
                 for k, at in uses:
                     sums[at] = e.fma(line, weights[k], sums[at])
         for (i, j), value in sums.items():
-            e.write(activated(e, value, self.act), places[1], i * self.rows[1] + j)
+            e.write(activated(e, value, self.act), addresses[1], i * self.rows[1] + j)
 
     def _uses(self, tap: int, positions: list[Position]) -> dict[Position, list[tuple[int, Position]]]:
         """The rows and columns of x that a row of taps reads: numbers of taps, positions."""
         uses: dict[Position, list[tuple[int, Position]]] = {}
         for k, column in enumerate(self.taps[1]):
             for i, j in positions:
-                place = i * self.stride[0] + tap, j * self.stride[1] + column
-                uses.setdefault(place, []).append((k, (i, j)))
+                position = i * self.stride[0] + tap, j * self.stride[1] + column
+                uses.setdefault(position, []).append((k, (i, j)))
         return dict(sorted(uses.items()))
 
     def _line(self, e: Emitter, x: Value, at: Position, permuted: dict[Position, Value]) -> Value:

@@ -76,12 +76,12 @@ class MeanKernel:
         with e.loop(fields["begin"], fields["end"]) as c:
             x_c, out_c = (e.at(base, e.b.mul(c, fields[f"{key}_pitch"])) for key, base in (("x", x), ("out", out)))
             each_line = self._each_line(e, fields, x_c)
-            first = self._first(e, fields, self._largest(e, each_line))
+            first = self._first_sums(e, fields, self._largest(e, each_line))
             sums = [e.variable(wide, first) for _ in range(TOGETHER)]
 
             def add(bits: Value, sum_: Variable) -> None:
                 value = e.b.fpext(e.b.bitcast(bits, e.vector), wide)
-                sum_.set(_fma(e, value, factor, sum_.get()))
+                sum_.set(e.fma_double(value, factor, sum_.get()))
 
             each_line(add, sums)
             parts = [e.b.fsub(sum_.get(), first) for sum_ in sums]
@@ -89,7 +89,7 @@ class MeanKernel:
             for part in parts[1:]:
                 total = e.b.fadd(total, part)
             for image, lanes in enumerate(self.groups):
-                mean = e.b.fmul(_total(e, _chosen(e, lanes, total)), share)
+                mean = e.b.fmul(_total(e, _select_lanes(e, lanes, total)), share)
                 # which of several NaNs is left depends on the order
                 is_nan = e.b.fcmp_unordered("uno", mean, mean)
                 mean = e.b.fptrunc(e.b.select(is_nan, DOUBLE(nan), mean), FLOAT)
@@ -122,8 +122,8 @@ class MeanKernel:
             return inside(read(k), e.line(masks, e.b.sub(k, whole)))
 
         def each_line(use: Use, variables: Sequence[Variable]) -> None:
-            _each(e, (I64(0), whole), lambda k, v: use(read(k), v), variables)
-            _each(e, (whole, fields["count"]), lambda k, v: use(read_inside(k), v), variables)
+            _call_each(e, (I64(0), whole), lambda k, v: use(read(k), v), variables)
+            _call_each(e, (whole, fields["count"]), lambda k, v: use(read_inside(k), v), variables)
 
         return each_line
 
@@ -142,13 +142,13 @@ class MeanKernel:
             together = _larger(e, together, most.get())
         return together
 
-    def _first(self, e: Emitter, fields: Fields, largest: Value) -> Value:
+    def _first_sums(self, e: Emitter, fields: Fields, largest: Value) -> Value:
         """The M of the image of each lane."""
         wide, result = ir.VectorType(DOUBLE, e.lanes), None
         shift = e.b.shl(fields["exponent"], I64(FRACTION))
         reduce = e.intrinsic(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, e.ints)
         for lanes in self.groups:
-            most = e.b.bitcast(e.b.call(reduce, [_chosen(e, lanes, largest)]), FLOAT)
+            most = e.b.bitcast(e.b.call(reduce, [_select_lanes(e, lanes, largest)]), FLOAT)
             bits = e.b.and_(e.b.bitcast(e.b.fpext(most, DOUBLE), I64), I64(EXPONENT))
             first = e.b.bitcast(e.b.or_(e.b.add(bits, shift), I64(HALF)), DOUBLE)
             other = ir.Constant(wide, None) if result is None else result
@@ -156,7 +156,7 @@ class MeanKernel:
         return result
 
 
-def _each(e: Emitter, span: tuple[Value, Value], use: Use, variables: Sequence[Variable]) -> None:
+def _call_each(e: Emitter, span: tuple[Value, Value], use: Use, variables: Sequence[Variable]) -> None:
     """Call `use` with each number of a span and one of the variables, which take turns."""
     begin, end = span
     together = I64(len(variables))
@@ -173,7 +173,7 @@ def _mask(e: Emitter, lanes: Sequence[int]) -> Value:
     return ir.Constant(kind, [int(lane in lanes) for lane in range(e.lanes)])
 
 
-def _chosen(e: Emitter, lanes: Sequence[int], x: Value) -> Value:
+def _select_lanes(e: Emitter, lanes: Sequence[int], x: Value) -> Value:
     """These lanes of x; 0 in others."""
     return e.b.select(_mask(e, lanes), x, ir.Constant(x.type, None))
 
@@ -182,13 +182,7 @@ def _larger(e: Emitter, a: Value, b: Value) -> Value:
     return e.b.select(e.b.icmp_signed(">", a, b), a, b)
 
 
-def _fma(e: Emitter, a: Value, b: Value, c: Value) -> Value:
-    function = e.intrinsic(f"llvm.fma.v{e.lanes}f64", a.type, a.type, a.type, a.type)
-    return e.b.call(function, [a, b, c])
-
-
 def _total(e: Emitter, x: Value) -> Value:
-    """The sum of the lanes of a float64 vector."""
     lanes = e.lanes
     while lanes > 1:
         lanes //= 2

@@ -1,4 +1,4 @@
-"""Kernels that move and combine whole vectors: layout conversion, borders of tiles, pools.
+"""Kernels that move and combine full vectors: layout conversion, borders of tiles, pools.
 
 Each is called with (call, arena). `call` has 64-bit fields; a buffer is a pair (slot of the arena,
 byte offset). Kernels loop over channels; tables describe one channel.
@@ -52,16 +52,20 @@ class CallFields(Fields):
         """A loop over the pairs of the table; yields their lines of x and out, of channel 0."""
         bases = self.buffer("x"), self.buffer("out")
         with self.lines() as k:
-            pair = self.e.at(self.pointer("table"), self.e.b.mul(k, I64(8)))
-            yield [self.e.line(base, self.e.load_long(I32, pair, n)) for n, base in enumerate(bases)]
+            yield self.pair(k, *bases)
+
+    def pair(self, k: Value, *bases: Value) -> list[Value]:
+        """The addresses of the lines of pair k of the table, from these addresses of x and out."""
+        pair = self.e.at(self.pointer("table"), self.e.b.mul(k, I64(8)))
+        return [self.e.line(base, self.e.load_long(I32, pair, n)) for n, base in enumerate(bases)]
 
     @contextmanager
     def triples(self) -> Iterator[tuple[list[Value], Value]]:
         """A loop over channels and triples of the table; yields their lines: of x and z, of out."""
         with self.channels("x", "z", "out") as channels, self.lines() as k:
             row = self.e.at(self.pointer("table"), self.e.b.mul(k, I64(12)))
-            *places, to = (self.e.line(channel, self.e.load_long(I32, row, n)) for n, channel in enumerate(channels))
-            yield places, to
+            *addresses, to = (self.e.line(channel, self.e.load_long(I32, row, n)) for n, channel in enumerate(channels))
+            yield addresses, to
 
 
 def read_index(e: Emitter, table: Value, row: Value) -> tuple[Value, Value]:
@@ -105,10 +109,8 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class TransposedKernel:
-    """`Gather` or, if `out`, `Scatter` of tensors in channels-last order, for whole vectors of
-    channels:
-    lanes and channels are transposed in registers.
-    """
+    """`Gather` or, if `out`, `Scatter` of tensors in channels-last order, for full vectors of
+    channels: lanes and channels are transposed in registers."""
 
     out: bool
 
@@ -218,8 +220,7 @@ class PoolKernel:
     def emit(self, e: Emitter) -> None:
         call = CallFields(e)
         with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
-            pair = e.at(call.pointer("table"), e.b.mul(k, I64(8)))
-            source, to = (e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c)))
+            source, to = call.pair(k, x_c, out_c)
             value = e.read(source, self.taps[0])
             for tap in self.taps[1:]:
                 other = e.read(source, tap)
@@ -264,8 +265,7 @@ class ScaleKernel:
         with call.channels("x", "z", "out") as (x_c, z_c, out_c):
             factor = e.permuted(e.read(z_c), self.lanes)
             with call.lines() as k:
-                pair = e.at(call.pointer("table"), e.b.mul(k, I64(8)))
-                source, to = (e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c)))
+                source, to = call.pair(k, x_c, out_c)
                 e.write(activated(e, e.b.fmul(e.read(source), factor), self.act), to)
 
 
@@ -287,6 +287,5 @@ class SelectKernel:
             x_c = call.channel("x", x, e.b.select(is_zero, I64(0), channel))
             out_c = call.channel("out", out, c)
             with call.lines() as k:
-                pair = e.at(call.pointer("table"), e.b.mul(k, I64(8)))
-                source, to = (e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c)))
+                source, to = call.pair(k, x_c, out_c)
                 e.write(e.b.select(is_zero, e.splat(0.0), e.read(source)), to)

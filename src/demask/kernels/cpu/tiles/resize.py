@@ -42,45 +42,43 @@ class ResizeKernel:
         with e.loop(call["begin"], call["end"]) as c:
             x_c, out_c = (e.at(base, e.b.mul(c, call[f"{key}_pitch"])) for key, base in (("x", x), ("out", out)))
             with e.loop(I64(0), call["rows"]) as r:
-                rows = [self._tap(e, call.pointer("row_taps"), r, t, self.row_taps) for t in range(self.row_taps)]
-                weights = _weights(e, call.pointer("row_weights"), r, self.row_taps)
+                rows = [self._load_tap(e, call.pointer("row_taps"), r, t, self.row_taps) for t in range(self.row_taps)]
+                weights = _load_weights(e, call.pointer("row_weights"), r, self.row_taps)
                 to = e.line(out_c, e.load_long(I32, call.pointer("row_lines"), r))
                 with e.loop(I64(0), call["columns"]) as k:
                     columns = [
-                        self._tap(e, call.pointer("column_taps"), k, t, self.column_taps)
+                        self._load_tap(e, call.pointer("column_taps"), k, t, self.column_taps)
                         for t in range(self.column_taps)
                     ]
-                    across = _weights(e, call.pointer("column_weights"), k, self.column_taps)
+                    across = _load_weights(e, call.pointer("column_weights"), k, self.column_taps)
                     sums = [
-                        _weighted(e, [self._read(e, x_c, row, tap) for tap in columns], across)
+                        _weighted_sum(e, [self._load_elements(e, x_c, row, tap) for tap in columns], across)
                         for row in rows or [None]
                     ]
-                    value = _weighted(e, sums, weights) if rows else sums[0]
+                    value = _weighted_sum(e, sums, weights) if rows else sums[0]
                     e.write(value, e.line(to, e.load_long(I32, call.pointer("column_lines"), k)))
 
-    def _tap(self, e: Emitter, table: Value, row: Value, tap: int, taps: int) -> Value:
+    def _load_tap(self, e: Emitter, table: Value, row: Value, tap: int, taps: int) -> Value:
         """The entry of a tap: a number of lines, or a vector of elements."""
         number = e.b.add(e.b.mul(row, I64(taps)), I64(tap))
         if self.whole:
             return e.load_long(I32, table, number)
         return e.b.load(e.line(table, number), typ=e.ints, align=4)
 
-    def _read(self, e: Emitter, x: Value, row: Value | None, column: Value) -> Value:
+    def _load_elements(self, e: Emitter, x: Value, row: Value | None, column: Value) -> Value:
         """The elements at a row and a column."""
-        place = column if row is None else e.b.add(row, column)
+        element = column if row is None else e.b.add(row, column)
         if self.whole:
-            return e.read(e.line(x, place))
-        return e.gather(x, place, e.every(), e.splat(0.0))
+            return e.read(e.line(x, element))
+        return e.gather(x, element, e.every(), e.splat(0.0))
 
 
-def _weights(e: Emitter, table: Value, row: Value, taps: int) -> list[Value]:
-    """The weights of the taps of a row or a column."""
+def _load_weights(e: Emitter, table: Value, row: Value, taps: int) -> list[Value]:
     first = e.line(table, e.b.mul(row, I64(taps)))
     return [e.read(first, tap) for tap in range(taps)]
 
 
-def _weighted(e: Emitter, values: Sequence[Value], weights: Sequence[Value]) -> Value:
-    """The weighted sum, in this order."""
+def _weighted_sum(e: Emitter, values: Sequence[Value], weights: Sequence[Value]) -> Value:
     total = e.b.fmul(values[0], weights[0])
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total = e.fma(value, weight, total)

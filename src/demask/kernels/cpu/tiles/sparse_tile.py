@@ -71,9 +71,11 @@ class SparseTileKernel:
                 x_b = e.at(x_t, e.load(I64, block, 0))
                 with e.loop(e.load(I64, block, 1), e.load(I64, block, 2), self.side) as first:
                     record = e.at(records, e.b.mul(first, I64(RECORD.itemsize)))
-                    self._rows(e, n, record, (x_b, out_t, add_t), fields)
+                    self._compute_rows(e, n, record, (x_b, out_t, add_t), fields)
 
-    def _rows(self, e: Emitter, n: Variable, record: Value, bases: tuple[Value, Value, Value], fields: Fields) -> None:
+    def _compute_rows(
+        self, e: Emitter, n: Variable, record: Value, bases: tuple[Value, Value, Value], fields: Fields
+    ) -> None:
         x, out, add = bases
         records = [e.at(record, r * RECORD.itemsize) for r in range(self.side)]
         outs = [e.line(out, e.load_long(I32, row_record, 1)) for row_record in records]
@@ -83,24 +85,24 @@ class SparseTileKernel:
         with e.b.if_else(is_first) as (then, otherwise):
             with then:
                 for row_record, row in zip(records, sums, strict=True):
-                    self._begin(e, row_record, add, row)
+                    self._set_initial_sums(e, row_record, add, row)
             with otherwise:
                 for row_out, row in zip(outs, sums, strict=True):
                     for line, sum_ in zip(self.out, row, strict=True):
                         sum_.set(e.read(row_out, line))
         end = e.b.lshr(end_and_flags, I64(2))
-        self._fetch(e, record, out)
+        self._prefetch_outputs(e, record, out)
         self._products(e, n.get(), end, x, sums, fields)
         n.set(end)
         is_last = e.b.icmp_signed("!=", e.b.and_(end_and_flags, I64(LAST)), I64(0))
         with e.b.if_then(is_last):
             for row_record, row in zip(records, sums, strict=True):
-                self._finish(e, row_record, row)
+                self._scale_and_activate(e, row_record, row)
         for row_out, row in zip(outs, sums, strict=True):
             for line, sum_ in zip(self.out, row, strict=True):
                 e.write(sum_.get(), row_out, line)
 
-    def _fetch(self, e: Emitter, record: Value, out: Value) -> None:
+    def _prefetch_outputs(self, e: Emitter, record: Value, out: Value) -> None:
         """Prefetch the outputs of the next rows; hardware does not predict their addresses."""
         for r in range(self.side):
             next_record = e.at(record, (self.side + r) * RECORD.itemsize)
@@ -108,7 +110,7 @@ class SparseTileKernel:
             for line in self.out:
                 e.prefetch(e.line(row_out, line))
 
-    def _begin(self, e: Emitter, record: Value, add: Value, row: list[Variable]) -> None:
+    def _set_initial_sums(self, e: Emitter, record: Value, add: Value, row: list[Variable]) -> None:
         """Set the initial sums. `add` is read before out is written, which may be the same memory.
 
         Sums that are scaled at the end begin with their value divided by the scale.
@@ -124,8 +126,7 @@ class SparseTileKernel:
             added = e.read(add_line, self.add[t])
             sum_.set(e.b.fadd(added, value) if inverse_scale is None else e.fma(added, e.splat(inverse_scale), value))
 
-    def _finish(self, e: Emitter, record: Value, row: list[Variable]) -> None:
-        """Apply the scale and the activation."""
+    def _scale_and_activate(self, e: Emitter, record: Value, row: list[Variable]) -> None:
         for sum_ in row:
             value = sum_.get()
             if self.values == "int8":
@@ -141,11 +142,11 @@ class SparseTileKernel:
                 position = e.b.add(i, I64(r)) if r else i
                 offset = e.load_long(I32 if self.wide else I16, offsets, position)
                 line = e.opaque(e.line(x, offset))
-                value = e.splat(self._value(e, values, position))
+                value = e.splat(self._load_weight(e, values, position))
                 for lines, sum_ in zip(self.x, row, strict=True):
                     sum_.set(e.fma(value, e.read(line, lines), sum_.get()))
 
-    def _value(self, e: Emitter, values: Value, position: Value) -> Value:
+    def _load_weight(self, e: Emitter, values: Value, position: Value) -> Value:
         stored = e.load(KINDS[self.values], values, position)
         if self.values == "bfloat16":
             return e.b.bitcast(e.b.shl(e.b.zext(stored, I32), I32(16)), FLOAT)

@@ -47,9 +47,11 @@ class SparseVectorKernel:
         with e.loop(field["begin"], field["end"]) as group:
             first = e.load_long(I32, ends, group)
             last = e.load_long(I32, ends, e.b.add(group, I64(1)))
-            self._group(e, field, group, (first, last), buffers)
+            self._compute_group(e, field, group, (first, last), buffers)
 
-    def _group(self, e: Emitter, field: Fields, group: Value, span: tuple[Value, Value], bases: list[Value]) -> None:
+    def _compute_group(
+        self, e: Emitter, field: Fields, group: Value, span: tuple[Value, Value], bases: list[Value]
+    ) -> None:
         x, out, add = bases
 
         def vector(key: str, kind: Value, row: Value) -> Value:
@@ -62,7 +64,7 @@ class SparseVectorKernel:
         added = None
         if self.add:
             added = e.gather(add, vector("adds", e.ints, group), is_row, e.splat(0.0))
-        sums = e.variable(e.vector, _begin(e, vector("biases", e.vector, group), added, scale))
+        sums = e.variable(e.vector, _initial_sums(e, vector("biases", e.vector, group), added, scale))
         with e.loop(*span) as k:
             inputs = e.gather(x, vector("columns", e.ints, k), e.every(), e.splat(0.0))
             sums.set(e.fma(self._values(e, vector, k), inputs, sums.get()))
@@ -80,7 +82,7 @@ class SparseVectorKernel:
         return e.b.bitcast(e.b.shl(e.b.zext(stored, e.ints), half), e.vector)
 
 
-def _begin(e: Emitter, bias: Value, added: Value | None, scale: Value | None) -> Value:
+def _initial_sums(e: Emitter, bias: Value, added: Value | None, scale: Value | None) -> Value:
     """The initial sums: divided by the scale by which sums are multiplied at the end."""
     if scale is None:
         return bias if added is None else e.b.fadd(added, bias)

@@ -42,21 +42,21 @@ class ValueProductKernel:
         fields = Fields(e, CALL.names)
         bases = [fields.buffer(key) for key in ("x", "out", "add")[: 2 + self.add]]
         outputs = fields["outputs"]
-        whole = e.b.sub(outputs, e.b.srem(outputs, I64(self.rows)))
+        full = e.b.sub(outputs, e.b.srem(outputs, I64(self.rows)))
         with e.loop(I64(0), fields["count"]) as number:
             tile = e.at(fields.pointer("tiles"), e.b.mul(number, I64(TILE.itemsize)))
-            places = [e.line(base, e.load_long(I32, tile, k)) for k, base in enumerate(bases)]
-            with e.loop(I64(0), whole, self.rows) as first:
-                self._block(e, fields, places, first, self.rows)
-            with e.loop(whole, outputs) as first:
-                self._block(e, fields, places, first, 1)
+            addresses = [e.line(base, e.load_long(I32, tile, k)) for k, base in enumerate(bases)]
+            with e.loop(I64(0), full, self.rows) as first:
+                self._block(e, fields, addresses, first, self.rows)
+            with e.loop(full, outputs) as first:
+                self._block(e, fields, addresses, first, 1)
 
-    def _block(self, e: Emitter, fields: Fields, places: list[Value], first: Value, rows: int) -> None:
+    def _block(self, e: Emitter, fields: Fields, addresses: list[Value], first: Value, rows: int) -> None:
         """Some outputs of a tile."""
         offsets = e.at(fields.pointer("output_offsets"), first, I64)
         factors = [e.opaque(e.at(fields.buffer("y"), e.load(I64, offsets, r))) for r in range(rows)]
         sums = [[e.variable(e.vector, e.splat(0.0)) for _ in range(self.lines)] for _ in range(rows)]
-        address = e.variable(I64, e.b.ptrtoint(places[0], I64))
+        address = e.variable(I64, e.b.ptrtoint(addresses[0], I64))
         with e.loop(I64(0), fields["terms"]) as term:
             x = e.pointer(address.get())
             shift = e.load(I64, e.at(fields.pointer("term_offsets"), term, I64))
@@ -68,10 +68,10 @@ class ValueProductKernel:
             address.set(e.b.add(address.get(), fields["x_pitch"]))
         for r, row in enumerate(sums):
             channel = e.b.add(first, I64(r))
-            out = e.at(places[1], e.b.mul(channel, fields["out_pitch"]))
+            out = e.at(addresses[1], e.b.mul(channel, fields["out_pitch"]))
             for line, total in enumerate(row):
                 value = total.get()
                 if self.add:
-                    added = e.at(places[2], e.b.mul(channel, fields["add_pitch"]))
+                    added = e.at(addresses[2], e.b.mul(channel, fields["add_pitch"]))
                     value = e.b.fadd(value, e.read(added, line))
                 e.write(value, out, line)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.dense.dense_channels import CALL, GROUP, DenseChannelsKernel, Lanes
+from demask.kernels.cpu.tiles.dense_channels import CALL, GROUP, DenseChannelsKernel, Lanes
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock
 from demask.sparse.plan.layers.dense.dense_tiling import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.dense.dense_tile import CALL, DenseTileKernel
+from demask.kernels.cpu.tiles.dense_tile import CALL, DenseTileKernel
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.dense.channels_layer import channels_cost, emit_channels
 from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock

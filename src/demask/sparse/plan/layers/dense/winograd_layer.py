@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.dense.winograd_tile import CALL, COMPONENTS, FILTER, WinogradTileKernel
+from demask.kernels.cpu.tiles.winograd_tile import CALL, COMPONENTS, FILTER, WinogradTileKernel
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock
 from demask.sparse.plan.layers.dense.dense_layer import emit_dense

@@ -19,8 +19,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.traverse.storage.boxes import Box
 from demask.traverse.storage.dtype_conversion import name_of
-from demask.traverse.storage.stores.formats import ArrayInfo
-from demask.traverse.storage.stores.store import SliceStore, first_line, usual_chunks
+from demask.traverse.storage.store import ArrayInfo, SliceStore, first_line, usual_chunks
 
 SMALLEST, EDGE = 32, 512  # rows of a chunk of the last level, of the first
 TYPES = {
@@ -107,7 +106,7 @@ class PyramidStore:
         return self.levels[0].read(box)
 
     def write(self, box: Box, values: Tensor) -> None:
-        """Write a box of whole chunks to all levels."""
+        """Write a box of full chunks to all levels."""
         self.levels[0].write(box, values)
         for level in self.levels[1:]:
             values = halve(values, self.letters, self.is_labels)

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.dense.dense_products import add_products
-from demask.kernels.cpu.tiles.dense.dense_tile import TILE
+from demask.kernels.cpu.tiles.dense_tile import TILE, add_products
 from demask.kernels.cpu.winograd import differences, totals
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Fields, Value
@@ -95,14 +94,14 @@ class _Body:
         with b.if_then(is_inexact):
             b.store(I64(1), e.at(self.f.table, self.f["inexact"], I64))
 
-    def _square(self, key: str, tile: Value) -> Value:
+    def _square_address(self, key: str, tile: Value) -> Value:
         """The address of the first line of a square in channel 0."""
         e = self.e
         lines = e.at(self.f.pointer("tiles"), e.b.mul(tile, I64(TILE.itemsize)))
         number = (TILE.names or ()).index(key)
         return e.line(self.f.buffer(key), e.load_long(I32, lines, number))
 
-    def _rows(self, key: str, square: Value, channel: Value, count: int) -> list[Value]:
+    def _row_addresses(self, key: str, square: Value, channel: Value, count: int) -> list[Value]:
         """The addresses of the first lines of the rows of a square in a channel."""
         e = self.e
         offset = e.load(I64, self.f.pointer(f"{key}_offsets"), channel)
@@ -113,13 +112,13 @@ class _Body:
     def _transform_inputs(self, tile: Value, s: Value, later: Value) -> None:
         """Fill the components of a square, and fetch the right half of a later one into the L2
         cache, while products are computed."""
-        e, b, square = self.e, self.e.b, self._square("x", tile)
+        e, b, square = self.e, self.e.b, self._square_address("x", tile)
         target = e.line(self.inputs, s)
-        right = e.line(self._square("x", later), 2)
+        right = e.line(self._square_address("x", later), 2)
         with e.loop(I64(0), self.f["channels"]) as c:
-            for row in self._rows("x", right, c, 4):
+            for row in self._row_addresses("x", right, c, 4):
                 e.prefetch(row, writes=False, near=False)
-            rows = self._rows("x", square, c, 4)
+            rows = self._row_addresses("x", square, c, 4)
             own = e.line(target, b.mul(c, I64(self.k.block)))
             lines = [differences(e, [e.read(row, z) for row in rows]) for z in range(4)]
             for n, line in enumerate(zip(*lines, strict=True)):
@@ -139,12 +138,12 @@ class _Body:
                 with e.loop(I64(0), f[blocks]):
                     own = e.pointer(weight.get())
                     with e.loop(I64(0), count, k.group) as s:
-                        self._group(own, e.line(inputs, s), e.line(e.pointer(target.get()), s), rows)
+                        self._multiply_group(own, e.line(inputs, s), e.line(e.pointer(target.get()), s), rows)
                     size = b.mul(f["channels"], I64(4 * rows))
                     weight.set(b.add(weight.get(), size))
                     target.set(b.add(target.get(), I64(rows * k.block * e.isa.line)))
 
-    def _group(self, weight: Value, source: Value, target: Value, rows: int) -> None:
+    def _multiply_group(self, weight: Value, source: Value, target: Value, rows: int) -> None:
         """The sums of a block of output channels and a group of squares."""
         e, b, k = self.e, self.e.b, self.k
         sums = [[e.variable(e.vector, e.splat(0.0)) for _ in range(k.group)] for _ in range(rows)]
@@ -162,16 +161,16 @@ class _Body:
 
     def _transform_sums(self, tile: Value, s: Value) -> None:
         e, b, k = self.e, self.e.b, self.k
-        out, source = self._square("out", tile), e.line(self.sums, s)
-        add = self._square("add", tile) if k.add else None
+        out, source = self._square_address("out", tile), e.line(self.sums, s)
+        add = self._square_address("add", tile) if k.add else None
         with e.loop(I64(0), self.f["outputs"]) as o:
             own = e.line(source, b.mul(o, I64(k.block)))
             planes = [b.mul(self.f["sum_plane"], I64(n)) for n in range(COMPONENTS)]
             sums = [e.read(e.at(own, plane)) for plane in planes]
             by_row = [totals(e, sums[n : n + 4]) for n in range(0, COMPONENTS, 4)]
             bias = e.splat(e.load(FLOAT, self.f.pointer("biases"), o))
-            rows = self._rows("out", out, o, 2)
-            added = None if add is None else self._rows("add", add, o, 2)
+            rows = self._row_addresses("out", out, o, 2)
+            added = None if add is None else self._row_addresses("add", add, o, 2)
             inexact = self.inexact.get()
             for m, line in enumerate(zip(*by_row, strict=True)):
                 for n, value in enumerate(totals(e, list(line))):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.traverse.storage.boxes import Box
-from demask.traverse.storage.stores.store import first_line
+from demask.traverse.storage.store import first_line
 
 EDGE = 512
 

@@ -1,34 +1,101 @@
 """Where norms over the image take their statistics from: the image, windows of it, or constants.
 
-A group or instance norm that was trained on small tiles sees other statistics on a whole image.
+A group or instance norm that was trained on small tiles sees other statistics on a full image.
 
-    image    mean and variance of the whole image, what the network computes on it
+    image    mean and variance of the full image, what the network computes on it
     tile:N   those of the window that a position is in; windows have about N rows and columns of
              the input, and divide the image evenly
     frozen   constants, measured by `calibrate`
 
-Calls are replaced in the graph, so that plans, tasks and files know nothing of it.
+Calls are replaced in the graph, so that plans, tasks and files know nothing of it. The input of a
+network is normalized by calls before its own.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.graph.editor import GraphEditor
+from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.ops import schema, traits
+from demask.ops.schema import fake
 from demask.records import decode, encode
+from demask.traverse.analysis.captured_size import captured, network_of
+from demask.traverse.storage.dtype_conversion import assign
 
 aten = torch.ops.aten
 IMAGE, TILE = "image", re.compile(r"tile:(\d+)")
+EPSILON = 1e-12  # added to the variance of an image: it is 0 where all positions are equal
+Model = nn.Module | ExportedProgram | str | os.PathLike[str]
+
+
+def with_normalized_input(program: Program, normalize: Any) -> Program:
+    """The program of one input whose input has mean 0 and deviation 1.
+
+    normalize: None: the program itself; "image": per channel over the full image; or (means,
+    deviations), each a number or one per channel: the network receives (x - mean) / deviation.
+
+    Raises:
+        BadInput: for other values of `normalize`, or if the network takes whole numbers.
+    """
+    if normalize is None:
+        return program
+    editor = GraphEditor(program)
+    placeholder = next(iter(editor.graph.find_nodes(op="placeholder")))
+    value = fake(placeholder)
+    if not value.is_floating_point():
+        raise BadInput("normalize: this network takes whole numbers, and normalizes them itself")
+    readers = list(placeholder.users)
+    if not readers:
+        return program
+    with editor.graph.inserting_after(placeholder):
+        first = editor.graph.call_function(aten.clone.default, (placeholder,))
+    normalized = _insert_normalization(editor, placeholder, first, normalize)
+    for reader in readers:
+        reader.replace_input_with(placeholder, normalized)
+    return editor.finish()
+
+
+def _insert_normalization(editor: GraphEditor, x: fx.Node, reader: fx.Node, normalize: Any) -> fx.Node:
+    """The normalized value of an input, before `reader`."""
+    value = fake(x)
+    if isinstance(normalize, str):
+        if normalize != "image":
+            raise BadInput(f'expected normalize="image" or (means, deviations), got {normalize!r}')
+        norm = aten.instance_norm.default
+        return editor.insert(reader, None, norm, x, None, None, None, None, True, 0.1, EPSILON, False)
+    shape = (1, value.shape[1], *(1 for _ in range(value.ndim - 2)))
+    mean, deviation = (
+        torch.tensor(row, dtype=value.dtype).reshape(shape) for row in _per_channel(normalize, value.shape[1])
+    )
+    names = editor.add_constant("mean", mean, reader), editor.add_constant("std", deviation, reader)
+    centered = editor.insert(reader, None, aten.sub.Tensor, x, names[0])
+    return editor.insert(reader, None, aten.div.Tensor, centered, names[1])
+
+
+def _per_channel(normalize: Any, channels: int) -> tuple[list[float], list[float]]:
+    try:
+        mean, std = (np.broadcast_to(np.asarray(row, np.float64), (channels,)) for row in normalize)
+    except (TypeError, ValueError) as error:
+        raise BadInput(
+            f"normalize: expected one mean and one deviation for each of {channels} channels, got {normalize!r:.80}"
+        ) from error
+    if not np.isfinite(mean).all() or not np.isfinite(std).all() or not (std > 0).all():
+        raise BadInput("normalize: expected finite means and deviations above 0")
+    return mean.tolist(), std.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +157,7 @@ def with_statistics(program: Program, statistics: Statistics) -> Program:
             norms read no images (N, C, H, W).
     """
     if isinstance(statistics, FrozenStatistics):
-        return _frozen(program, statistics)
+        return _with_constants(program, statistics)
     match = TILE.fullmatch(statistics) if isinstance(statistics, str) else None
     if match is None or not int(match[1]):
         if statistics == IMAGE:
@@ -99,19 +166,18 @@ def with_statistics(program: Program, statistics: Statistics) -> Program:
             f'expected statistics="image", "tile:N" with N rows of the input, or what '
             f"calibrate() returns, got {statistics!r:.80}"
         )
-    return _by_window(program, int(match[1]))
+    return _with_windows(program, int(match[1]))
 
 
 def norms_of(graph: fx.Graph) -> list[fx.Node]:
     """The norms whose statistics are over the image."""
-    return [node for node in graph.nodes if node.target in traits.IMAGE_NORMS and _is_over_image(node)]
 
+    def is_over_image(node: fx.Node) -> bool:
+        bound = schema.arguments(node)
+        return bool(bound.get("use_input_stats", bound.get("training", True)))
 
-def _is_over_image(node: fx.Node) -> bool:
-    if node.target not in traits.IMAGE_NORMS or node.meta["val"].ndim < 3:
-        return False
-    bound = schema.arguments(node)
-    return bool(bound.get("use_input_stats", bound.get("training", True)))
+    norms = (node for node in graph.nodes if node.target in traits.IMAGE_NORMS)
+    return [node for node in norms if node.meta["val"].ndim >= 3 and is_over_image(node)]
 
 
 def groups_of(node: fx.Node) -> int:
@@ -122,7 +188,7 @@ def groups_of(node: fx.Node) -> int:
 # --- constants --------------------------------------------------------------------------------
 
 
-def _frozen(program: Program, statistics: FrozenStatistics) -> Program:
+def _with_constants(program: Program, statistics: FrozenStatistics) -> Program:
     editor = GraphEditor(program)
     norms = norms_of(editor.graph)
     known = [(one.name, len(one.mean)) for one in statistics.norms]
@@ -145,12 +211,12 @@ def _frozen(program: Program, statistics: FrozenStatistics) -> Program:
             for name, row in (("norm_scale", scale), ("norm_shift", -mean * scale))
         )
         with editor.graph.inserting_before(node):
-            replacement = _affine(editor, node, scale, shift)
+            replacement = _apply_constants(editor, node, scale, shift)
         editor.replace(node, replacement, inherit=True)
     return editor.finish()
 
 
-def _affine(editor: GraphEditor, node: fx.Node, scale: fx.Node, shift: fx.Node) -> fx.Node:
+def _apply_constants(editor: GraphEditor, node: fx.Node, scale: fx.Node, shift: fx.Node) -> fx.Node:
     """(x * scale + shift) * weight + bias as one call; the constants are computed once."""
     bound, value = schema.arguments(node), node.meta["val"]
     shape = [1, value.shape[1], *[1] * (value.ndim - 2)]
@@ -179,7 +245,7 @@ def _cast(editor: GraphEditor, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 # --- windows ----------------------------------------------------------------------------------
 
 
-def _by_window(program: Program, size: int) -> Program:
+def _with_windows(program: Program, size: int) -> Program:
     editor = GraphEditor(program)
     image = next(n.meta["val"] for n in editor.graph.find_nodes(op="placeholder"))
     for node in norms_of(editor.graph):
@@ -202,7 +268,7 @@ def _normalize_windows(editor: GraphEditor, node: fx.Node, extents: Sequence[int
     bound, value = schema.arguments(node), node.meta["val"]
     x = _cast(editor, bound["input"], _work_dtype(value))
     mean = _window_means(editor, x, extents, groups_of(node))
-    centered = editor.call(aten.sub.Tensor, x, _spread(editor, mean, extents, value))
+    centered = editor.call(aten.sub.Tensor, x, _spread_over_windows(editor, mean, extents, value))
     squares = editor.call(aten.mul.Tensor, centered, centered)
     variance = _window_means(editor, squares, extents, groups_of(node))
     scale = editor.call(aten.rsqrt.default, editor.call(aten.add.Scalar, variance, bound["eps"]))
@@ -210,7 +276,7 @@ def _normalize_windows(editor: GraphEditor, node: fx.Node, extents: Sequence[int
     if bound["weight"] is not None:
         weight = editor.call(aten.reshape.default, bound["weight"], shape)
         scale = editor.call(aten.mul.Tensor, scale, weight)
-    y = editor.call(aten.mul.Tensor, centered, _spread(editor, scale, extents, value))
+    y = editor.call(aten.mul.Tensor, centered, _spread_over_windows(editor, scale, extents, value))
     if bound["bias"] is not None:
         bias = editor.call(aten.reshape.default, bound["bias"], shape)
         y = editor.call(aten.add.Tensor, y, bias)
@@ -231,7 +297,7 @@ def _window_means(editor: GraphEditor, x: fx.Node, extents: Sequence[int], group
     return editor.call(aten.reshape.default, wide_means, [n, channels, down, across])
 
 
-def _spread(editor: GraphEditor, windows: fx.Node, extents: Sequence[int], like: Tensor) -> fx.Node:
+def _spread_over_windows(editor: GraphEditor, windows: fx.Node, extents: Sequence[int], like: Tensor) -> fx.Node:
     """The value of its window at each position."""
     down, across = (n * k for n, k in zip(windows.meta["val"].shape[2:], extents, strict=True))
     wide = editor.call(aten.upsample_nearest2d.vec, windows, [down, across], None)
@@ -244,13 +310,72 @@ def _spread(editor: GraphEditor, windows: fx.Node, extents: Sequence[int], like:
 # --- calibration ------------------------------------------------------------------------------
 
 
+@in_isolation
+@public
+def calibrate(model: Model, tiles: Tensor | np.ndarray | Iterable[Any], *, normalize: Any = None) -> FrozenStatistics:
+    """The statistics that the norms of a network see on tiles, as `FrozenStatistics`.
+
+    Group and instance norms that were trained on tiles see other statistics on a full image. With
+    `stream(..., statistics=calibrate(model, tiles))` they use those of the tiles, as constants. The
+    mean and the variance of each norm are averaged over the tiles, as batch norm averages them.
+
+    Args:
+        model: network of one input, as in `stream`.
+        tiles: tensor or array (N, C, H, W) of N tiles, or an iterable of such; uint8 tiles are read
+            as x / 255, as in `stream`. Take tiles as those of the training, of its size.
+        normalize: as in `stream`; default None, no normalization.
+
+    Raises:
+        BadInput: a tile has a wrong shape or dtype, there is none, or the network has no norm whose
+            statistics are over the image.
+        NotExportable: torch.export cannot capture the model.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Conv2d, InstanceNorm2d, Sequential
+        >>> from demask.traverse import calibrate, stream
+        >>> net = Sequential(Conv2d(3, 4, 3, padding=1), InstanceNorm2d(4), Conv2d(4, 3, 1))
+        >>> frozen = calibrate(net, torch.rand(8, 3, 32, 32))
+        >>> len(frozen.norms), len(frozen.norms[0].mean), frozen.tiles
+        (1, 4, 8)
+        >>> x, y = torch.rand(1, 3, 90, 70), torch.empty(1, 3, 90, 70)
+        >>> stream(net, x, y, memory="16MiB", statistics=frozen).rows
+        90
+    """
+    frozen = measure(_programs_of_tiles(model, tiles, normalize))
+    if not frozen.tiles:
+        raise BadInput(
+            "calibrate: expected at least one tile, and a network with norms over the "
+            "image, such as group or instance norm"
+        )
+    return frozen
+
+
+def _programs_of_tiles(model: Model, tiles: Any, normalize: Any) -> Iterator[tuple[Program, Tensor]]:
+    """The program of each tile, and the tile as the network takes it."""
+    network, programs = network_of(model), {}
+    for batch in [tiles] if isinstance(tiles, Tensor | np.ndarray) else tiles:
+        values = torch.as_tensor(batch)
+        if values.ndim < 3 or 0 in values.shape:
+            raise BadInput(f"calibrate: expected tiles (N, C, H, W), got {tuple(values.shape)}")
+        key = tuple(values.shape[1:]), values.dtype
+        if key not in programs:
+            program = captured(network, (1, *key[0]), key[1])
+            programs[key] = with_normalized_input(program, normalize)
+        inputs = list(programs[key].graph.find_nodes(op="placeholder"))
+        for tile in values.split(1):
+            into = torch.empty(tile.shape, dtype=fake(inputs[0]).dtype)
+            assign(into, tile)
+            yield programs[key], into
+
+
 class MomentRecorder(fx.Interpreter):
     """Runs a program and adds up the moments of its norms over the image, per image."""
 
     def __init__(self, program: Program):
         module = torch.nn.Module()
         for name, constant in program.constants.items():
-            _attach(module, name, constant.tensor)
+            _set_tensor(module, name, constant.tensor)
         super().__init__(module, graph=program.graph)
         self.norms: dict[fx.Node, tuple[int, Any, Any]] = dict.fromkeys(norms_of(program.graph), (0, 0.0, 0.0))
 
@@ -264,7 +389,7 @@ class MomentRecorder(fx.Interpreter):
         return super().run_node(n)
 
 
-def _attach(module: torch.nn.Module, name: str, tensor: Tensor) -> None:
+def _set_tensor(module: torch.nn.Module, name: str, tensor: Tensor) -> None:
     *parents, last = name.split(".")
     for parent in parents:
         if not hasattr(module, parent):

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.dense.dense_products import Products
-from demask.kernels.cpu.tiles.dense.dense_tile import TILE
+from demask.kernels.cpu.tiles.dense_tile import TILE, Products
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Fields, Value, Variable
 from demask.ops.activations import Act
@@ -71,13 +70,13 @@ class DenseChannelsKernel:
         weight, row = e.variable(I64, fields["weights"]), e.variable(I64, I64(0))
         for vectors, blocks in zip(self.widths, ("wide", "thin"), strict=False):
             with e.loop(I64(0), fields[blocks]):
-                self._begin(e, fields, vectors, row.get())
+                self._set_initial_sums(e, fields, vectors, row.get())
                 with e.loop(I64(0), fields["channels"], fields["inner"]) as first:
-                    self._pass(e, fields, vectors, weight, first)
-                self._end(e, fields, vectors, row.get())
+                    self._add_input_block(e, fields, vectors, weight, first)
+                self._write_sums(e, fields, vectors, row.get())
                 row.set(e.b.add(row.get(), I64(vectors * e.lanes)))
 
-    def _begin(self, e: Emitter, fields: Fields, vectors: int, row: Value) -> None:
+    def _set_initial_sums(self, e: Emitter, fields: Fields, vectors: int, row: Value) -> None:
         """Set the sums of a block to bias + add."""
         with e.loop(I64(0), I64(vectors)) as u:
             first = e.b.add(row, e.b.mul(u, I64(e.lanes)))
@@ -92,7 +91,7 @@ class DenseChannelsKernel:
                 for lane, value in enumerate(values):
                     e.write(value, sums, lane * vectors)
 
-    def _end(self, e: Emitter, fields: Fields, vectors: int, row: Value) -> None:
+    def _write_sums(self, e: Emitter, fields: Fields, vectors: int, row: Value) -> None:
         """Write the activated sums of a block."""
         with e.loop(I64(0), I64(vectors)) as u:
             first = e.b.add(row, e.b.mul(u, I64(e.lanes)))
@@ -116,7 +115,7 @@ class DenseChannelsKernel:
         offsets = e.at(fields.pointer(f"{key}_offsets"), row, I64)
         return [e.at(first, e.load(I64, offsets, r)) for r in range(e.lanes)]
 
-    def _pass(self, e: Emitter, fields: Fields, vectors: int, weight: Variable, first: Value) -> None:
+    def _add_input_block(self, e: Emitter, fields: Fields, vectors: int, weight: Variable, first: Value) -> None:
         """Add the products of a block of input channels to the sums of all positions."""
         left, inner = e.b.sub(fields["channels"], first), fields["inner"]
         count = e.b.select(e.b.icmp_signed("<", left, inner), left, inner)
@@ -128,12 +127,12 @@ class DenseChannelsKernel:
             with e.loop(begin, end) as number:
                 group = e.at(fields.pointer("groups"), e.b.mul(number, I64(GROUP.itemsize)))
                 weight.set(start)
-                outer = functools.partial(self._outer, e, lanes)
+                outer = functools.partial(self._add_tap, e, lanes)
                 products = Products(e, fields, self.taps, self.unroll, vectors * e.lanes, outer, fetch)
-                self._group(e, products, (group, *channels), lanes, weight)
+                self._add_group(e, products, (group, *channels), lanes, weight)
             begin = end
 
-    def _group(
+    def _add_group(
         self, e: Emitter, products: Products, x: tuple[Value, Value, Value], lanes: Lanes, weight: Variable
     ) -> None:
         """Add products to the sums of a group. x: its entry in the table, and the offsets and
@@ -166,7 +165,7 @@ class DenseChannelsKernel:
 
         return fetch
 
-    def _outer(
+    def _add_tap(
         self,
         e: Emitter,
         lanes: Lanes,

@@ -21,8 +21,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.traverse.storage.boxes import Box
 from demask.traverse.storage.dtype_conversion import name_of
-from demask.traverse.storage.stores.formats import ArrayInfo, replace_path
-from demask.traverse.storage.stores.store import first_line, to_tensor, torch_dtype
+from demask.traverse.storage.store import ArrayInfo, first_line, replace_path, to_tensor, torch_dtype
 
 EDGE = 512
 CACHE = 16 << 20  # bytes
@@ -132,7 +131,7 @@ def chunks(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
 def create(path: Path, info: ArrayInfo) -> None:
     """Create a tiled GeoTIFF, which grows as tiles are written."""
     bands, height, width = info.shape
-    place = {k: info.metadata[k] for k in ("crs", "transform", "nodata") if info.metadata.get(k) is not None}
+    georeference = {k: info.metadata[k] for k in ("crs", "transform", "nodata") if info.metadata.get(k) is not None}
     try:
         with rasterio.open(
             path,
@@ -147,7 +146,7 @@ def create(path: Path, info: ArrayInfo) -> None:
             blockysize=EDGE,
             BIGTIFF="YES",
             SPARSE_OK="TRUE",
-            **place,
+            **georeference,
         ):
             pass
     except (RasterioError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Tiled BigTIFF and OME-TIFF files, through tifffile.
 
-A new file is created with all of its tiles, without compression; each tile is then written to its
-place, by any process and in any order. Coordinates (GeoTIFF) are read by `raster`.
+A new file is created with all of its tiles, without compression; each tile is then written at its
+offset, by any process and in any order. Coordinates (GeoTIFF) are read by `raster`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.traverse.storage.boxes import Box
 from demask.traverse.storage.dtype_conversion import name_of
-from demask.traverse.storage.stores.formats import ArrayInfo
-from demask.traverse.storage.stores.store import SliceStore, Store, first_line, usual_chunks
+from demask.traverse.storage.store import ArrayInfo, SliceStore, Store, first_line, usual_chunks
 
 EDGE = 512
 GEO_KEYS = 34735  # the tag of a GeoTIFF's coordinate system
@@ -43,8 +43,8 @@ def open_store(path: Path) -> Store:
         raise BadInput(f"{path}: expected a TIFF file: {first_line(error)}") from error
     try:
         page: Any = file.pages[0]
-        if GEO_KEYS in page.tags and _has_rasterio():
-            from demask.traverse.storage.stores import raster
+        if GEO_KEYS in page.tags and find_spec("rasterio") is not None:
+            from demask.traverse.storage import raster
 
             file.close()
             store: Any = raster.open_store(path)
@@ -59,16 +59,10 @@ def open_store(path: Path) -> Store:
         raise BadInput(f"{path}: expected a TIFF file: {first_line(error)}") from error
     weakref.finalize(array, file.close)  # the file is open as long as its array
     axes = series.axes.replace("Q", "N").replace("I", "N")
-    return SliceStore.of(array, str(path), layout=axes, metadata=_metadata(file))
+    return SliceStore.of(array, str(path), layout=axes, metadata=_pixel_sizes(file))
 
 
-def _has_rasterio() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("rasterio") is not None
-
-
-def _metadata(file: tifffile.TiffFile) -> dict[str, Any]:
+def _pixel_sizes(file: tifffile.TiffFile) -> dict[str, Any]:
     """The sizes of pixels, if OME-XML has them."""
     if not file.is_ome or not file.ome_metadata:
         return {}
@@ -83,7 +77,7 @@ def _metadata(file: tifffile.TiffFile) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class TiledFile:
-    """A file of tiles of equal size, each at its place.
+    """A file of tiles of equal size, each at its offset.
 
     offsets: of tiles, by image or channel (pages), then row and column of tiles. letters: of the
     axes; channels are pages of their own, or the innermost axis.
@@ -108,7 +102,7 @@ class TiledFile:
         raise NotImplementedError
 
     def write(self, box: Box, values: Tensor) -> None:
-        """Write whole tiles: the positions of a chunk."""
+        """Write full tiles: the positions of a chunk."""
         rows = self.letters.index("H")
         outer, inner = box[:rows], values.shape[rows + 2 :]
         tile = (EDGE, EDGE, *inner)
@@ -120,8 +114,8 @@ class TiledFile:
                 number = number * size + first + k
             padded = np.zeros(tile, values.numpy().dtype)
             padded[: bottom - top, : right - left] = values[page].numpy()
-            place = int(self.offsets[number, top // EDGE, left // EDGE])
-            _write_all(self.number, padded.tobytes(), place, self.name)
+            offset = int(self.offsets[number, top // EDGE, left // EDGE])
+            _write_all(self.number, padded.tobytes(), offset, self.name)
 
     def __del__(self) -> None:
         if self.number >= 0:
@@ -129,11 +123,11 @@ class TiledFile:
             self.number = -1
 
 
-def _write_all(number: int, data: bytes, place: int, name: str) -> None:
+def _write_all(number: int, data: bytes, offset: int, name: str) -> None:
     done = 0
     try:
         while done < len(data):
-            done += os.pwrite(number, data[done:], place + done)
+            done += os.pwrite(number, data[done:], offset + done)
     except OSError as error:
         raise BadInput(f"{name}: {error.strerror or error}") from error
 
@@ -163,7 +157,7 @@ def create(path: Path, info: ArrayInfo) -> None:
             metadata[f"PhysicalSize{AXES[letter]}"] = size * MICROMETERS[unit]
             metadata[f"PhysicalSize{AXES[letter]}Unit"] = "µm"
     try:
-        with tifffile.TiffWriter(path, bigtiff=True, ome=_is_ome(path)) as writer:
+        with tifffile.TiffWriter(path, bigtiff=True, ome=".ome." in path.name.lower()) as writer:
             writer.write(
                 None,
                 shape=info.shape,
@@ -174,10 +168,6 @@ def create(path: Path, info: ArrayInfo) -> None:
             )
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: {first_line(error)}") from error
-
-
-def _is_ome(path: Path) -> bool:
-    return ".ome." in path.name.lower()
 
 
 def open_again(path: Path, info: ArrayInfo) -> TiledFile:

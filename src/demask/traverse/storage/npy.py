@@ -24,10 +24,9 @@ from demask.errors import BadInput
 from demask.files.arrays import npy_header
 from demask.files.bounded_read import open_plain
 from demask.traverse.storage.boxes import Box, elements
-from demask.traverse.storage.dense_file import Descriptor, FileLayout, fetch, reserve, store
 from demask.traverse.storage.dtype_conversion import name_of
-from demask.traverse.storage.stores.formats import ArrayInfo
-from demask.traverse.storage.stores.store import torch_dtype
+from demask.traverse.storage.sources_and_sinks import Descriptor, FileLayout, fetch, reserve, store
+from demask.traverse.storage.store import ArrayInfo, torch_dtype
 
 
 @dataclass(slots=True)
