@@ -52,8 +52,7 @@ from demask.ops import TABLE, Table
 from demask.optimize import optimized_provenance, unchanged_provenance
 from demask.pages import Lines, OnPage, Page, PageSource, Section, TextTable
 from demask.report import report
-from demask.report.sections import report_sections
-from demask.report.speed import returned, speed_sections
+from demask.report.sections import report_sections, returned, speed_sections
 from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program
 from demask.tune.onnxruntime_candidate import for_runtime

@@ -17,8 +17,7 @@ from torch.nn.utils import prune
 
 import demask
 import own_process
-from demask.cli import app, main
-from demask.cli.demo import demo, digits
+from demask.cli import app, demo, digits, main
 from demask.installation import install_command
 from demask.progress import progress
 from night import at_night
@@ -165,7 +164,7 @@ def test_slim_refuses_bad_input_and_leaves_nothing(run, saved, tmp_path, model, 
 
 
 def test_the_output_is_checked_before_the_model_is_read(run, saved, monkeypatch):
-    monkeypatch.setattr("demask.files.pt2.io.read_model", lambda path: pytest.fail("read first"))
+    monkeypatch.setattr("demask.files.pt2.read_model", lambda path: pytest.fail("read first"))
     assert run("slim", saved / "masked.pt2", "-o", "missing/slim.pt2").code == 2
 
 

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from demask.errors import BadInput, DemaskError, RefusedFile
-from demask.files.pt2.gate import check, open_pt2
-from demask.files.pt2.schema import check_expression
-from demask.files.pytree_specs import check_spec
+from demask.files.allowed_names import check_spec
+from demask.files.pt2_gate import check, check_expression, open_pt2
 from pt2_files import AUTO, CALL, CONSTANTS, MODEL, WEIGHTS, Small, edited, export, pack, quietly
 
 # ------------------------------------------------------------------------ what exhausts or misleads

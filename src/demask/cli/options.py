@@ -40,10 +40,10 @@ def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
 
 def _checked_picture(path: Path | None) -> Path | None:
     """The file of an option. Raises BadInput now if no picture could be drawn to it after the work."""
-    from demask.files.pictures import SUFFIXES, check_picture
+    from demask.files.atomic_write import PICTURE_SUFFIXES, check_picture
 
     if path is not None:
-        check_output(path, SUFFIXES)
+        check_output(path, PICTURE_SUFFIXES)
         check_picture(path, "--plot")
     return path
 
@@ -65,7 +65,7 @@ class PageFile:
 
     def write(self, page: Page) -> None:
         """Write a page with the command as its title, and with the next useful command."""
-        from demask.pages.source import write_page
+        from demask.pages.sections import write_page
 
         names = self.context.params
         subject = next((str(names[name]) for name in SUBJECTS if name in names), "")

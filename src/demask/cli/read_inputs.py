@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.cli.ports import NetworkInput, fitted, matched
-from demask.cli.read_network import NetworkFile, ports_of
+from demask.cli.read_network import NetworkFile, NetworkInput, fitted, matched, ports_of
 from demask.errors import BadInput
 from demask.files.arrays import ARRAYS, read_arrays
 

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.files.archive.archive import from_bytes, to_bytes
+from demask.files.archive import from_bytes, to_bytes
 from demask.graph.node_records import TensorType
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN

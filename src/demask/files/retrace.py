@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from demask.compat.fake_shapes import shapes_only
 from demask.compat.fx_internals import PyTreeCodeGen, codegen_of
 from demask.errors import BadInput, NotExportable
-from demask.files.archive.node_codec import DTYPES
+from demask.files.node_codec import DTYPES
 from demask.graph.guards import are_true, fixed_symbols
 from demask.graph.provenance import InputSpec, Provenance
 

@@ -28,7 +28,7 @@ from demask.ops.schema import same_size
 from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Section, TextTable
 from demask.progress import ProgressStep
 from demask.report.report import Report
-from demask.report.sections import PLACES, ROWS, report_sections
+from demask.report.sections import NAMED, ROWS, report_sections
 from demask.report.values import share
 from demask.rewrites.normalize import REWRITTEN
 
@@ -256,8 +256,8 @@ def _edit_sections(edit: EditInspection) -> Iterator[Section]:
         reasons.setdefault(reason, []).append(node)
     lines = []
     for reason, nodes in list(reasons.items())[:ROWS]:
-        more = f" and {len(nodes) - PLACES} more" if len(nodes) > PLACES else ""
-        lines.append(f"not cut: {', '.join(nodes[:PLACES])}{more}: {reason}")
+        more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
+        lines.append(f"not cut: {', '.join(nodes[:NAMED])}{more}: {reason}")
     yield InTerminal([Lines(lines, is_wrapped=True, is_close=True)])
     every = [(reason, f"{len(nodes):,}", ", ".join(nodes)) for reason, nodes in reasons.items()]
     yield OnPage([TextTable(("nodes that are not cut, and why", "nodes", "which"), every, left=(0, 2))])

@@ -93,7 +93,7 @@ def bench(
       demask bench model.pt2 --threads 1 --batch 8 --plot bench.svg
     """
     with progress("loading"):
-        from demask.cli.bench import bench as benching
+        from demask.cli import bench as benching
         from demask.cli.read_network import read_network
 
         network = read_network(model, options)
@@ -104,6 +104,4 @@ def bench(
     display.show(measured, measured.to_dict())
     if plot is not None:
         with progress("drawing"):
-            from demask.cli.bench.plot import draw
-
-            draw(measured, plot)
+            benching.draw(measured, plot)

@@ -84,8 +84,7 @@ def raise_strides(model: Model, output: Output, *, display: ShowOptions, options
 
 def _finish(network: Any, result: Any, output: Path, step: Any, display: ShowOptions) -> None:
     from demask.report import report
-    from demask.report.module_sections import module_sections
-    from demask.report.sections import sizes_table
+    from demask.report.sections import module_sections, sizes_table
 
     verification = verify_and_write(network, result, output, step)
     notes, own = list(result.demasked.notes), report(result)

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from demask.compat.onnx_exporter import list_functions_once
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import is_strict, public, warn_caller
-from demask.files.archive.node_codec import WRITE
 from demask.files.atomic_write import check_writable, write
+from demask.files.node_codec import WRITE
 from demask.files.onnx.check import REFERENCE, Judge, NetworkOriginal, inputs_of, onnxruntime
 from demask.files.onnx.quantized_weights import opset_for, quantize_constants, translations
 from demask.files.onnx.read.reader import installed

@@ -87,19 +87,18 @@ def prune(
         import torch
 
         import demask
-        from demask.cli.pruning import images, networks
-        from demask.cli.pruning.prune import SCORES, PruneOptions, prune_classifier
-        from demask.cli.pruning.training import Training, TrainingOptions
+        from demask.cli.pruning import SCORES, PruneOptions, Training, TrainingOptions, prune_classifier
+        from demask.cli.pruning_inputs import DIGITS, build_network, load_weights, read_images
         from demask.machine.threads import set_threads
 
         if score not in SCORES:
             raise BadInput(f"expected --score to be one of {', '.join(SCORES)}, got {score!r}")
         import_modules(imports)
-        loaded = images.read_images(data, test, side, seed)
+        loaded = read_images(data, test, side, seed)
         torch.manual_seed(seed)
-        model = networks.build_network(network, len(loaded.classes), loaded.train.images.shape[1])
+        model = build_network(network, len(loaded.classes), loaded.train.images.shape[1])
         if weights is not None:
-            networks.load_weights(model, weights)
+            load_weights(model, weights)
         first = epochs if epochs is not None else 0.0 if weights else DIGITS_EPOCHS
         options = PruneOptions(
             first,
@@ -113,7 +112,7 @@ def prune(
         )
         training_options = TrainingOptions(batch, rate, normalize, augment, seed)
     total = len(loaded.train) // batch * (options.epochs + options.tune)
-    count = threads or (1 if data == images.DIGITS else torch.get_num_threads())
+    count = threads or (1 if data == DIGITS else torch.get_num_threads())
     with progress("training", round(total) or None) as step, set_threads(count):
         training = Training(model, loaded, training_options, step)
         result = prune_classifier(training, options)

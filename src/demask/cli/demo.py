@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import demask
-from demask.cli.demo.digits import BATCH, DigitNet, Digits, accuracy, prune_channels, train
+from demask.cli.digits import BATCH, DigitNet, Digits, accuracy, prune_channels, train
 from demask.files import atomic_write as atomic
 from demask.graph.provenance import Sizes
 from demask.machine.allocator import fix_allocator
@@ -22,9 +22,8 @@ from demask.machine.describe import BUSY, format_counts, format_spread, format_t
 from demask.machine.threads import set_threads
 from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.progress import ProgressStep
-from demask.report.module_sections import module_sections
 from demask.report.report import Report
-from demask.report.sections import decline_line, scatters_reasons
+from demask.report.sections import decline_line, module_sections, scatters_reasons
 
 EPOCHS, TUNING = 5, 4  # before and after pruning; enough for 98 % of the test images
 EXAMPLE = 8  # images that demask traces the networks with, and counts MACs for
