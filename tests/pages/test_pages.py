@@ -15,8 +15,7 @@ from demask.cli.bench import Bench, BenchRow
 from demask.cli.commands.inspection import EditInspection, Gap, Inspection, ModuleShare, RewriteInspection
 from demask.cli.demo import Demo, DemoNetwork
 from demask.cli.pruning import Curves, PruneResult
-from demask.files.onnx.edit.changes import NodeChange
-from demask.files.onnx.edit.edit_file import EditedFile
+from demask.files.onnx.edit.edit_file import EditedFile, NodeChange
 from demask.graph.provenance import WHOLE, ModuleSizes, Provenance, Reason, Sizes, Speed
 from demask.graph.provenance import TuneDecision as Decided
 from demask.machine.clock import Timing

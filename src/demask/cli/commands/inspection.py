@@ -16,8 +16,7 @@ from torch import Tensor, fx, nn
 import demask
 from demask.cli.read_network import NetworkFile
 from demask.compat.dispatch import OpOverload, schema_of
-from demask.files.onnx.edit.changes import NodeChange, changes_of
-from demask.files.onnx.edit.edit_file import examine
+from demask.files.onnx.edit.edit_file import NodeChange, changes_of, examine
 from demask.files.onnx.read.reader import installed
 from demask.files.onnx.write.writer import size_of
 from demask.graph.provenance import Provenance, Reason

@@ -98,7 +98,7 @@ class OnnxPlanner:
         stored = {n.inputs[k] for n, _ in nodes for k in self.entry_of(n).stored if k < len(n.inputs)}
         stored |= set(constants) - set(graph.constants)
         quantized = {n.inputs[k] for n, _ in nodes for k in QUANTIZED.get(n.op, ()) if k < len(n.inputs)}
-        known = {name: self._place(name, t, name in stored, name in quantized) for name, t in constants.items()}
+        known = {name: self._add_constant(name, t, name in stored, name in quantized) for name, t in constants.items()}
         for name, grid in grids_of((n for n, _ in nodes), constants).items():
             constant = known[name]
             self.grids[str(constant.tensor_name if isinstance(constant, Host) else constant)] = grid
@@ -108,7 +108,7 @@ class OnnxPlanner:
         _check_distinct([*inputs, *constants, *(o for n, _ in nodes for o in n.outputs if o)])
         return OnnxPlan(tuple(_with_drops(steps, outputs)), known, inputs, outputs, graph.outputs)
 
-    def _place(self, name: str, tensor: Tensor | Host, stored: bool, quantized: bool) -> Host | str:
+    def _add_constant(self, name: str, tensor: Tensor | Host, stored: bool, quantized: bool) -> Host | str:
         """The value of a constant while the graph runs; adds its tensor to the module's."""
         if isinstance(tensor, Host):
             return tensor
@@ -130,7 +130,7 @@ class OnnxPlanner:
 
     def _step(self, node: OnnxNode, opsets: Mapping[str, int]) -> OnnxStep:
         attributes = {
-            k: self.plan(v, opsets) if isinstance(v, Graph) else _attribute(v) for k, v in node.attributes.items()
+            k: self.plan(v, opsets) if isinstance(v, Graph) else _as_host(v) for k, v in node.attributes.items()
         }
         version = opsets.get(node.domain, self.file.opsets.get(node.domain, 1))
         return OnnxStep(replace(node, attributes=attributes), self.entry_of(node), version, ())
@@ -151,17 +151,17 @@ class OnnxPlanner:
         attributes = {k: v for k, v in {**function.attributes, **node.attributes}.items() if v is not ...}
         inner_opsets = {**opsets, **function.opsets}
         for inner in function.nodes:
-            yield from self._inline(_renamed(inner, names, prefix, attributes), inner_opsets)
+            yield from self._inline(_at_call(inner, names, prefix, attributes), inner_opsets)
 
 
-def _attribute(value: Any) -> Any:
+def _as_host(value: Any) -> Any:
     """An attribute, a small tensor as `Host`: `torch.export` does not read values of tensors."""
     if not isinstance(value, Tensor) or value.dtype not in NUMPY or value.numel() > MAX_HOST:
         return value
     return Host.of(value.numpy().copy())
 
 
-def _renamed(node: OnnxNode, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]) -> OnnxNode:
+def _at_call(node: OnnxNode, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]) -> OnnxNode:
     """A node of a function's body at a call: with the names and attributes of that call.
 
     names: values by their names in the body. arguments: attributes of the call.
@@ -176,7 +176,7 @@ def _renamed(node: OnnxNode, names: ChainMap[str, str], prefix: str, arguments: 
             if value.name in arguments:
                 attributes[key] = arguments[value.name]
         elif isinstance(value, Graph):
-            attributes[key] = _renamed_graph(value, names.new_child(), prefix, arguments)
+            attributes[key] = _graph_at_call(value, names.new_child(), prefix, arguments)
         else:
             attributes[key] = value
     return OnnxNode(
@@ -189,12 +189,12 @@ def _renamed(node: OnnxNode, names: ChainMap[str, str], prefix: str, arguments: 
     )
 
 
-def _renamed_graph(graph: Graph, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]) -> Graph:
+def _graph_at_call(graph: Graph, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]) -> Graph:
     for port in graph.inputs:
         names[port.name] = prefix + port.name
     constants = {names.setdefault(k, prefix + k): v for k, v in graph.constants.items()}
     inputs = tuple(replace(port, name=names[port.name]) for port in graph.inputs)
-    nodes = tuple(_renamed(node, names, prefix, arguments) for node in graph.nodes)
+    nodes = tuple(_at_call(node, names, prefix, arguments) for node in graph.nodes)
     outputs = tuple(replace(p, name=names.get(p.name, prefix + p.name)) for p in graph.outputs)
     return Graph(graph.name, nodes, constants, inputs, outputs)
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from demask.files.onnx.edit.editor import Editor
+from demask.files.onnx.edit.editor import Editor, Unsupported, require
 from demask.files.onnx.edit.protos import attributes_of, copy_of, graph_reads, op_of, set_attribute
-from demask.files.onnx.edit.refusals import Unsupported, require
 from demask.shrink.layout.cells import Layout
 
 

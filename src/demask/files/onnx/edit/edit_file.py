@@ -1,15 +1,14 @@
 """An ONNX file with less in it: edited until nothing more is removed.
 
-Branches of `If` and bodies of loops, each edited as a file of its own.
-
-What a body reads from the graph around it, and what it returns, is not cut.
-
-Calls of functions that the file defines: written out to be edited, and put back unchanged.
+Branches of `If` and bodies of loops are edited as files of their own: what they read from the graph
+around them, and what they return, is not cut. Calls of functions that the file defines are written out to
+be edited, and put back unchanged.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +24,7 @@ from demask.failures import is_strict
 from demask.files.atomic_write import write
 from demask.files.onnx.check import Judge, inputs_of, open_sizes, resized
 from demask.files.onnx.edit.constants import evaluated
-from demask.files.onnx.edit.convert import with_opset
-from demask.files.onnx.edit.editor import Editor, union
+from demask.files.onnx.edit.editor import Editor, Unsupported, union
 from demask.files.onnx.edit.foreign import declared_types, opaque_outputs
 from demask.files.onnx.edit.names import NamedValues, name_values, with_sizes
 from demask.files.onnx.edit.ops import handle
@@ -36,13 +34,14 @@ from demask.files.onnx.edit.protos import (
     graph_names,
     graph_reads,
     is_standard,
+    op_of,
     outer_reads,
     rename,
     shell_of,
     subgraphs,
     tensors_of,
+    with_opset,
 )
-from demask.files.onnx.edit.refusals import Unsupported
 from demask.files.onnx.model import OnnxFile
 from demask.files.onnx.read.reader import parse_model, read_with_proto
 from demask.files.onnx.values import numpy_of
@@ -50,6 +49,14 @@ from demask.files.onnx.write.writer import write_weights
 from demask.graph.capture.capture import check_tensors
 from demask.ops import Table
 from demask.shrink.layout.cells import Layout
+
+LEAST_BYTES = 4096  # of tensors in a body that is worth an edit of its own
+Arrays = Mapping[str, np.ndarray]
+EditModel = Callable[[Any, Sequence[Tensor]], Any]
+PASSES = 4
+WORTH = 1.01  # inserted nodes take time: they are to save more than this
+GROWTHS = 40  # nodes between a layer and what lacks its positions, at most
+_Edit = tuple[Any, tuple[tuple[str, str], ...], frozenset[str]]  # model, barriers, foreign ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +178,6 @@ def _fits(function: Any, model: Any) -> bool:
         return False
     model.opset_import.extend(e for e in function.opset_import if e.domain not in versions)
     return True
-
-
-LEAST_BYTES = 4096  # of tensors in a body that is worth an edit of its own
-Arrays = Mapping[str, np.ndarray]
-EditModel = Callable[[Any, Sequence[Tensor]], Any]
 
 
 def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
@@ -303,11 +305,6 @@ def _put_back(body: Any, edited: Any, stored: Mapping[str, Any], taken: set[str]
     body.CopyFrom(new)
 
 
-PASSES = 4
-WORTH = 1.01  # inserted nodes take time: they are to save more than this
-GROWTHS = 40  # nodes between a layer and what lacks its positions, at most
-
-
 @dataclass(frozen=True, slots=True)
 class EditedFile:
     """A file, edited.
@@ -389,9 +386,6 @@ def _described(model: Any, original: Any, external: frozenset[str]) -> EditedFil
     nodes = {node.SerializeToString() for node in original.graph.node}
     unchanged = sum(node.SerializeToString() in nodes for node in model.graph.node)
     return EditedFile(model, len(model.graph.node), unchanged, (), external, frozenset())
-
-
-_Edit = tuple[Any, tuple[tuple[str, str], ...], frozenset[str]]  # model, barriers, foreign ops
 
 
 def _edit_model(original: Any, args: Sequence[Tensor], folder: Path, table: Table, insert: bool) -> _Edit:
@@ -553,3 +547,65 @@ def save_edited(edited: EditedFile, path: str | os.PathLike[str]) -> None:
             tensor.ClearField("raw_data")
     with write(path) as file:
         file.write(model.SerializeToString())
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChange:
+    """One node that an edit changes. node: its name, or that of its first output. op: with its
+    domain unless that is ONNX's own. change: what becomes of it and its tensors."""
+
+    node: str
+    op: str
+    change: str
+
+
+def changes_of(original: Any, edited: Any) -> Iterator[NodeChange]:
+    """The nodes of a ModelProto that another one has in another form, in order; then new ones."""
+    before, after = _initializers(original), _initializers(edited)
+    nodes = {_key_name(node): node for node in edited.graph.node}
+    for node in original.graph.node:
+        new = nodes.pop(_key_name(node), None)
+        if new is None:
+            yield NodeChange(_node_name(node), op_of(node), "removed")
+            continue
+        words = [
+            _describe_cut(before[a], after[b])
+            for a, b in zip(node.input, new.input, strict=False)
+            if a in before and b in after
+        ]
+        words = [word for word in words if word]
+        if not words and node.SerializeToString() != new.SerializeToString():
+            is_cut = subgraphs(node) != subgraphs(new)
+            words = ["its bodies are cut" if is_cut else "reads other values, or has other attributes"]
+        if words:
+            yield NodeChange(_node_name(node), op_of(node), "; ".join(words))
+    for node in nodes.values():
+        yield NodeChange(_node_name(node), op_of(node), "added")
+
+
+def _initializers(model: Any) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in model.graph.initializer}
+
+
+def _describe_cut(a: Any, b: Any) -> str:
+    """How a tensor differs; empty if it does not."""
+    old, new = list(a.dims), list(b.dims)
+    if old != new:
+        share = math.prod(new) / max(math.prod(old), 1)
+        return f"{a.name} {old} -> {new} ({100 * share:.0f} %)"
+    return "" if _tensor_bytes(a) == _tensor_bytes(b) else f"{a.name} {old}: other values"
+
+
+def _tensor_bytes(tensor: Any) -> bytes:
+    """The contents of a tensor, which may be raw data or lists of numbers."""
+    from onnx import numpy_helper
+
+    return tensor.raw_data or numpy_helper.to_array(tensor).tobytes()
+
+
+def _key_name(node: Any) -> str:
+    return next(filter(None, node.output), node.name)
+
+
+def _node_name(node: Any) -> str:
+    return node.name or _key_name(node)

@@ -26,13 +26,11 @@ from demask.files.onnx.edit.protos import (
     op_of,
     set_attribute,
 )
-from demask.files.onnx.edit.refusals import Unsupported, all_positions, require
 from demask.files.onnx.values import numpy_of
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 FOUR_BIT, SCALE_BYTES = (21, 22), 4  # types of tensors; bytes of a scale
 SLICE_INPUTS, PAD_INPUTS = 10, 11  # op sets since which Slice and Pad take operands
-
 Handle = Callable[["Editor", Any, Sequence[Layout | None]], tuple[Any, Sequence[Layout | None]]]
 
 
@@ -662,3 +660,22 @@ def _set_sizes(sizes: Any, new: Sequence[int | None]) -> None:
     for dimension, size in zip(sizes, new, strict=False):
         if size is not None and dimension.dim_value != size:
             dimension.dim_value = size
+
+
+class Unsupported(Exception):
+    """A node that no handler can cut: its operands and outputs are complete."""
+
+
+def require(condition: object, reason: str) -> None:
+    """Raise Unsupported with the reason unless the condition is true."""
+    if not condition:
+        raise Unsupported(reason)
+
+
+def all_positions(positions: Positions, size: int) -> list[int]:
+    """Positions as a list, those of a complete axis included.
+
+    >>> all_positions(None, 3), all_positions((2, 0), 3)
+    ([0, 1, 2], [2, 0])
+    """
+    return list(range(size)) if positions is None else list(positions)

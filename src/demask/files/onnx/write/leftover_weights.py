@@ -45,7 +45,7 @@ def remove_unnamed(path: str | os.PathLike[str], before: Iterable[str]) -> list[
         file = folder / name
         if not os.path.lexists(file):
             continue
-        if reason := _doubt(file, folder, now):
+        if reason := _reason_to_keep(file, folder, now):
             words.append(f"{name} was left, though this file has no tensors in it now: {reason}")
             continue
         with suppress(OSError):
@@ -54,7 +54,7 @@ def remove_unnamed(path: str | os.PathLike[str], before: Iterable[str]) -> list[
     return words
 
 
-def _doubt(file: Path, folder: Path, now: set[str]) -> str:
+def _reason_to_keep(file: Path, folder: Path, now: set[str]) -> str:
     """Why a file may be needed; empty if it is not."""
     status = file.lstat()
     if file.parent != folder or not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:

@@ -29,8 +29,7 @@ from demask.files.onnx.quantized_weights import opset_for, quantize_constants, t
 from demask.files.onnx.read.reader import installed
 from demask.files.onnx.write.clean import clean
 from demask.files.onnx.write.functions import functions
-from demask.files.onnx.write.prepare import prepare
-from demask.files.onnx.write.recurrent_ops import translation, wrap_recurrent
+from demask.files.onnx.write.prepare import prepare, translation, wrap_recurrent
 from demask.files.onnx.write.size_conditions import refuse_sizes
 from demask.files.retrace import accepts, example, export_graph
 from demask.graph.capture.capture import capture

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
+from demask.files.onnx.edit.editor import all_positions, require
 from demask.files.onnx.edit.protos import copy_of
-from demask.files.onnx.edit.refusals import all_positions, require
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 NODE_BYTES = 160  # of a node that selects positions, and its constants

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
-from demask.files.onnx.edit.editor import Editor
+from demask.files.onnx.edit.editor import Editor, all_positions, require
 from demask.files.onnx.edit.ops.contraction import contracted, sum_of
 from demask.files.onnx.edit.ops.move import groups_of, set_target
 from demask.files.onnx.edit.protos import attributes_of, copy_of, is_standard
-from demask.files.onnx.edit.refusals import all_positions, require
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

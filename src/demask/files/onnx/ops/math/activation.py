@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from demask.errors import BadInput
 from demask.files.onnx.op_functions import Ops
-from demask.files.onnx.ops.math.wide_unsigned import widened
+from demask.files.onnx.ops.math.math import widened
 
 OPS = Ops()
 RUNTIME = "com.microsoft"  # the domain of ops that ONNX Runtime's optimizer writes
