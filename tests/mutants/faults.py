@@ -181,7 +181,7 @@ WRITTEN = (
           "return sorted(ratios)[int(CONFIDENCE * DRAWS)]", "timing"),
     # tune
     fault("weights-not-in-the-name", "files/optimized_files.py",
-          "                _add(digest, tensor)", "                pass", "optimized_files"),
+          "                _hash_tensor(digest, tensor)", "                pass", "optimized_files"),
     fault("earlier-choice-not-compared", "files/optimized_files.py",
           "if reasons := race.admit(EARLIER, network):",
           "race.modules[EARLIER] = network\n        if reasons := []:", "optimized_files"),

@@ -19,8 +19,15 @@ from torch import Tensor
 from demask.checkpoint.decide import Fate, SlicePattern, SmallNetwork, bias_of
 from demask.checkpoint.family import ConfigData, Family, LayerStack, as_class, keep_layers, slides
 from demask.checkpoint.folder import cut, cut_shape, with_scales
-from demask.checkpoint.sizes import apply_changes, choose_sizes
-from demask.checkpoint.slices import KINDS, LayerKind, ReducedModel, SliceGroup, SliceMember
+from demask.checkpoint.slices import (
+    KINDS,
+    LayerKind,
+    ReducedModel,
+    SliceGroup,
+    SliceMember,
+    apply_changes,
+    choose_sizes,
+)
 from demask.checkpoint.targets import HALVES, LayerFormat, LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
@@ -168,7 +175,7 @@ def plan_checkpoint(
     # A config may have several layers of a kind, of which the first one's slices are decided.
     room: dict[tuple[object, ...], int] = {}
     for mine in slices:
-        key = _key_of(mine.group, stacks)
+        key = _group_key(mine.group, stacks)
         room[key] = max(mine.live, room.get(key, 0))
     model_type = str(data.get("model_type"))
     numbered = model_type in target.numbered
@@ -179,9 +186,9 @@ def plan_checkpoint(
         counts, dropped = fit_layers(stored, slices, layers, own, multiple)
     else:
         full = {group.name: group.size for group in groups}
-        live = {group.name: room.get(_key_of(group, stacks), group.size) for group in groups}
+        live = {group.name: room.get(_group_key(group, stacks), group.size) for group in groups}
         for group in groups:
-            shared = max((_per_block(stored, s) for s in slices if s.group is group), default=1)
+            shared = max((_most_slices_per_scale(stored, s) for s in slices if s.group is group), default=1)
             if shared > 1 and (group.kind != "unit" or group.size % shared):
                 if live[group.name] < group.size:
                     notes.append(
@@ -323,7 +330,7 @@ def fit_layers(
     return counts, frozenset(dropped)
 
 
-def _key_of(group: SliceGroup, stacks: Sequence[LayerStack]) -> tuple[object, ...]:
+def _group_key(group: SliceGroup, stacks: Sequence[LayerStack]) -> tuple[object, ...]:
     """What groups of layers of one kind have in common."""
     kinds = {LayerKind(s.path, k): first for s in stacks for k, first in enumerate(s.kinds)}
     return tuple((m.kind and (m.kind.stack, kinds[m.kind]), m.name, m.axis) for m in group.members)
@@ -404,7 +411,7 @@ def _with_whole_blocks(stored: StoredTensors, slices: LayerSlices) -> LayerSlice
     return replace(slices, fates=tuple(fates))
 
 
-def _per_block(stored: StoredTensors, slices: LayerSlices) -> int:
+def _most_slices_per_scale(stored: StoredTensors, slices: LayerSlices) -> int:
     """The largest number of slices that have a scale in common."""
     counts = [
         torch.stack([owner, block])[:, owner >= 0].unique(dim=1)[1].bincount().max()

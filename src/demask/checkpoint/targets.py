@@ -3,6 +3,7 @@
 Found by experiment on CPUs in November 2026: transformers 5.24, vLLM 0.32.0, mlx-lm 0.32.2,
 llama.cpp of October 2026. A family that is not listed for a loader keeps all heads there: some of
 its classes compute the width of a head from other numbers of the config, and then load nothing.
+Formats with sizes by layer compute a LLaMA.
 """
 
 from __future__ import annotations
@@ -11,9 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from demask.checkpoint.family import slides
+
+_TEXT_INDEPENDENT_ROTATIONS = ("default", "linear", "llama3")  # whose frequencies do not depend on the text
 # By kind of slices, the beginnings of names, in a layer of LLaMA, of the half that has them: all
 # formats with sizes by layer describe layers that are built so.
 HALVES = {"head": ("self_attn.", "input_layernorm."), "unit": ("mlp.", "post_attention_layernorm.")}
+_NAS = "nemotron-nas"
+_AS_LLAMA = {"Qwen2ForCausalLM": ("LlamaForCausalLM", {"model_type": "llama", "attention_bias": True})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +112,8 @@ class LoaderTarget:
 
 _DECI = GgufArchitecture("deci", 1, pairs=True)
 _OPENELM = GgufArchitecture("openelm", None, fused=True, biases=False, untied=False, frequencies=False)
-_NAS = "nemotron-nas"
 _VLLM = BlockFormat(_NAS, 1, unitless=True, own_head_size=True, code=True)
 _MLX = BlockFormat(_NAS, 0, unitless=True, multiple=256)
-_AS_LLAMA = {"Qwen2ForCausalLM": ("LlamaForCausalLM", {"model_type": "llama", "attention_bias": True})}
 
 TARGETS: Mapping[str, LoaderTarget] = {
     target.name: target
@@ -135,3 +142,39 @@ TARGETS: Mapping[str, LoaderTarget] = {
         ),
     )
 }
+
+
+def differs_from_llama(model: Any) -> str:
+    """What a model, which is on the meta device, computes that a LLaMA does not; "" for nothing.
+    Biases are not compared, nor norms of heads."""
+    config, kind = model.config, type(model).__name__
+    if not kind.endswith("ForCausalLM"):
+        return f"has no weights of {kind}"
+    if config.hidden_act != "silu":
+        return f"applies silu, not {config.hidden_act}"
+    if slides(config):
+        return "attends to all tokens, not to a sliding window"
+    if (rotation := config.rope_parameters["rope_type"]) not in _TEXT_INDEPENDENT_ROTATIONS:
+        return f"has no rotations of type {rotation}"
+    if len(frequency_factors(model)) * 2 != head_size(config):
+        return "rotates all of a head"
+    return ""
+
+
+def has_biases(model: Any) -> bool:
+    """Whether products have biases."""
+    return any(name.endswith(".bias") for name, _ in model.named_parameters())
+
+
+def head_size(config: Any) -> int:
+    """How wide a head is."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def frequency_factors(model: Any) -> Tensor:
+    """By how much the frequencies of a model's rotation are smaller than without scaling."""
+    rotary = type(model.model.rotary_emb)(model.config)
+    size = 2 * len(rotary.inv_freq)
+    base = model.config.rope_parameters["rope_theta"]
+    unscaled = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
+    return unscaled / rotary.inv_freq

@@ -219,7 +219,7 @@ def bench(
             if shown is not None and not rows:
                 shown = with_times(shown, (network.module, slim), inputs, settings.pairs)
             step(f"measuring {where}, at most {settings.seconds:g} s")
-            rows += _measure(ready, inputs, settings, threads, batch)
+            rows += _measure_setting(ready, inputs, settings, threads, batch)
     words = f"{describe_machine()}, demask {demask.__version__}; {allocator}."
     load = f"Load before and after: {before}, {load_average()}."
     return Bench(name, tuple(rows), f"{words} {load}", shown)
@@ -237,7 +237,7 @@ def _compile_each(plain: Sequence[Contender], inputs: Inputs, where: str, step: 
 
 
 @torch.no_grad()
-def _measure(
+def _measure_setting(
     ready: Sequence[Contender], inputs: Inputs, settings: BenchSettings, threads: int, batch: int
 ) -> list[BenchRow]:
     """A row per contender, with timings and differences where it runs."""
@@ -405,19 +405,18 @@ class _OpClock(fx.Interpreter):
             return super().run_node(n)
         start = perf_counter()
         value = super().run_node(n)
-        self.seconds[self._owner(n)] += perf_counter() - start
+        self.seconds[self._module_of(n)] += perf_counter() - start
         return value
 
-    def _owner(self, node: fx.Node) -> str:
+    def _module_of(self, node: fx.Node) -> str:
         if node.op == "call_module":
             return str(node.target)
-        largest = max(self._tensors(node), default=(0, ""))[1]
-        return largest.rpartition(".")[0] if largest else path_of(node)
-
-    def _tensors(self, node: fx.Node) -> Iterator[tuple[int, str]]:
-        for source in node.all_input_nodes:
-            if source.op == "get_attr" and isinstance(value := self.env.get(source), Tensor):
-                yield value.numel(), str(source.target)
+        tensors = [
+            (value.numel(), str(source.target))
+            for source in node.all_input_nodes
+            if source.op == "get_attr" and isinstance(value := self.env.get(source), Tensor)
+        ]
+        return max(tensors)[1].rpartition(".")[0] if tensors else path_of(node)
 
 
 def _table(measured: Bench) -> TextTable:

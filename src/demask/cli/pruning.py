@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -299,8 +300,10 @@ def prune_classifier(training: Training, options: PruneOptions) -> PruneResult:
     training.curves.events.append((training.curves.step, "demasked"))
     training.run(total - done, "training the small network")
     accuracies["tuned"] = training.evaluate()
-    images = training.example(TIMED)
-    timings = _time_both({"before": original.eval(), "after": slim.eval()}, images)
+    images, networks = training.example(TIMED), {"before": original.eval(), "after": slim.eval()}
+    with torch.inference_mode():
+        calls = {name: partial(network, images) for name, network in networks.items()}
+        timings = Timing.of_each(race(calls, PAIRS, seconds=PATIENCE))
     return PruneResult(slim, demask.report(slim), accuracies, timings, verification, training.curves, tuple(lines))
 
 
@@ -309,7 +312,7 @@ def _prune_in_steps(
 ) -> tuple[list[str], int]:
     """Prune in rounds, by a cubic schedule, with training in between: a line for each, and the
     training steps done."""
-    pruner = _pruner(training.network, example, options)
+    pruner = _make_pruner(training.network, example, options)
     lines, done = [], 0
     for number in range(options.rounds):
         reach = BEGIN + (END - BEGIN) * number / max(options.rounds - 1, 1)
@@ -325,7 +328,7 @@ def _prune_in_steps(
     return lines, done
 
 
-def _pruner(network: nn.Module, example: tuple[Any, ...], options: PruneOptions) -> prune.Pruner:
+def _make_pruner(network: nn.Module, example: tuple[Any, ...], options: PruneOptions) -> prune.Pruner:
     """A pruner whose steps follow a cubic schedule, to an amount or within a budget."""
     allocation: Any = prune.Uniform()
     if options.macs is not None:
@@ -344,13 +347,6 @@ def _pruner(network: nn.Module, example: tuple[Any, ...], options: PruneOptions)
 
 
 def _describe_step(step: int, pruned: prune.Pruned) -> str:
-    """A pruning step in words."""
     gone, all_units = sum(map(len, pruned.removed.values())), sum(pruned.units.values())
     before, after = pruned.before.macs // EXAMPLE, pruned.after.macs // EXAMPLE
     return f"Step {step}: {gone} of {all_units} masked, {before:,} -> {after:,} MACs per image once demasked."
-
-
-def _time_both(networks: dict[str, nn.Module], images: torch.Tensor) -> dict[str, Timing]:
-    with torch.inference_mode():
-        calls = {name: lambda net=net: net(images) for name, net in networks.items()}
-        return Timing.of_each(race(calls, PAIRS, seconds=PATIENCE))

@@ -143,27 +143,22 @@ def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) ->
 
 
 def _decode(data: bytes, name: str, side: int | None) -> np.ndarray:
-    image = _pillow()
     try:
-        with image.open(io.BytesIO(data)) as picture:
+        from PIL import Image
+    except ImportError as error:
+        raise BadInput(f"image files need Pillow ({error}): pip install pillow") from error
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
             if picture.width * picture.height > MAX_PIXELS:
                 raise BadInput(f"{name}: {picture.width} x {picture.height} pixels are too many")
             colored = picture.convert("RGB")
             if side is not None and colored.size != (side, side):
-                colored = colored.resize((side, side), image.Resampling.BILINEAR)
+                colored = colored.resize((side, side), Image.Resampling.BILINEAR)
             return np.asarray(colored)
     except (OSError, SyntaxError, ValueError) as error:
         if isinstance(error, BadInput):
             raise
         raise BadInput(f"{name}: not an image that Pillow reads ({error})") from error
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise BadInput(f"image files need Pillow ({error}): pip install pillow") from error
-    return Image
 
 
 def _stack_images(images: dict[str, list[np.ndarray]], names: tuple[str, ...], path: Path) -> LabelledImages:

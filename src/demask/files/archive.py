@@ -205,7 +205,11 @@ def from_bytes(content: bytes) -> Any:
 def _read_document(archive: zipfile.ZipFile) -> Any:
     """The JSON document of a file with no other entries than it should have."""
     document = read_json(archive, GRAPH)
-    _check_head(document)
+    if not isinstance(document, dict) or document.get("format") != "demask":
+        raise BadInput("expected a file written by demask, got another zip archive")
+    version = document.get("version")
+    if version != VERSION:
+        raise BadInput(f"format version {version!r}, expected {VERSION}; install a newer demask")
     if sorted(archive.namelist()) != [GRAPH, TENSORS]:
         raise RefusedFile(f"expected the entries {GRAPH} and {TENSORS} only")
     return document
@@ -265,14 +269,6 @@ def _data_start(path: str | os.PathLike[str], entry: zipfile.ZipInfo) -> int:
         file.seek(entry.header_offset + 26)
         name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
     return entry.header_offset + 30 + name + extra
-
-
-def _check_head(document: Any) -> None:
-    if not isinstance(document, dict) or document.get("format") != "demask":
-        raise BadInput("expected a file written by demask, got another zip archive")
-    version = document.get("version")
-    if version != VERSION:
-        raise BadInput(f"format version {version!r}, expected {VERSION}; install a newer demask")
 
 
 def _build_network(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demasked:

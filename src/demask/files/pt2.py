@@ -61,17 +61,15 @@ def to_pt2(slim: nn.Module, path: str | os.PathLike[str]) -> None:
     exported = export_graph(graph)
     _strip_debug_metadata(exported)
     if exported._guards_code:  # torch tests guards only if it has an example: zeros, stored once
-        exported._example_inputs = pytree.tree_map_only(Tensor, _expanded_zero, example(graph)[:2])
+        exported._example_inputs = pytree.tree_map_only(
+            Tensor, lambda x: torch.zeros((), dtype=x.dtype).expand(x.shape), example(graph)[:2]
+        )
     with write(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own internals
         target: Any = _DeferredErrors(file)
         torch.export.save(exported, target)
         if target.failure is not None:
             raise target.failure
-
-
-def _expanded_zero(x: Tensor) -> Tensor:
-    return torch.zeros((), dtype=x.dtype).expand(x.shape)
 
 
 class _DeferredErrors(io.RawIOBase):

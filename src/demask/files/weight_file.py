@@ -114,7 +114,7 @@ class WeightFile:
                 header = parse_json(file.read(length), f"{what}: header")
         except OSError as error:
             raise BadInput(f"{what}: cannot be read: {error.strerror or error}") from error
-        tensors = dict(_tensors(header, start + 8 + length, end, what))
+        tensors = dict(_parse_header(header, start + 8 + length, end, what))
         metadata = header.get("__metadata__") or {}
         if not isinstance(metadata, dict):
             raise RefusedFile(f"{what}: expected texts as metadata, got {metadata!r:.80}")
@@ -179,7 +179,7 @@ class WeightFile:
         if stored.nbytes:
             with self.open() as descriptor:
                 flat = values.view(-1).view(torch.uint8)
-                _fill(descriptor, flat, stored.offset, stored.nbytes, self.path)
+                _read_into(descriptor, flat, stored.offset, stored.nbytes, self.path)
         return values
 
     def blocks(self, stored: StoredTensor, rows: int, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -192,8 +192,9 @@ class WeightFile:
             for start in range(0, count, rows):
                 size = min(rows, count - start) * stored.row_bytes
                 offset = stored.offset + start * stored.row_bytes
-                _fill(descriptor, buffer, offset, size, self.path)
-                _announce(descriptor, offset + size, rows * stored.row_bytes)
+                _read_into(descriptor, buffer, offset, size, self.path)
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(descriptor, offset + size, rows * stored.row_bytes, os.POSIX_FADV_WILLNEED)
                 yield start, buffer[:size].view(stored.dtype).view(-1, *stored.shape[1:])
 
 
@@ -235,7 +236,7 @@ def with_weights(
     return copy, stored_by_name
 
 
-def _tensors(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str, StoredTensor]]:
+def _parse_header(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str, StoredTensor]]:
     """Name and place of each tensor in a header. first, end: bytes where the values begin, end."""
     if not isinstance(header, dict):
         raise RefusedFile(f"{what}: expected an object as header")
@@ -260,7 +261,7 @@ def _tensors(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str
         yield name, stored
 
 
-def _fill(descriptor: int, buffer: Tensor, offset: int, size: int, path: Path) -> None:
+def _read_into(descriptor: int, buffer: Tensor, offset: int, size: int, path: Path) -> None:
     """Read `size` bytes at `offset` of the file into the beginning of the buffer."""
     memory = buffer.numpy().data
     done = 0
@@ -269,8 +270,3 @@ def _fill(descriptor: int, buffer: Tensor, offset: int, size: int, path: Path) -
         if count == 0:
             raise BadInput(f"{path}: ends {size - done} bytes early; write it again")
         done += count
-
-
-def _announce(descriptor: int, offset: int, size: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)

@@ -53,10 +53,6 @@ class ModuleRow:
     seconds: tuple[float | None, float | None] = (None, None)
 
 
-def _spans(timeline: Timeline | None) -> list[list[Any]] | None:
-    return timeline and [[span.name, span.bytes] for span in timeline.spans]
-
-
 @dataclass(frozen=True, slots=True)
 class ReportValues:
     """The values of a report, which text and page print; `Report` documents them."""
@@ -75,7 +71,10 @@ class ReportValues:
     zeros: Mapping[str, int] = field(default_factory=dict)
     batch: int = 1
     modules: tuple[ModuleRow, ...] = ()
-    timeline: Annotated[Timeline | None, Stored(_spans, lambda _: None)] = None
+    timeline: Annotated[
+        Timeline | None,
+        Stored(lambda timeline: timeline and [[span.name, span.bytes] for span in timeline.spans], lambda _: None),
+    ] = None
 
     @property
     def better(self) -> str:

@@ -66,12 +66,12 @@ def gaps(
         places = tuple(dict.fromkeys(reason.module or reason.node for reason in reasons))
         slices = sum(reason.count for reason in reasons)
         many = calls.get(op, len({reason.node for reason in reasons}))
-        freed = _freed(network, record, _guessing(op, table), op)
+        freed = _count_freed(network, record, _with_guess(op, table), op)
         result.append(Gap(op, many, slices, places, freed))
     return tuple(sorted(result, key=lambda gap: (-(gap.frees or 0), -gap.slices, gap.op)))
 
 
-def _freed(network: NetworkFile, record: Provenance, table: Table, op: str) -> int | None:
+def _count_freed(network: NetworkFile, record: Provenance, table: Table, op: str) -> int | None:
     """How many more parameters are removed if the op is assumed to work position by position."""
     try:
         slim: Any = demask.demask(network.model, network.args, table=table, result="graph")
@@ -82,21 +82,21 @@ def _freed(network: NetworkFile, record: Provenance, table: Table, op: str) -> i
     return max(0, record.after.parameters - slim.demasked.after.parameters)
 
 
-def _guessing(op: str, table: Table) -> Table:
+def _with_guess(op: str, table: Table) -> Table:
     """The table with an entry for an op: its own, where that covers the call, else a guess."""
     own = table.get(op)
     if own is None:
-        return table.extended({op: Entry(_positionwise)})
+        return table.extended({op: Entry(_positionwise_line)})
 
     def line(node: fx.Node) -> str | SizedLine | Declined:
         text = own.line if isinstance(own.line, str) else own.line(node)
-        return _positionwise(node) if isinstance(text, Declined) else text
+        return _positionwise_line(node) if isinstance(text, Declined) else text
 
     entries = {**table, op: replace(own, line=line)}
     return Table(entries.items())
 
 
-def _positionwise(node: fx.Node) -> str | Declined:
+def _positionwise_line(node: fx.Node) -> str | Declined:
     """The line of a call whose outputs have the shape that its operands broadcast to."""
     which = schema.operands(node)
     values = [o.value.meta.get("val") for o in which if isinstance(o.value, fx.Node)]
@@ -155,7 +155,7 @@ class Inspection(PageSource):
     def page(self) -> Page:
         """What the command prints and writes, as sections."""
         own = report_sections(self.report, removed=False)  # its table has the rows of `modules`
-        return Page("demask inspect", (*own, *_sections(self)), self.report.summary)
+        return Page("demask inspect", (*own, *_inspection_sections(self)), self.report.summary)
 
 
 def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TABLE) -> Inspection:
@@ -167,10 +167,10 @@ def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TAB
     report = demask.report(slim)
     model = network.model
     known = {*table, *REWRITTEN}
-    ops = _ops(graph_of_calls(model) if isinstance(model, fx.GraphModule) else model.graph)
+    ops = _count_tensor_ops(graph_of_calls(model) if isinstance(model, fx.GraphModule) else model.graph)
     return Inspection(
         report,
-        _modules(slim, report.removed),
+        _module_shares(slim, report.removed),
         {name: count for name, count in ops.items() if name in known},
         {name: count for name, count in ops.items() if name not in known},
         gaps(network, slim, ops, step, table),
@@ -268,8 +268,7 @@ def _first_rows(rows: Sequence[tuple[str, ...]], what: str) -> list[tuple[str, .
     return [*rows[:ROWS], *[(f"{more} more {what}: see --json or --report",)] * (more > 0)]
 
 
-def _ops(graph: fx.Graph) -> Counter[str]:
-    """How often each op that returns a tensor is called."""
+def _count_tensor_ops(graph: fx.Graph) -> Counter[str]:
     calls = (node.target for node in graph.nodes if node.op == "call_function")
     return Counter(op_name(target) for target in calls if _returns_tensors(target))
 
@@ -280,18 +279,18 @@ def _returns_tensors(target: Any) -> bool:
     return any("Tensor" in str(output.type) for output in schema_of(target).returns)
 
 
-def _modules(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, ...]:
+def _module_shares(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, ...]:
     """Per module of the original with parameters: their number, and how many were removed."""
     record = cast(Provenance, slim.demasked)
     original = {name.rpartition(".")[0] for name in record.cuts} | set(removed)
     left: Counter[str] = Counter()
-    for name, tensor in _read_names(slim).items():
+    for name, tensor in _parameters_by_read_name(slim).items():
         left[name.rpartition(".")[0]] += tensor.numel()
     rows = [ModuleShare(module, left[module] + removed.get(module, 0), removed.get(module, 0)) for module in original]
     return tuple(sorted(rows, key=lambda row: (-row.masked, row.module)))
 
 
-def _read_names(slim: nn.Module) -> dict[str, Tensor]:
+def _parameters_by_read_name(slim: nn.Module) -> dict[str, Tensor]:
     """Every parameter once; a tied one under the name by which the graph reads it."""
     graph = cast(fx.Graph, slim.graph)
     read = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
@@ -301,7 +300,7 @@ def _read_names(slim: nn.Module) -> dict[str, Tensor]:
     return dict(distinct.values())
 
 
-def _sections(inspection: Inspection) -> Iterator[Section]:
+def _inspection_sections(inspection: Inspection) -> Iterator[Section]:
     rows = [
         (
             row.module or "(the model itself)",
@@ -318,13 +317,16 @@ def _sections(inspection: Inspection) -> Iterator[Section]:
         terminal_rows=_first_rows(rows, "modules"),
     )
     yield Lines(
-        [f"ops with an entry: {_counts(inspection.known)}", f"ops without an entry: {_counts(inspection.unknown)}"],
+        [
+            f"ops with an entry: {_op_counts(inspection.known)}",
+            f"ops without an entry: {_op_counts(inspection.unknown)}",
+        ],
         "Ops",
         True,
     )
     rows = [
         (
-            _short(gap.op),
+            _short_op_name(gap.op),
             f"{gap.calls:,}",
             f"{gap.slices:,}",
             "not known" if gap.frees is None else f"at most {gap.frees:,} parameters",
@@ -335,10 +337,10 @@ def _sections(inspection: Inspection) -> Iterator[Section]:
     yield TextTable(head, rows, "What entries for ops would free", terminal_rows=_first_rows(rows, "ops"))
 
 
-def _short(op: str) -> str:
+def _short_op_name(op: str) -> str:
     return op.removesuffix(".default")
 
 
-def _counts(ops: Mapping[str, int]) -> str:
+def _op_counts(ops: Mapping[str, int]) -> str:
     rows = sorted(ops.items(), key=lambda row: (-row[1], row[0]))
-    return ", ".join(f"{count} {_short(name)}" for name, count in rows) or "none"
+    return ", ".join(f"{count} {_short_op_name(name)}" for name, count in rows) or "none"

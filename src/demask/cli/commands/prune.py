@@ -82,7 +82,7 @@ def prune(
       demask prune digits -o half.demask --macs 0.5 --score taylor
     """
     check_output(output, suffixes=(".pt2", ".demask"))
-    _check(amount, macs, ms, normalize)
+    _check_options(amount, macs, ms, normalize)
     with progress("loading") as step:
         import torch
 
@@ -123,8 +123,7 @@ def prune(
     display.show(result.page().followed_by(written), more | result.to_dict())
 
 
-def _check(amount: float | None, macs: float | None, ms: float | None, normalize: str) -> None:
-    """Raise BadInput for options that exclude one another, or are out of range."""
+def _check_options(amount: float | None, macs: float | None, ms: float | None, normalize: str) -> None:
     if sum(x is not None for x in (amount, macs, ms)) > 1:
         raise BadInput("--amount, --macs and --ms exclude one another: expected one of them")
     if amount is not None and not 0 < amount < 1:

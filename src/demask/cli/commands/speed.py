@@ -11,14 +11,15 @@ from demask.cli.options import Model, NetworkOptions, Picture, ShowOptions, chec
 from demask.progress import progress
 
 
-def _several(words: str) -> Any:
+def _repeated_count_option(words: str) -> Any:
     """An option that takes a count from 1 on, any number of times."""
     return typer.Option(min=1, metavar="N", help=f"{words} May be repeated.")
 
 
-Threads = Annotated[list[int] | None, _several("Torch's threads; default: as many as it takes.")]
+Threads = Annotated[list[int] | None, _repeated_count_option("Torch's threads; default: as many as it takes.")]
 Batches = Annotated[
-    list[int] | None, _several("Batch size; default: that of the example. Another needs a dynamic dimension 0.")
+    list[int] | None,
+    _repeated_count_option("Batch size; default: that of the example. Another needs a dynamic dimension 0."),
 ]
 
 

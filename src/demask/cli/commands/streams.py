@@ -119,10 +119,10 @@ def stream(
         "memory": memory,
         "output": output,
         "layout": layout,
-        "region": _region(region),
-        "mask": _mask(mask),
-        "normalize": _normalization(normalize),
-        "statistics": _statistics(statistics),
+        "region": _parse_region(region),
+        "mask": _read_mask(mask),
+        "normalize": _parse_normalization(normalize),
+        "statistics": _read_statistics(statistics),
         "chunk": chunk,
         "stripe": stripe,
         "spill": spill,
@@ -137,19 +137,19 @@ def stream(
             import_modules(imports)
             network = fixed_network(model, fix) if fix else model
             step("planning")
-            client = stack.enter_context(_client(scheduler))
+            client = stack.enter_context(_connect(scheduler))
             job = prepare(network, source, destination, client=client, **options)
         if plan:
             display.show(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()})
             return
-        done = _run(job, resume)
+        done = _run_until_interrupted(job, resume)
     data = done.to_dict() | {"output": str(destination), "plan": job.plan.to_dict()}
     written = Lines([f"written to {destination}"], is_close=True)
     tiles = OnPage(job.plan.page().sections)
     display.show(done.page().followed_by(written, tiles), data)
 
 
-def _run(job: Any, resume: bool) -> Any:
+def _run_until_interrupted(job: Any, resume: bool) -> Any:
     """The result of a job. What Ctrl-C interrupts can go on, and the message says so."""
     try:
         with progress("streaming", job.steps) as step:
@@ -160,7 +160,7 @@ def _run(job: Any, resume: bool) -> Any:
 
 
 @contextmanager
-def _client(address: str | None) -> Iterator[Any]:
+def _connect(address: str | None) -> Iterator[Any]:
     """A client of a Dask scheduler, or None."""
     if address is None:
         yield None
@@ -179,7 +179,7 @@ def _client(address: str | None) -> Iterator[Any]:
         yield client
 
 
-def _region(text: str | None) -> tuple[int, int, int, int] | None:
+def _parse_region(text: str | None) -> tuple[int, int, int, int] | None:
     if text is None:
         return None
     numbers = text.split(",")
@@ -189,7 +189,7 @@ def _region(text: str | None) -> tuple[int, int, int, int] | None:
     return top, left, rows, columns
 
 
-def _normalization(text: str | None) -> Any:
+def _parse_normalization(text: str | None) -> Any:
     """ "image", or (means, deviations)."""
     if text is None or text == "image":
         return text
@@ -202,7 +202,7 @@ def _normalization(text: str | None) -> Any:
     return means, deviations
 
 
-def _statistics(text: str) -> Any:
+def _read_statistics(text: str) -> Any:
     """The text, or the frozen statistics in a file."""
     if not text.endswith(".json"):
         return text
@@ -214,7 +214,7 @@ def _statistics(text: str) -> Any:
         raise BadInput(f"--statistics {text}: {error}") from error
 
 
-def _mask(path: Path | None) -> Any:
+def _read_mask(path: Path | None) -> Any:
     """The array of a mask's file."""
     if path is None:
         return None

@@ -105,7 +105,7 @@ def _in_runtime(model: str | bytes, optimized: bool) -> Runner:
 def _in_reference(model: str | bytes, optimized: bool) -> Runner:
     from onnx.reference import ReferenceEvaluator
 
-    proto = _loaded(model)
+    proto = _load_model(model)
     try:
         reference: Any = ReferenceEvaluator(proto)
     except Exception as error:  # its exceptions share no base
@@ -118,7 +118,7 @@ def _in_reference(model: str | bytes, optimized: bool) -> Runner:
 def _around_foreign(model: str | bytes, optimized: bool) -> Runner:
     """The file in ONNX Runtime without its ops of other domains: each passes its first operand on,
     and all its operands are further outputs."""
-    proto = _loaded(model)
+    proto = _load_model(model)
     known = {"", "ai.onnx", "ai.onnx.ml", *(f.domain for f in proto.functions)}
     make_node = installed().helper.make_node
     nodes, outputs = [], []
@@ -147,7 +147,7 @@ _RUNNERS: Mapping[str, Callable[[str | bytes, bool], Runner]] = {
 }
 
 
-def _loaded(model: str | bytes) -> Any:
+def _load_model(model: str | bytes) -> Any:
     onnx = installed()
     return onnx.load(model) if isinstance(model, str) else onnx.ModelProto.FromString(model)
 
@@ -254,7 +254,7 @@ def longer_inputs(
     return resized(feeds, places, added)
 
 
-def _nudged(inputs: Inputs, seed: int) -> list[Tensor]:
+def _nudge(inputs: Inputs, seed: int) -> list[Tensor]:
     """Inputs with every number rounded to one of its neighbors, at random."""
     draw, nudged = torch.Generator().manual_seed(seed), []
     for x in inputs:
@@ -272,7 +272,7 @@ def _with_noise(source: str | bytes, seed: int) -> str | bytes:
     be sizes and factors of these. Zeros stay zeros."""
     from onnx import helper, numpy_helper, shape_inference
 
-    proto, draw = _loaded(source), np.random.default_rng(seed)
+    proto, draw = _load_model(source), np.random.default_rng(seed)
     nodes = []
     with contextlib.suppress(Exception):  # inference refuses files of more than 2 GiB
         inferred = shape_inference.infer_shapes(proto).graph
@@ -337,7 +337,7 @@ class NetworkOriginal:
         args, kwargs = self.filled([x.clone() for x in inputs])
         try:
             with torch.no_grad():
-                return _tensors(self.network(*args, **kwargs))
+                return _tensor_leaves(self.network(*args, **kwargs))
         except Exception as error:  # whatever a network raises of inputs that it does not take
             self.failure = first_line(error)
             return None
@@ -346,7 +346,7 @@ class NetworkOriginal:
         """In float64, then with every call rounded; none from one that fails on, as an index may be
         out of range then."""
         with contextlib.suppress(Exception):
-            yield from map(_tensors, self.rounding.runs(*self.filled(inputs)))
+            yield from map(_tensor_leaves, self.rounding.runs(*self.filled(inputs)))
 
     def slack(self, cases: Sequence[Draw], *, optimized: bool) -> float:
         """Without bound where the runtime replaces quantized ops by coarser kernels of its own: a
@@ -386,7 +386,7 @@ class FileOriginal:
         if optimized:
             yield self.outputs(inputs, optimized=False)
         for seed in range(SEEDS):
-            yield self._outputs(_nudged(inputs, seed), seed + 1, optimized)
+            yield self._outputs(_nudge(inputs, seed), seed + 1, optimized)
 
     def slack(self, cases: Sequence[Draw], *, optimized: bool) -> float:
         """What the runtime's own kernels for quantized ops, which it chooses by sizes, move the
@@ -402,7 +402,7 @@ class FileOriginal:
         return self._own_error
 
 
-def _tensors(outputs: Any) -> Outputs:
+def _tensor_leaves(outputs: Any) -> Outputs:
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
@@ -490,7 +490,7 @@ class Judge:
         Raises:
             BadInput: nothing here runs it.
         """
-        proto = installed().load(source, load_external_data=False) if isinstance(source, str) else _loaded(source)
+        proto = installed().load(source, load_external_data=False) if isinstance(source, str) else _load_model(source)
         ops = {node.op_type for part in (proto.graph, *proto.functions) for node in part.node}
         inputs = inputs_of(proto)
         del proto  # which has all weights

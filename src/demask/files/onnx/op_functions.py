@@ -80,7 +80,8 @@ class OnnxEntry:
 
     def __call__(self, node: OnnxNode, inputs: Sequence[Value], call: OnnxCall) -> tuple[Value, ...]:
         """The outputs of a node."""
-        if self.host is not None and _is_small_work(inputs) and all(v is None or _is_foldable(v) for v in inputs):
+        are_known = all(v is None or (isinstance(v, Host) and v.folds) for v in inputs)
+        if self.host is not None and are_known and _is_small_work(inputs):
             result = self._on_host(node, inputs, call)
             if result is not NotImplemented:
                 return result
@@ -109,10 +110,6 @@ def _is_small_work(inputs: Sequence[Value]) -> bool:
     """Whether results of arithmetic on these inputs have at most MAX_WORK elements."""
     sizes = [v.array.size for v in inputs if isinstance(v, Host)]
     return math.prod(n for n in sizes if n) <= MAX_WORK and sum(sizes) <= MAX_WORK
-
-
-def _is_foldable(value: Value) -> bool:
-    return isinstance(value, Host) and value.folds
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class OnnxPlanner:
 
     def __init__(self, file: OnnxFile, entry_of: EntryOf | None = None):
         self.file = file
-        self.entry_of = entry_of or _entry
+        self.entry_of = entry_of or _entry_of_table
         self.checked = entry_of is None
         self.tensors: dict[str, Tensor] = {}
         self.stored: set[str] = set()
@@ -94,7 +94,7 @@ class OnnxPlanner:
         if self.checked:
             _check_known([n for n, _ in nodes])
         constants = dict(graph.constants)
-        constants |= {n.outputs[0]: _constant(n) for n, _ in inlined if n.op == "Constant"}
+        constants |= {n.outputs[0]: _constant_value(n) for n, _ in inlined if n.op == "Constant"}
         stored = {n.inputs[k] for n, _ in nodes for k in self.entry_of(n).stored if k < len(n.inputs)}
         stored |= set(constants) - set(graph.constants)
         quantized = {n.inputs[k] for n, _ in nodes for k in QUANTIZED.get(n.op, ()) if k < len(n.inputs)}
@@ -106,19 +106,19 @@ class OnnxPlanner:
         outputs = tuple(port.name for port in graph.outputs)
         inputs = tuple(port.name for port in graph.inputs)
         _check_distinct([*inputs, *constants, *(o for n, _ in nodes for o in n.outputs if o)])
-        return OnnxPlan(tuple(_with_drops(steps, outputs)), known, inputs, outputs, graph.outputs)
+        return OnnxPlan(tuple(_with_dropped_names(steps, outputs)), known, inputs, outputs, graph.outputs)
 
     def _add_constant(self, name: str, tensor: Tensor | Host, stored: bool, quantized: bool) -> Host | str:
         """The value of a constant while the graph runs; adds its tensor to the module's."""
         if isinstance(tensor, Host):
             return tensor
-        path = _path(name)
+        path = _module_path(name)
         if len(self.modules) > MAX_MODULES:
             path = path.replace(".", "_")
-        while path in self.modules or any(part in self.tensors for part in (path, *_above(path))):
-            path = f"{_path(name).replace('.', '_')}_{next(self.fresh)}"  # not in a submodule
+        while path in self.modules or any(part in self.tensors for part in (path, *_parent_paths(path))):
+            path = f"{_module_path(name).replace('.', '_')}_{next(self.fresh)}"  # not in a submodule
         self.tensors[path] = tensor
-        self.modules.update(_above(path))
+        self.modules.update(_parent_paths(path))
         is_parameter = quantized or (tensor.is_floating_point() and not stored)
         if not is_parameter or not tensor.ndim:
             self.stored.add(path)
@@ -199,7 +199,7 @@ def _graph_at_call(graph: Graph, names: ChainMap[str, str], prefix: str, argumen
     return Graph(graph.name, nodes, constants, inputs, outputs)
 
 
-def _entry(node: OnnxNode) -> OnnxEntry:
+def _entry_of_table(node: OnnxNode) -> OnnxEntry:
     return ENTRIES[node.domain, node.op]
 
 
@@ -222,7 +222,7 @@ def _check_distinct(names: list[str]) -> None:
 _KINDS = {"value_float": float, "value_int": int, "value_string": str}
 
 
-def _constant(node: OnnxNode) -> Tensor | Host:
+def _constant_value(node: OnnxNode) -> Tensor | Host:
     """The value of a Constant node."""
     if not node.attributes:
         raise BadInput(f"{node}: expected one attribute, got none")
@@ -238,26 +238,26 @@ def _constant(node: OnnxNode) -> Tensor | Host:
     return torch.tensor(value, dtype=torch.float32 if kind is float else torch.int64)
 
 
-def _with_drops(steps: list[OnnxStep], outputs: tuple[str, ...]) -> list[OnnxStep]:
+def _with_dropped_names(steps: list[OnnxStep], outputs: tuple[str, ...]) -> list[OnnxStep]:
     """The steps, each with the names that no later step reads."""
     read_later, reversed_steps = set(outputs), []
     for step in reversed(steps):
-        names = {name for name in (*_reads(step), *step.node.outputs) if name}
+        names = {name for name in (*_names_read_by(step), *step.node.outputs) if name}
         reversed_steps.append(replace(step, drops=tuple(sorted(names - read_later))))
         read_later |= names
     return reversed_steps[::-1]
 
 
-def _reads(step: OnnxStep) -> Iterator[str]:
+def _names_read_by(step: OnnxStep) -> Iterator[str]:
     yield from step.node.inputs
     for plan in step.node.attributes.values():
         if isinstance(plan, OnnxPlan):
             yield from plan.outputs
             for inner in plan.steps:
-                yield from _reads(inner)
+                yield from _names_read_by(inner)
 
 
-def _path(name: str) -> str:
+def _module_path(name: str) -> str:
     """A name that torch's modules accept: dotted parts, no part an attribute of `nn.Module`."""
     parts = [
         "".join(c if c.isalnum() or c in "_ -+:/@#" else "_" for c in part)[:200] for part in name.split(".", MAX_PATH)
@@ -266,7 +266,7 @@ def _path(name: str) -> str:
     return ".".join(f"{p}_" if not p or p in _TAKEN else p for p in parts)
 
 
-def _above(path: str) -> Iterator[str]:
+def _parent_paths(path: str) -> Iterator[str]:
     """The paths of the modules that contain a tensor of this name."""
     parts = path.split(".")
     return (".".join(parts[:k]) for k in range(1, len(parts)))

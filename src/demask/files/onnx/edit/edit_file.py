@@ -70,7 +70,7 @@ class WrittenCall:
 def write_out_calls(model: Any) -> tuple[Any, list[WrittenCall]]:
     """The file with the bodies of functions in place of their calls. Calls stay of a body of
     another op set."""
-    functions = {_key(function, function.name): function for function in model.functions}
+    functions = {_message_key(function, function.name): function for function in model.functions}
     if not functions:
         return model, []
     new, calls = copy_of(model), []
@@ -95,22 +95,22 @@ def put_back_calls(model: Any, calls: Sequence[WrittenCall], original: Any) -> A
     new = copy_of(model)
     del new.graph.node[:], new.functions[:]
     new.graph.node.extend(nodes[k] for k in sorted(nodes))
-    unused = _called(original.graph.node, original) - _called(new.graph.node, original)
-    new.functions.extend(f for f in original.functions if _key(f, f.name) not in unused)
+    unused = _called_functions(original.graph.node, original) - _called_functions(new.graph.node, original)
+    new.functions.extend(f for f in original.functions if _message_key(f, f.name) not in unused)
     return new
 
 
-def _key(proto: Any, name: str) -> tuple[str, str, str]:
+def _message_key(proto: Any, name: str) -> tuple[str, str, str]:
     return "" if is_standard(proto) else proto.domain, name, proto.overload
 
 
-def _called(nodes: Collection[Any], model: Any) -> set[tuple[str, str, str]]:
+def _called_functions(nodes: Collection[Any], model: Any) -> set[tuple[str, str, str]]:
     """The functions that nodes call, directly or not."""
-    functions = {_key(function, function.name): function for function in model.functions}
+    functions = {_message_key(function, function.name): function for function in model.functions}
     called, queue = set(), list(nodes)
     while queue:
         node = queue.pop()
-        key = _key(node, node.op_type)
+        key = _message_key(node, node.op_type)
         if key in functions and key not in called:
             called.add(key)
             queue += functions[key].node
@@ -120,8 +120,8 @@ def _called(nodes: Collection[Any], model: Any) -> set[tuple[str, str, str]]:
 
 def _written_out(node: Any, functions: dict[Any, Any], model: Any, taken: set[str]) -> Iterator[Any]:
     """A node, or the nodes of the function that it calls. taken: names of the file; it grows."""
-    function = functions.get(_key(node, node.op_type))
-    if function is None or not _fits(function, model):
+    function = functions.get(_message_key(node, node.op_type))
+    if function is None or not _fits_declaration(function, model):
         yield node
         return
     names = dict(zip(function.output, node.output, strict=False))
@@ -168,7 +168,7 @@ def _bind(node: Any, values: Mapping[str, Any]) -> None:
             _bind(inner, values)
 
 
-def _fits(function: Any, model: Any) -> bool:
+def _fits_declaration(function: Any, model: Any) -> bool:
     """Whether the body can stand in the main graph."""
     versions = {e.domain: e.version for e in model.opset_import}
     if any(versions.get(e.domain, e.version) != e.version for e in function.opset_import):
@@ -347,10 +347,10 @@ def examine(
         RefusedFile: the file has contents out of bounds.
         NotExportable: the file cannot be captured with the dynamic sizes that it declares.
     """
-    original, external = _loaded(path)
+    original, external = _load_with_data(path)
     _check_order(original)
     model, barriers, foreign = _edit_model(original, args, Path(path).parent, table, insert)
-    edited = _described(model, original, external)
+    edited = _describe_file(model, original, external)
     return replace(edited, barriers=barriers, foreign=foreign), model is not original
 
 
@@ -365,13 +365,13 @@ def file_with(path: str | os.PathLike[str], model: Any = None, opset: int | None
     Raises:
         NotExportable: the model cannot be converted.
     """
-    original, external = _loaded(path)
+    original, external = _load_with_data(path)
     model = original if model is None else model
     model = model if opset is None else with_opset(model, opset)
-    return _described(model, original, external)
+    return _describe_file(model, original, external)
 
 
-def _loaded(path: str | os.PathLike[str]) -> tuple[Any, frozenset[str]]:
+def _load_with_data(path: str | os.PathLike[str]) -> tuple[Any, frozenset[str]]:
     """The ModelProto of a valid file with all data, and the names of its external tensors."""
     from onnx import external_data_helper
 
@@ -381,7 +381,7 @@ def _loaded(path: str | os.PathLike[str]) -> tuple[Any, frozenset[str]]:
     return model, frozenset(names)
 
 
-def _described(model: Any, original: Any, external: frozenset[str]) -> EditedFile:
+def _describe_file(model: Any, original: Any, external: frozenset[str]) -> EditedFile:
     """A file that replaces another one."""
     nodes = {node.SerializeToString() for node in original.graph.node}
     unchanged = sum(node.SerializeToString() in nodes for node in model.graph.node)
@@ -398,7 +398,7 @@ def _edit_model(original: Any, args: Sequence[Tensor], folder: Path, table: Tabl
     inlined, calls = write_out_calls(original)
     barriers, foreign = (), frozenset()
     for start, written in ((inlined, calls), (original, [])) if calls else ((original, []),):
-        feeds = _feeds(parse_model(start, folder), args)
+        feeds = _example_feeds(parse_model(start, folder), args)
         model = edit_bodies(start, feeds, edit_body)
         for k in range(PASSES):
             smaller, whole_nodes, opaque = edit_once(model, folder, args, table, insert=insert)
@@ -416,7 +416,7 @@ def _edit_model(original: Any, args: Sequence[Tensor], folder: Path, table: Tabl
     return original, barriers, foreign
 
 
-def _feeds(file: OnnxFile, args: Sequence[Tensor]) -> dict[str, np.ndarray]:
+def _example_feeds(file: OnnxFile, args: Sequence[Tensor]) -> dict[str, np.ndarray]:
     check_tensors(args, file.graph.inputs)
     return {port.name: numpy_of(x) for port, x in zip(file.graph.inputs, args, strict=True)}
 
@@ -428,7 +428,7 @@ def edit_once(model: Any, folder: Path, args: Sequence[Tensor], table: Table, *,
     """
     shell = shell_of(model)  # before there are more copies of the tensors
     file = parse_model(model, folder)
-    feeds = _feeds(file, args)
+    feeds = _example_feeds(file, args)
     named = _name_values(file, model, args, table)
     names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}
     names -= set(feeds)
@@ -449,7 +449,7 @@ def edit_once(model: Any, folder: Path, args: Sequence[Tensor], table: Table, *,
                 raise BadInput(f"no value for {min(editor.missing)!r}")
             computed.update(editor.missing)
 
-    return *_cheapest(walked, shell, insert), named.opaque
+    return *_cheapest_edit(walked, shell, insert), named.opaque
 
 
 def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Table) -> NamedValues:
@@ -461,7 +461,7 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
     Raises:
         NotExportable: another size is static, or the runtime does not take the file.
     """
-    outputs = functools.partial(opaque_outputs, model, _feeds(file, args))
+    outputs = functools.partial(opaque_outputs, model, _example_feeds(file, args))
     named = name_values(file, args, table, outputs)
     feeds = dict(zip((port.name for port in file.graph.inputs), args, strict=True))
     places = open_sizes(inputs_of(model), feeds)
@@ -493,7 +493,7 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
     return named
 
 
-def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], shell: Any, insert: bool) -> tuple[Any, Any]:
+def _cheapest_edit(walked: Callable[[Mapping[str, Layout]], Editor], shell: Any, insert: bool) -> tuple[Any, Any]:
     """The smallest file, and nodes that are not cut.
 
     Where a reader lacks positions of a value, nodes are inserted, or the nodes before compute these

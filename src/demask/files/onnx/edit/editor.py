@@ -82,7 +82,7 @@ class Editor:
             if node.op_type in ("Shape", "Size") and is_standard(node):
                 name = node.input[0]
                 if name in self.values and self.wanted(name) is None:
-                    self._override(name, self._first(name), self._first)
+                    self._override(name, self._first_positions(name), self._first_positions)
 
     # values of the original
 
@@ -122,7 +122,7 @@ class Editor:
             if operand in self.values and self.wanted(operand) is None:
                 self._override(operand, rest(operand), rest)
 
-    def _first(self, name: str) -> Layout:
+    def _first_positions(self, name: str) -> Layout:
         """One position of each axis: of a value of which only the sizes are read."""
         return tuple((0,) if isinstance(n, int) and n > 1 else None for n in self.shape(name))
 
@@ -656,7 +656,6 @@ def _with_names(node: Any, names: Mapping[str, str]) -> Any:
 
 
 def _set_sizes(sizes: Any, new: Sequence[int | None]) -> None:
-    """Replace the sizes that are not None and differ."""
     for dimension, size in zip(sizes, new, strict=False):
         if size is not None and dimension.dim_value != size:
             dimension.dim_value = size

@@ -53,14 +53,14 @@ def opaque_outputs(model: Any, feeds: Mapping[str, np.ndarray], names: Collectio
             continue
         if dims is None:
             dims = [None] * (0 if arrays[0] is None else arrays[0].ndim)
-        kind = str(arrays[0].dtype) if arrays[0] is not None else _torch_dtype_name(dtype)
+        kind = arrays[0].dtype if arrays[0] is not None else DTYPES.get(dtype)
         if kind is None:
             continue
         sizes = [
             n if isinstance(n, int) else _equal_axis(k, n, tensors, name, declared, runs, is_standard(readers[name]))
             for k, n in enumerate(dims)
         ]
-        outputs[name] = OpaqueOutput(kind, tuple(sizes))
+        outputs[name] = OpaqueOutput(str(kind).removeprefix("torch."), tuple(sizes))
     return outputs
 
 
@@ -112,11 +112,6 @@ def declared_types(model: Any, *, infer: bool) -> dict[str, Type]:
             dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in kind.shape.dim]
         values[value.name] = (kind.elem_type, dims)
     return values
-
-
-def _torch_dtype_name(number: int) -> str | None:
-    dtype = DTYPES.get(number)
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _equal_axis(

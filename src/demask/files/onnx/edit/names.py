@@ -102,7 +102,8 @@ class NamedModule(OnnxModule):
 
         def capturable(node: OnnxNode) -> OnnxNode:
             if _opaque_name(node) in opaque:
-                return _as_opaque_node(node)
+                # Its operands include what its subgraphs read.
+                return replace(node, domain="demask", inputs=tuple(names_read(node)), attributes={})
             is_recurrent = not node.domain and node.op in KINDS
             return (supported_layer(node) if is_recurrent else None) or node
 
@@ -161,11 +162,6 @@ class NamedModule(OnnxModule):
 def _opaque_name(node: OnnxNode) -> str:
     """The name by which a node of the main graph is opaque: that of its first output."""
     return next(filter(None, node.outputs), "")
-
-
-def _as_opaque_node(node: OnnxNode) -> OnnxNode:
-    """A node whose operands include what its subgraphs read, without attributes, of no function."""
-    return replace(node, domain="demask", inputs=tuple(names_read(node)), attributes={})
 
 
 def supported_layer(node: OnnxNode) -> OnnxNode | None:

@@ -116,7 +116,7 @@ def read_with_proto(path: str | os.PathLike[str]) -> tuple[OnnxFile, Any]:
     try:
         data = file_bytes(path, lambda size, head: _check_head(size, head, message))
         check_wire(data, message)
-        proto = _message(onnx, data)
+        proto = _parse_message(onnx, data)
         del data
         return parse_model(proto, file_path.parent, file_path.resolve().parent), proto
     except BadInput as error:
@@ -135,7 +135,7 @@ def _check_head(size: int, head: bytes, message: Any) -> None:
         raise BadInput("expected an ONNX file, got something else or an empty file")
 
 
-def _message(onnx: Any, data: bytes) -> Any:
+def _parse_message(onnx: Any, data: bytes) -> Any:
     from google.protobuf.message import DecodeError
 
     try:
@@ -155,17 +155,17 @@ def parse_model(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
         )
     if not proto.HasField("graph"):
         raise BadInput("the file has no graph; expected a network")
-    opsets = _opsets(proto)
+    opsets = _read_opsets(proto)
     if not opsets and proto.ir_version < FIRST_WITH_OPSETS:
         opsets = {"": 1}
     reader = OnnxReader(ExternalData(folder, real), frozenset(opsets), frozenset())
     functions = {}
     for function in proto.functions:
-        key = _op(function, function.name)
+        key = _op_name(function, function.name)
         if key in functions:
             raise BadInput(f"two functions named {'.'.join(key)!r}; expected distinct names")
         functions[key] = reader.function(function)
-    metadata = {_long(p.key): _long(p.value) for p in proto.metadata_props}
+    metadata = {_doc_text(p.key): _doc_text(p.value) for p in proto.metadata_props}
     called = frozenset(domain for domain, _ in functions)
     reader = OnnxReader(reader.external, frozenset(opsets) | called, frozenset())
     graph = reader.graph(proto.graph, whole=True)
@@ -173,17 +173,17 @@ def parse_model(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
         raise BadInput("the graph has no outputs; expected some")
     return sort_nodes(
         OnnxFile(
-            graph, opsets, metadata, functions, proto.ir_version, _long(proto.doc_string or proto.graph.doc_string)
+            graph, opsets, metadata, functions, proto.ir_version, _doc_text(proto.doc_string or proto.graph.doc_string)
         )
     )
 
 
-def _opsets(proto: Any) -> dict[str, int]:
+def _read_opsets(proto: Any) -> dict[str, int]:
     if len(proto.opset_import) > MAX_DOMAINS:
         raise BadInput(f"expected at most {MAX_DOMAINS} op sets, got {len(proto.opset_import)}")
     newest, opsets = installed().defs.onnx_opset_version(), {}
     for entry in proto.opset_import:
-        domain, version = _domain(entry.domain), entry.version
+        domain, version = _domain_name(entry.domain), entry.version
         if opsets.setdefault(domain, version) != version:
             raise BadInput(f"op set {domain or 'ai.onnx'!r} in two versions; expected one")
         if version < 1 or (not domain and version > newest):
@@ -194,32 +194,32 @@ def _opsets(proto: Any) -> dict[str, int]:
     return opsets
 
 
-def _domain(name: Any) -> str:
-    name = _word(name, "a domain")
+def _domain_name(name: Any) -> str:
+    name = _printable_text(name, "a domain")
     return "" if name == "ai.onnx" else name
 
 
-def _op(proto: Any, name: str) -> tuple[str, str]:
+def _op_name(proto: Any, name: str) -> tuple[str, str]:
     """Domain and name of an op or a function, the name with its `overload` if it has one."""
     if not name:
         raise BadInput("a node or a function without the name of its op")
-    overload = _word(getattr(proto, "overload", ""), "an overload")
-    name = _word(name, "the name of an op")
-    return _domain(proto.domain), f"{name}:{overload}" if overload else name
+    overload = _printable_text(getattr(proto, "overload", ""), "an overload")
+    name = _printable_text(name, "the name of an op")
+    return _domain_name(proto.domain), f"{name}:{overload}" if overload else name
 
 
-def _word(value: Any, what: str) -> str:
+def _printable_text(value: Any, what: str) -> str:
     """Text that is printable, so that errors can quote it."""
     if not text(value, what).isprintable():
         raise BadInput(f"{what}: expected plain text, got {value[:40]!r}")
     return value
 
 
-def _long(value: Any) -> str:
+def _doc_text(value: Any) -> str:
     return text(value, "a description", MAX_TEXT)
 
 
-def _names(values: Iterable[Any], what: str) -> tuple[str, ...]:
+def _value_names(values: Iterable[Any], what: str) -> tuple[str, ...]:
     names = tuple(values)
     for name in names:
         if type(name) is not str or len(name) > MAX_NAME:
@@ -246,17 +246,17 @@ class OnnxReader:
             if key in constants or not key:
                 raise BadInput(f"two constants named {key!r}" if key else "a constant has no name")
             constants[key] = value
-        inputs = tuple(map(_port, proto.input))
+        inputs = tuple(map(_read_port, proto.input))
         if whole:
             inputs = tuple(port for port in inputs if port.name not in constants)
         nodes = with_types(tuple(map(self.node, proto.node)), narrow_types(proto))
-        return Graph(name, nodes, constants, inputs, tuple(map(_port, proto.output)))
+        return Graph(name, nodes, constants, inputs, tuple(map(_read_port, proto.output)))
 
     def node(self, proto: Any) -> OnnxNode:
         """A call of an op."""
-        domain, op = _op(proto, proto.op_type)
-        inputs = _names(proto.input, "a node's input")
-        outputs = _names(proto.output, "a node's output")
+        domain, op = _op_name(proto, proto.op_type)
+        inputs = _value_names(proto.input, "a node's input")
+        outputs = _value_names(proto.output, "a node's output")
         node = OnnxNode(op, domain, text(proto.name, "a node's name"), inputs, outputs, {})
         if not outputs:
             raise BadInput(f"{node} has no output; expected some")
@@ -316,15 +316,15 @@ class OnnxReader:
 
     def function(self, proto: Any) -> Function:
         """An op that the file itself defines."""
-        names = _names(proto.attribute, "a function's attribute")
+        names = _value_names(proto.attribute, "a function's attribute")
         defaults = self.values(proto.attribute_proto)
         if len({*names, *defaults}) != len(names) + len(defaults):
             raise BadInput(f"function {proto.name!r} has an attribute twice")
         attributes = {**dict.fromkeys(names, ...), **defaults}
-        opsets = _opsets(proto)
+        opsets = _read_opsets(proto)
         reader = OnnxReader(self.external, {*self.domains, *opsets}, frozenset(attributes))
-        inputs = _names(proto.input, "a function's input")
-        outputs = _names(proto.output, "a function's output")
+        inputs = _value_names(proto.input, "a function's input")
+        outputs = _value_names(proto.output, "a function's output")
         nodes = with_types(tuple(map(reader.node, proto.node)), narrow_types(proto))
         return Function(inputs, outputs, attributes, nodes, opsets)
 
@@ -336,8 +336,8 @@ def _check_default(proto: Any, name: str, field: str) -> None:
         raise BadInput(f"attribute {name!r}: expected a value in {field!r}, got {others or None}")
 
 
-def _port(proto: Any) -> OnnxPort:
-    name = _word(proto.name, "the name of an input or output")
+def _read_port(proto: Any) -> OnnxPort:
+    name = _printable_text(proto.name, "the name of an input or output")
     if not name:
         raise BadInput("an input or output has no name")
     if not proto.type.HasField("tensor_type"):
@@ -349,16 +349,16 @@ def _port(proto: Any) -> OnnxPort:
     dtype = str(dtypes[tensor_type.elem_type]).removeprefix("torch.")
     if not tensor_type.HasField("shape"):
         return OnnxPort(name, dtype, None)
-    sizes = tuple(_size(d, name) for d in tensor_type.shape.dim)
+    sizes = tuple(_dimension_size(d, name) for d in tensor_type.shape.dim)
     if math.prod(max(n, 1) for n in sizes if isinstance(n, int)) > MAX_ELEMENTS:
         raise BadInput(f"{name!r}: the sizes {list(sizes)} are more than any tensor has")
     return OnnxPort(name, dtype, sizes)
 
 
-def _size(proto: Any, name: str) -> int | str:
+def _dimension_size(proto: Any, name: str) -> int | str:
     """A size, the name of a size, or "" if unknown (some exporters write -1)."""
     if not proto.HasField("dim_value"):
-        return _word(proto.dim_param, "the name of a size")
+        return _printable_text(proto.dim_param, "the name of a size")
     if proto.dim_value < -1:
         raise BadInput(f"{name!r}: a dimension of size {proto.dim_value}; expected 0 or more")
     return "" if proto.dim_value == -1 else proto.dim_value
@@ -379,7 +379,7 @@ def check_wire(data: bytes, message: Any) -> None:
 
 def starts(head: bytes, message: Any) -> bool:
     """Whether these can be the first bytes of a message of that kind."""
-    known = {_tag(f, _wire_type(f)) for f in message.fields} & set(range(128))
+    known = {_field_tag(f, _wire_type(f)) for f in message.fields} & set(range(128))
     return bool(head) and head[0] in known
 
 
@@ -469,13 +469,13 @@ def _field_table(message: Any, tables: dict[str, dict[int, Any]]) -> Fields:
     table = tables[message.full_name] = {}
     for field in message.fields:
         if field.message_type is not None:
-            table[_tag(field, _DELIMITED)] = _field_table(field.message_type, tables)
+            table[_field_tag(field, _DELIMITED)] = _field_table(field.message_type, tables)
         elif field.is_repeated and _wire_type(field) == 0:
-            table[_tag(field, _DELIMITED)] = _PACKED
+            table[_field_tag(field, _DELIMITED)] = _PACKED
     return table
 
 
-def _tag(field: Any, wire_type: int) -> int:
+def _field_tag(field: Any, wire_type: int) -> int:
     return field.number << 3 | wire_type
 
 

@@ -133,10 +133,6 @@ def is_exact(node: Any) -> bool:
 def _is_exact_cast(source: Any, target: int) -> bool:
     """Whether every runtime casts numbers of one type to another equally: not from floats to
     integers, where the result of an overflow is undefined."""
-    return source.is_integer() or source.name == "BOOL" or not _is_integer_type(target)
-
-
-def _is_integer_type(target: int) -> bool:
     from onnx_ir import DataType
 
-    return DataType(target).is_integer()
+    return source.is_integer() or source.name == "BOOL" or not DataType(target).is_integer()

@@ -70,13 +70,13 @@ def _reason_to_keep(file: Path, folder: Path, now: set[str]) -> str:
             searched += (size := other.stat().st_size)
             if searched > MOST:
                 return "there are too many files here to see whether one needs it"
-            if size and _has(other, os.fsencode(file.name)):
+            if size and _file_contains(other, os.fsencode(file.name)):
                 return f"{other.name} names it"
     except OSError as error:
         return f"{error.filename} cannot be read"
     return ""
 
 
-def _has(path: Path, words: bytes) -> bool:
+def _file_contains(path: Path, words: bytes) -> bool:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(words) >= 0

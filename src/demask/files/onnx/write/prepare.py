@@ -90,18 +90,18 @@ def prepare(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | 
     wrap_recurrent(graph)
     apply_rules(GraphEditor.in_place(graph), ONNX)
     doubles = _lift_numbers(graph)
-    registered = _registered() | {op.name() for op in translated if isinstance(op, OpOverload)}
+    registered = _registered_op_names() | {op.name() for op in translated if isinstance(op, OpOverload)}
     undefined = [
         node
         for node in graph.nodes
         if isinstance(node.target, OpOverload)
         and (node.target.name() not in registered or (node.target in DECOMPOSED_WITH_NUMBERS and _takes_sizes(node)))
     ]
-    table = _decompositions(registered) if undefined else {}
-    if not all(_decompose(graph, node, table) for node in undefined):
+    table = _needed_decompositions(registered) if undefined else {}
+    if not all(_decompose_call(graph, node, table) for node in undefined):
         return None
     drop_unread(graph)
-    return _program(slim, graph, doubles)
+    return _exported_program(slim, graph, doubles)
 
 
 def _takes_sizes(node: fx.Node) -> bool:
@@ -133,7 +133,7 @@ def _lift_numbers(graph: fx.Graph) -> dict[str, Tensor]:
     return constants
 
 
-def _registered() -> set[str]:
+def _registered_op_names() -> set[str]:
     """The names of ops that torch's exporter has ONNX functions for."""
     from onnxscript.function_libs.torch_lib import ops, registration
 
@@ -142,7 +142,7 @@ def _registered() -> set[str]:
     return names | {name for name, _ in registration.default_registry.items()}
 
 
-def _decompositions(registered: set[str]) -> dict[Any, Callable[..., Any]]:
+def _needed_decompositions(registered: set[str]) -> dict[Any, Callable[..., Any]]:
     """torch's decompositions of ops that are not in `registered`."""
     known = decomposition_table | dict(torch.export.default_decompositions().items())
     return {
@@ -178,7 +178,7 @@ def _tensor_at(module: nn.Module, name: str) -> Tensor:
     return reduce(getattr, name.split("."), module)
 
 
-def _decompose(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., Any]]) -> bool:
+def _decompose_call(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., Any]]) -> bool:
     """Replace a call by its decomposition; False where there is none."""
     values = map_arg((node.args, node.kwargs), lambda n: fake(n))
     leaves, spec = pytree.tree_flatten(values)
@@ -207,11 +207,11 @@ def _decompose(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., An
     mapping: dict[fx.Node, Any] = dict(zip(inner, reads, strict=True))
     with graph.inserting_before(node):
         result = graph.graph_copy(traced.graph, mapping)
-    _replace(graph, node, result)
+    _replace_call(graph, node, result)
     return True
 
 
-def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
+def _replace_call(graph: fx.Graph, node: fx.Node, result: Any) -> None:
     """Replace a call, or the items of its result, by `result`."""
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
@@ -222,7 +222,7 @@ def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
     graph.erase_node(node)
 
 
-def _program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> ExportedProgram | None:
+def _exported_program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> ExportedProgram | None:
     """The exported program of a graph, whose constants become its first inputs."""
     specs, tensors = _lift_constants(graph, slim, own)
     (result,) = graph.find_nodes(op="output")
@@ -339,7 +339,7 @@ def translation() -> dict[Any, Any]:
         for layer in range(layers):
             groups = [params[(layer * directions + d) * per_direction :][:per_direction] for d in range(directions)]
             starts = [op.Slice(s, [layer * directions], [(layer + 1) * directions], [0]) for s in states]
-            results = _layer(op, kind, value, groups, starts, biases)
+            results = _onnx_layer(op, kind, value, groups, starts, biases)
             batch_second = op.Transpose(results[0], perm=[0, 2, 1, 3])
             value = op.Reshape(batch_second, op.Constant(value_ints=[0, 0, -1]))
             for final, state in zip(finals, results[1:], strict=True):
@@ -350,7 +350,7 @@ def translation() -> dict[Any, Any]:
     return {torch.ops.demask.recur.default: written}
 
 
-def _layer(
+def _onnx_layer(
     op: Any, kind: _OnnxRecurrentOp, x: Any, groups: Sequence[Sequence[Any]], starts: Sequence[Any], biases: bool
 ) -> Sequence[Any]:
     """One layer's call: outputs of all steps (time, direction, batch, unit), and last states."""

@@ -138,7 +138,7 @@ def _joined_directions(edit: NodeEdit, size: int) -> _JoinedDirections | None:
     """What joins the directions of the only output that is read; None where each is read alone, or
     of equal units."""
     editor = edit.editor
-    read = [k for k, name in enumerate(edit.node.output) if name and _readers(editor, name)]
+    read = [k for k, name in enumerate(edit.node.output) if name and _reading_nodes(editor, name)]
     stored = all(edit.name(k) in ("", *editor.constants.tensors) for k in (1, 2, B, P))
     if len(read) != 1 or not stored or any(edit.name(k) for k in STATES):
         return None
@@ -146,7 +146,7 @@ def _joined_directions(edit: NodeEdit, size: int) -> _JoinedDirections | None:
     axis = len(editor.shape(name)) - (2 if edit.attributes.get("layout") else 3)
     axes = [axis, len(editor.shape(name)) - 1]  # of directions and units
     while True:
-        readers = _readers(editor, name)
+        readers = _reading_nodes(editor, name)
         if len(readers) != 1 or readers[0] is None or not is_standard(readers[0]):
             return None
         nodes, unit_axes = [*nodes, readers[0]], [*unit_axes, axes[1]]
@@ -167,7 +167,7 @@ def _joined_directions(edit: NodeEdit, size: int) -> _JoinedDirections | None:
     return None if set(units[0]) == set(units[1]) else _JoinedDirections(units, nodes, unit_axes, at)
 
 
-def _readers(editor: Editor, name: str) -> list[Any]:
+def _reading_nodes(editor: Editor, name: str) -> list[Any]:
     """The nodes that read a value; None for the graph's outputs and for subgraphs."""
     nodes = [node for node in editor.graph.node for read in node.input if read == name]
     return [*nodes, *[None] * (name in editor.outputs or name in editor.inner_reads)]

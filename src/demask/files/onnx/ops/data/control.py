@@ -33,19 +33,15 @@ def _require_sequence(sequence: Value) -> list[Any]:
     return sequence
 
 
-def _nonnegative(position: int, end: int) -> int:
-    """A position as a non-negative number; BadInput outside of [-end, end]."""
-    if not -end <= position <= end:
-        raise BadInput(f"expected a position in [{-end}, {end}], got {position}")
-    return position + end if position < 0 else position
-
-
 @OPS("SequenceInsert")
 def inserted(sequence: Value, element: Value, position: Int | None = None) -> list[Value]:
     """The sequence with an element inserted at a position, by default at the end."""
     elements = _require_sequence(sequence)
     end = len(elements)
-    index = end if position is None else _nonnegative(position, end)
+    index = end if position is None else position
+    if not -end <= index <= end:
+        raise BadInput(f"expected a position in [{-end}, {end}], got {index}")
+    index = index + end if index < 0 else index
     return [*elements[:index], element, *elements[index:]]
 
 

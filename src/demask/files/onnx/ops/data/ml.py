@@ -223,13 +223,13 @@ class Forest:
         return is_yes
 
 
-def _targets(indices: Sequence[int], leaf: Sequence[int]) -> list[int]:
+def _successors(indices: Sequence[int], leaf: Sequence[int]) -> list[int]:
     """Successors of nodes, in one numbering of nodes and leaves."""
     nodes = len(indices)
     return [index + nodes * bool(is_leaf) for index, is_leaf in zip(indices, leaf, strict=True)]
 
 
-def _depth(roots: Sequence[int], yes: Sequence[int], no: Sequence[int], nodes: int) -> int:
+def _longest_path(roots: Sequence[int], yes: Sequence[int], no: Sequence[int], nodes: int) -> int:
     """Number of nodes on the longest path to a leaf; BadInput for a cycle."""
     level, depth = {r for r in roots if r < nodes}, 0
     while level:
@@ -240,7 +240,7 @@ def _depth(roots: Sequence[int], yes: Sequence[int], no: Sequence[int], nodes: i
     return depth
 
 
-def _members(values: Value, modes: list[int], x: Tensor) -> Tensor | None:
+def _membership_sets(values: Value, modes: list[int], x: Tensor) -> Tensor | None:
     """The set of members of each node and leaf (mode -1), padded with NaN. NaN separates the sets
     in the file."""
     if MEMBER not in modes:
@@ -256,7 +256,7 @@ def _members(values: Value, modes: list[int], x: Tensor) -> Tensor | None:
     return x.new_tensor([[*row, *[torch.nan] * (width - len(row))] for row in rows])
 
 
-def _aggregated(weights: Tensor, targets: Tensor, count: int, aggregate: int) -> Tensor:
+def _aggregate_trees(weights: Tensor, targets: Tensor, count: int, aggregate: int) -> Tensor:
     """Scores per target from the weights of all trees: mean, sum, minimum or maximum."""
     zeros = weights.new_zeros((weights.shape[0], count))
     if aggregate in (0, 1):
@@ -292,8 +292,8 @@ def tree_ensemble(
         raise BadInput(f"expected post_transform 0, 1 or 2, got {post_transform}")
     nodes, modes = len(nodes_featureids), [int(n) for n in numbers_of(nodes_modes)]
     leaves = range(nodes, nodes + len(leaf_targetids))
-    yes = _targets(nodes_truenodeids, nodes_trueleafs)
-    no = _targets(nodes_falsenodeids, nodes_falseleafs)
+    yes = _successors(nodes_truenodeids, nodes_trueleafs)
+    no = _successors(nodes_falsenodeids, nodes_falseleafs)
     missing = list(nodes_missing_value_tracks_true) or [0] * nodes
 
     def table(numbers: Sequence[int], rest: Sequence[int]) -> Tensor:
@@ -309,12 +309,12 @@ def tree_ensemble(
         table(missing, rest).bool(),
         table(yes, leaves),
         table(no, leaves),
-        _members(membership_values, modes, x),
+        _membership_sets(membership_values, modes, x),
         nodes,
-        _depth(tree_roots, yes, no, nodes),
+        _longest_path(tree_roots, yes, no, nodes),
     )
     reached = forest.leaves(x)
     weights = leaf_weights.to(x.device)[reached]
     targets = table(leaf_targetids, [])[reached]
-    scores = _aggregated(weights, targets, n_targets, aggregate_function)
+    scores = _aggregate_trees(weights, targets, n_targets, aggregate_function)
     return [scores, torch.softmax(scores, -1), torch.sigmoid(scores)][post_transform]

@@ -45,7 +45,6 @@ def texts(value: Value) -> np.ndarray:
 
 
 def _host_words(words: Any, shape: Sequence[int]) -> Host:
-    """A value of words in a shape."""
     array = np.empty(len(words), dtype=object)
     array[:] = words
     return Host.of(array.reshape(shape))

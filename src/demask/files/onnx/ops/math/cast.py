@@ -95,7 +95,7 @@ def cast(x: Tensor, *, to: int, saturate: int = 1, round_mode: str = "up") -> Te
     if to in _SMALL_FLOATS:
         return _SMALL_FLOATS[to](x)
     if to in _SMALL_INTS:
-        return _small_int(x, *_SMALL_INTS[to])
+        return _truncate_to_bits(x, *_SMALL_INTS[to])
     dtype = dtype_of(to)
     if dtype == torch.float8_e8m0fnu:
         return _power_of_two(x, bool(saturate), round_mode)
@@ -114,8 +114,7 @@ def _cast_to(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     return x.to(dtype)
 
 
-def _small_int(x: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
-    """Integers truncated to their low bits."""
+def _truncate_to_bits(x: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
     low = x.to(torch.int32) & (2**bits - 1)
     if dtype.is_signed:
         low = low - ((low >> (bits - 1)) << bits)

@@ -249,15 +249,11 @@ def remainder(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
     return widened(torch.fmod if fmod else torch.remainder)(a, b)
 
 
-def _real_power(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.power(a, b).astype(a.dtype)
-
-
 def _symbolic_power(a: Any, b: Any) -> Any:
     return torch.sym_int(a**b) if _are_integers(a) else a**b
 
 
-@OPS("Pow", host=on_host(_real_power, _symbolic_power))
+@OPS("Pow", host=on_host(lambda a, b: np.power(a, b).astype(a.dtype), _symbolic_power))
 def power(a: Tensor, b: Number) -> Tensor:
     """a to the power b, in a's dtype."""
     if isinstance(b, Tensor) and b.dtype != a.dtype:
@@ -307,7 +303,7 @@ def _host_clip(x: np.ndarray, min: Any = None, max: Any = None) -> Any:
     return x
 
 
-def _clip(x: Tensor, min: Number = None, max: Number = None) -> Tensor:
+def _clip_tensor(x: Tensor, min: Number = None, max: Number = None) -> Tensor:
     """x clamped to at least `min`, then to at most `max`."""
     if isinstance(min, Tensor) or isinstance(max, Tensor):
         x = x if min is None else _larger(x, min)
@@ -315,7 +311,7 @@ def _clip(x: Tensor, min: Number = None, max: Number = None) -> Tensor:
     return x if min is None and max is None else torch.clamp(x, min, max)
 
 
-OPS("Clip", host=_host_clip, stored=(1, 2))(widened(_clip, ordered=True))
+OPS("Clip", host=_host_clip, stored=(1, 2))(widened(_clip_tensor, ordered=True))
 
 
 def _host_where(condition: np.ndarray, a: np.ndarray, b: np.ndarray) -> Any:

@@ -41,42 +41,30 @@ def _prod(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     return x
 
 
-def _max(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    if not axes:
-        return x
-    if _is_empty(x, axes):
-        return _filled(x, axes, keep, _least(x.dtype))
-    return torch.amax(x, axes, keep)
+def _extreme(function: Reduction, of_nothing: Callable[[torch.dtype], Any]) -> Reduction:
+    """Max or min; where an axis has size 0, the number of the dtype that `of_nothing` returns."""
+
+    def extreme(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+        if not axes:
+            return x
+        if any(isinstance(x.shape[axis], int) and x.shape[axis] == 0 for axis in axes):
+            sizes = [1 if k in axes else n for k, n in enumerate(x.shape) if keep or k not in axes]
+            return torch.full(sizes, of_nothing(x.dtype), dtype=x.dtype, device=x.device)
+        return function(x, axes, keep)
+
+    return extreme
 
 
-def _min(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    if not axes:
-        return x
-    if _is_empty(x, axes):
-        return _filled(x, axes, keep, _most(x.dtype))
-    return torch.amin(x, axes, keep)
-
-
-def _is_empty(x: Tensor, axes: list[int]) -> bool:
-    """Whether an axis is known to have size 0."""
-    return any(isinstance(x.shape[axis], int) and x.shape[axis] == 0 for axis in axes)
-
-
-def _least(dtype: torch.dtype) -> Any:
+def _least_number(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point:
         return -torch.inf
     return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _most(dtype: torch.dtype) -> Any:
+def _most_number(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point:
         return torch.inf
     return True if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def _filled(x: Tensor, axes: list[int], keep: bool, value: Any) -> Tensor:
-    sizes = [1 if k in axes else n for k, n in enumerate(x.shape) if keep or k not in axes]
-    return torch.full(sizes, value, dtype=x.dtype, device=x.device)
 
 
 def _norm(order: int) -> Reduction:
@@ -135,9 +123,9 @@ for _name, _function, _ordered, _host in (
     ("L2", _norm(2), False, None),
     ("LogSum", lambda x, axes, keep: _log(_sum(x, axes, keep)), False, None),
     ("LogSumExp", _log_sum_exp, False, None),
-    ("Max", _max, True, _host_reduction(np.maximum, extend_choice(torch.sym_max))),
+    ("Max", _extreme(torch.amax, _least_number), True, _host_reduction(np.maximum, extend_choice(torch.sym_max))),
     ("Mean", _mean, False, None),
-    ("Min", _min, True, _host_reduction(np.minimum, extend_choice(torch.sym_min))),
+    ("Min", _extreme(torch.amin, _most_number), True, _host_reduction(np.minimum, extend_choice(torch.sym_min))),
     ("Prod", _prod, False, _host_reduction(np.multiply, operator.mul)),
     ("Sum", _sum, False, _host_reduction(np.add, operator.add)),
     ("SumSquare", lambda x, axes, keep: _sum(x * x, axes, keep), False, None),
