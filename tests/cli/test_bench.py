@@ -243,17 +243,6 @@ def test_inputs_that_are_no_tensors_are_refused(run, tmp_path, optimized):
     assert "scale" in outcome.err
 
 
-@pytest.mark.parametrize("words", [("--batch", 0), ("--threads", 0), ("--pairs", 0)])
-def test_numbers_below_one_are_refused(run, saved, words):
-    assert run("bench", saved / "masked.pt2", *words).code == 2
-
-
-def test_a_broken_file_is_refused(run, saved):
-    outcome = run("bench", saved / "broken.pt2")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert "Traceback" not in outcome.err
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_threads_are_put_back(run, saved, optimized, monkeypatch, fails):
     def refuse(*args, **options):
@@ -334,17 +323,6 @@ def test_axes_start_at_zero(tmp_path, monkeypatch):
     ((low, high),) = limits
     assert low == 0
     assert high > 30
-
-
-@pytest.mark.parametrize(
-    ("file", "complaint"), [("bench.jpg", "ends in .svg or .png or .pdf"), ("missing/bench.svg", "does not exist")]
-)
-def test_a_plot_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypatch, file, complaint):
-    (tmp_path / "model.pt2").touch()
-    monkeypatch.setattr("demask.files.pt2.read_model", lambda path: pytest.fail("read first"))
-    outcome = run("bench", "model.pt2", "--plot", file)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert complaint in outcome.err
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(run, tmp_path, monkeypatch):

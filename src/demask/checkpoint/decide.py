@@ -28,30 +28,24 @@ SMALL_ELEMENTS = 2**19  # of one weight of the small network, at most, if its cl
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of a slice.
+    """What becomes of a slice."""
 
-    Attributes:
-        dead: whether it can be removed.
-        constant: by reading member (its index in the group), the values that are read, float64
-            [positions of a slice], if it is always the same and not 0; else empty.
-    """
-
-    dead: bool
+    dead: bool  # whether it can be removed
+    # by reading member (its index in the group), the values that are read, float64 [positions of a slice], if it
+    # is always the same and not 0
     constant: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class _Reading:
-    """A call that reads slices of a group: `axis` of its operand number `operand`, of `size`
-    positions, of which `positions`, int64 [slices, positions], are theirs. member: the member of
-    the group that they are multiplied with, if that is a weight to whose products a bias is added.
-    """
+    """A call that reads slices of a group."""
 
     node: fx.Node
-    operand: int
-    axis: int
-    size: int
-    positions: Tensor
+    operand: int  # its number
+    axis: int  # of the operand
+    size: int  # of the axis
+    positions: Tensor  # of the slices, int64 [slices, positions]
+    # of the group, that they are multiplied with, if it is a weight to whose products a bias is added
     member: int | None
 
 

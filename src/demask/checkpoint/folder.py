@@ -44,26 +44,17 @@ _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpa
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A checkpoint folder, of which the config and the headers were read.
-
-    Attributes:
-        path: the folder.
-        config: its config.json.
-        files: by name, its files of tensors, in the order of the index.
-        file_of: by tensor, the name of its file.
-        others: the files that are copied, also from folders in it: the tokenizer's, the generation
-            config, texts, and the modules that sentence-transformers runs after this one.
-        left: files and folders that are not copied: weights in other formats, links to folders.
-        scales: by weight of 8 bits, its scales.
-    """
+    """A checkpoint folder, of which the config and the headers were read."""
 
     path: Path
-    config: Mapping[str, Any]
-    files: Mapping[str, WeightFile]
-    file_of: Mapping[str, str]
+    config: Mapping[str, Any]  # its config.json
+    files: Mapping[str, WeightFile]  # of tensors, by name, in the order of the index
+    file_of: Mapping[str, str]  # by tensor
+    # files that are copied, also from folders in it: the tokenizer's, the generation config, texts, and the
+    # modules that sentence-transformers runs after this one
     others: tuple[str, ...]
-    left: tuple[str, ...]
-    scales: Mapping[str, Scale]
+    left: tuple[str, ...]  # what is not copied: weights in other formats, links to folders
+    scales: Mapping[str, Scale]  # by weight of 8 bits
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CheckpointFolder:
@@ -156,16 +147,11 @@ class CheckpointFolder:
 
 @dataclass(frozen=True)
 class CutFolder(CheckpointFolder):
-    """A folder as if it had fewer tensors, or smaller ones.
+    """A folder as if it had fewer tensors, or smaller ones."""
 
-    Attributes:
-        origin: the folder that is read.
-        names: by tensor, its name there.
-        cuts: by tensor there and axis, the positions that stay, as in `CheckpointPlan`.
-    """
-
-    origin: CheckpointFolder
-    names: Mapping[str, str]
+    origin: CheckpointFolder  # the folder that is read
+    names: Mapping[str, str]  # by tensor, its name there
+    # by tensor there and axis, the positions that stay, as in `CheckpointPlan`
     cuts: Mapping[str, Mapping[int, Tensor]]
 
     @classmethod
@@ -325,15 +311,10 @@ def write_index(folder: Path, files: Mapping[str, WeightFile]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The scales of a weight.
+    """The scales of a weight."""
 
-    Attributes:
-        name: their tensor.
-        blocks: by axis of the weight, how many neighbors have a scale in common; 0: all of them.
-    """
-
-    name: str
-    blocks: tuple[int, ...]
+    name: str  # their tensor
+    blocks: tuple[int, ...]  # by axis of the weight, how many neighbors have a scale in common; 0: all of them
 
     def values(self, weight: Tensor, scales: Tensor) -> Tensor:
         """The products of a weight and its scales, float32."""

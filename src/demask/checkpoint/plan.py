@@ -40,17 +40,11 @@ EXPERT_MULTIPLE = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSlices:
-    """The slices of a group in one layer, or in all layers that share them.
-
-    Attributes:
-        group: the group.
-        layers: these layers, each with its kind.
-        fates: by expert, what becomes of each slice; of one expert where there are none.
-    """
+    """The slices of a group in one layer, or in all layers that share them."""
 
     group: SliceGroup
-    layers: tuple[tuple[LayerKind, int], ...]
-    fates: tuple[tuple[Fate, ...], ...]
+    layers: tuple[tuple[LayerKind, int], ...]  # each with its kind
+    fates: tuple[tuple[Fate, ...], ...]  # of each slice, by expert; of one expert where there are none
 
     @property
     def live(self) -> int:
@@ -93,45 +87,29 @@ class LayerSlices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointPlan:
-    """What is written.
+    """What is written."""
 
-    Attributes:
-        family: the class, another than the folder's where only that can say the sizes.
-        config: the config, with all keys of its class.
-        layers: by stack, the layers that stay.
-        slices: what is known of all slices. counts: how many of each of them stay.
-        cuts: by tensor and axis, the positions that stay, int64 [positions], -1 for zeros; of a
-            tensor of three axes, for each position of the first: [first axis, positions].
-        added: by tensor, float64 numbers that are added to it.
-        multiple: units are rounded up to a multiple of it.
-        notes: what could be removed and is not, and why; what is another class now.
-        dropped: tensors in layers that stay, without counterpart.
-    """
-
-    family: Family
-    config: ConfigData
-    layers: Mapping[str, Sequence[int]]
-    slices: Sequence[LayerSlices]
-    counts: Sequence[int]
+    family: Family  # another class than the folder's where only that can say the sizes
+    config: ConfigData  # with all keys of its class
+    layers: Mapping[str, Sequence[int]]  # by stack, those that stay
+    slices: Sequence[LayerSlices]  # what is known of all of them
+    counts: Sequence[int]  # how many of each of `slices` stay
+    # by tensor and axis, the positions that stay, int64 [positions], -1 for zeros; of a tensor of three axes, for
+    # each position of the first: [first axis, positions]
     cuts: Mapping[str, Mapping[int, Tensor]]
-    added: Mapping[str, Tensor]
-    multiple: int
-    notes: tuple[str, ...] = ()
-    dropped: frozenset[str] = frozenset()
+    added: Mapping[str, Tensor]  # by tensor, float64 numbers that are added to it
+    multiple: int  # units are rounded up to a multiple of it
+    notes: tuple[str, ...] = ()  # what could be removed and is not, and why; what is another class now
+    dropped: frozenset[str] = frozenset()  # tensors in layers that stay, without counterpart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownSlices:
-    """What is known of the slices of a folder.
+    """What is known of the slices of a folder."""
 
-    Attributes:
-        reduced: a model with one layer of each kind. small: what decides its slices.
-        slices: those of all layers.
-    """
-
-    reduced: ReducedModel
-    small: SmallNetwork
-    slices: Sequence[LayerSlices]
+    reduced: ReducedModel  # a model with one layer of each kind
+    small: SmallNetwork  # what decides its slices
+    slices: Sequence[LayerSlices]  # those of all layers
 
     @classmethod
     def of(cls, stored: StoredTensors, family: Family, data: ConfigData, step: ProgressStep) -> KnownSlices:
@@ -282,8 +260,8 @@ def count_silent_channels(stored: StoredTensors, coupling: Coupling, layers: Map
                 if (split := stack.split(name)) is not None:
                     first = layers[stack.path][split[0]]
                     names = [stack.name(k, split[1]) for k, own in enumerate(stack.kinds) if own == first]
-            places = [(name, axis) for name in names] + [(bias_of(name), 0) for name in names]
-            for parameter, k in places:
+            axes = [(name, axis) for name in names] + [(bias_of(name), 0) for name in names]
+            for parameter, k in axes:
                 if parameter in stored.shapes and (both is None or both.any()):
                     zeros = stored.zeros(parameter, k)
                     zeros = torch.zeros(1, 1, dtype=torch.bool) if zeros is None else zeros

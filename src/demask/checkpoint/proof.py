@@ -55,13 +55,17 @@ class CheckpointProof:
 
 
 def prove(
-    original: StreamedModel, slim: StreamedModel, rounds: bool, step: ProgressStep, whole: StreamedModel | None = None
+    original: StreamedModel,
+    slim: StreamedModel,
+    rounds: bool,
+    step: ProgressStep,
+    unreduced: StreamedModel | None = None,
 ) -> CheckpointProof:
     """Compare a slim model with the original, of whose logits it may have the first ones alone.
 
     Args:
         rounds: whether constants were added to biases, and rounded to their dtype.
-        whole: the original with what was removed on request.
+        unreduced: the original with what was removed on request.
 
     Raises:
         Mismatch: an output or a token differs, or the new folder lacks a tensor.
@@ -82,7 +86,7 @@ def prove(
         rest = prompt if is_encoded else {n: v for n, v in prompt.items() if not isinstance(v, Tensor)}
         examples.append({**rest, name: tokens})
     worst, used = 0.0, torch.float32
-    requested = None if whole is None else 0.0
+    requested = None if unreduced is None else 0.0
     expected: list[dict[str, Tensor]] = []
     for k, example in enumerate(examples, 1):
         step(f"comparing text {k} of {len(examples)}")
@@ -120,8 +124,8 @@ def prove(
         if text or not relative <= limit:
             raise Mismatch(f"the result computes something else: {text or f'{relative:.1e}'} on text {k}")
         worst = max(worst, relative)
-        if whole is not None and requested is not None:
-            before = _outputs_in(whole, example, torch.float32, rows)
+        if unreduced is not None and requested is not None:
+            before = _outputs_in(unreduced, example, torch.float32, rows)
             requested = max(requested, _largest_difference(before, expected[-1])[0])
     name = str(used).removeprefix("torch.")
     if tokens is None:

@@ -26,17 +26,15 @@ LITTLE = 0.005  # of all parameters: less is not worth a word
 
 @dataclass(frozen=True, slots=True)
 class SliceCount:
-    """The slices of a group. name: of its first parameter, without the layer's number; layers: that
-    have them; live: the fewest and the most of a layer (and expert); written: the most of a layer;
-    by_layer: those of each."""
+    """The slices of a group."""
 
-    name: str
+    name: str  # of its first parameter, without the layer's number
     kind: str
-    layers: int
+    layers: int  # that have them
     before: int
-    live: tuple[int, int]
-    written: int
-    by_layer: tuple[int, ...]
+    live: tuple[int, int]  # the fewest and the most of a layer (and expert)
+    written: int  # the most of a layer
+    by_layer: tuple[int, ...]  # of each layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,10 +60,10 @@ def smaller_config(
             for name in own
             if own[name] != shapes[name]
         }
-        whole = all(
+        is_complete = all(
             len(axes) == 1 and cut_to(shapes[name], axes[0], size) == own[name] for name, axes in changed.items()
         )
-        if whole and all(changed.get(name) == [0] for name in names):
+        if is_complete and all(changed.get(name) == [0] for name in names):
             return other, {name: axis for name, (axis,) in changed.items()}
     return None
 
@@ -292,7 +292,7 @@ def _numbered_prefix(stored: StoredTensors, name: str) -> str:
 
 
 def _renumbered(names: Mapping[str, str], prefix: str, staying: Sequence[int]) -> dict[str, str]:
-    """Names of tensors, and of those whose number after a prefix is one of `staying`, its place."""
+    """Names of tensors, and of those whose number after a prefix is one of `staying`, its index there."""
     result: dict[str, str] = {}
     for new, old in names.items():
         number, _, rest = new[len(prefix) :].partition(".") if new.startswith(prefix) else ("",) * 3

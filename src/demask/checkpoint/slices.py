@@ -42,22 +42,14 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SliceMember:
-    """Positions of slices along one axis of a parameter of a layer.
+    """Positions of slices along one axis of a parameter of a layer."""
 
-    Attributes:
-        kind: the kind of the layer; None for a parameter in no layer.
-        name: the parameter's name in its layer ("mlp.up_proj.weight"), or in the model.
-        axis: the axis, of a tensor of rank `rank`.
-        positions: int64 [slices, positions of each].
-        produces: whether the slice is computed with these positions, rather than multiplied.
-    """
-
-    kind: LayerKind | None
-    name: str
+    kind: LayerKind | None  # of the layer; None for a parameter in no layer
+    name: str  # in its layer ("mlp.up_proj.weight"), or in the model
     axis: int
-    rank: int
-    positions: Tensor
-    produces: bool
+    rank: int  # of the tensor
+    positions: Tensor  # int64 [slices, positions of each]
+    produces: bool  # whether the slice is computed with these positions, rather than multiplied
 
     @property
     def key(self) -> tuple[LayerKind | None, str, int]:
@@ -66,19 +58,12 @@ class SliceMember:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SliceGroup:
-    """Slices of the layers of one kind, or of all layers, if they share them.
+    """Slices of the layers of one kind, or of all layers, if they share them."""
 
-    Attributes:
-        name: as of the group of the model that was captured.
-        kind: "unit" or "head": with the keys and values that several heads share.
-        members: where the slices are. Of a layer of another kind there are none.
-        size: the number of slices.
-    """
-
-    name: str
-    kind: str
-    members: tuple[SliceMember, ...]
-    size: int
+    name: str  # as of the group of the model that was captured
+    kind: str  # "unit" or "head": with the keys and values that several heads share
+    members: tuple[SliceMember, ...]  # of a layer of another kind there are none
+    size: int  # the number of slices
 
     @property
     def kinds(self) -> frozenset[LayerKind]:
@@ -136,7 +121,7 @@ class ReducedModel:
         return self._captured[1]
 
     def _capture(self, model: Any) -> tuple[tuple[SliceGroup, ...], Coupling]:
-        """The slices of a model on the meta device, which loses its place there, and its coupling.
+        """The slices of a model on the meta device, which leaves it, and its coupling.
         Raises NotExportable where it cannot be captured."""
         model.to_empty(device="cpu")
         for parameter in model.parameters():

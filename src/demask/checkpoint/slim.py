@@ -153,13 +153,13 @@ def slim(
         own = LoraAdapter.read(Path(adapter), stored.model, stored.parameter_of.values())
         stored = StoredTensors(original, stored.model, stored.stacks, own)
         if layer_format is not None:
-            raise BadInput(f"{final}: its format has no place for an adapter; merge that into the folder")
+            raise BadInput(f"{final}: its format has no adapters; merge that into the folder")
         here, root = Path(adapter).resolve(), source.resolve()
         if root in here.parents:
             inside = here.relative_to(root).as_posix() + "/"
             others = tuple(name for name in others if not name.startswith(inside))
         if any(name.startswith(f"{ADAPTER}/") for name in others):
-            raise BadInput(f"{source} has a folder {ADAPTER}, the place of the adapter; rename it")
+            raise BadInput(f"{source} has a folder {ADAPTER}, where the adapter is written; rename it")
     try:
         if experts == "drop":
             stored, data, note = drop_experts(stored, family, data, progress)

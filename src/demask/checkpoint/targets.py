@@ -27,82 +27,53 @@ _AS_LLAMA = {"Qwen2ForCausalLM": ("LlamaForCausalLM", {"model_type": "llama", "a
 
 @dataclass(frozen=True, slots=True)
 class LayerFormat:
-    """A format in which every layer has sizes of its own.
+    """A format in which every layer has sizes of its own."""
 
-    Attributes:
-        name: of the architecture, as in the file.
-        headless: the number of the first layer that may have no heads; None: all have some.
-        unitless: whether layers without units load.
-    """
-
-    name: str
-    headless: int | None
-    unitless: bool = False
+    name: str  # of the architecture, as in the file
+    headless: int | None  # the number of the first layer that may have no heads; None: all have some
+    unitless: bool = False  # whether layers without units load
 
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture(LayerFormat):
-    """An architecture of llama.cpp.
+    """An architecture of llama.cpp."""
 
-    Attributes:
-        pairs: whether the two rows of q and k that are rotated together are neighbors.
-        fused: whether q, k and v are one tensor, one below the other.
-        biases: whether products have biases.
-        untied: whether the output has a weight of its own.
-        frequencies: whether the file says by what factors the frequencies of rotation differ.
-    """
-
-    pairs: bool = False
-    fused: bool = False
-    biases: bool = True
-    untied: bool = True
-    frequencies: bool = True
+    pairs: bool = False  # whether the two rows of q and k that are rotated together are neighbors
+    fused: bool = False  # whether q, k and v are one tensor, one below the other
+    biases: bool = True  # whether products have biases
+    untied: bool = True  # whether the output has a weight of its own
+    frequencies: bool = True  # whether the file says by what factors the frequencies of rotation differ
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat(LayerFormat):
-    """A folder whose config lists its layers (`block_configs`): all have as many queries, and each
-    has its own number of keys and values, which divides that of the queries.
+    """A folder whose config lists its layers (`block_configs`): all have as many queries, and each has its own
+    number of keys and values, which divides that of the queries."""
 
-    Attributes:
-        multiple: of units: the config has them as a share of the width, which is rounded up.
-        own_head_size: whether the config says how wide a head is, so that queries may go.
-        code: whether the folder needs the code of its config's class.
-    """
-
-    multiple: int = 1
-    own_head_size: bool = False
-    code: bool = False
+    multiple: int = 1  # of units: the config has them as a share of the width, which is rounded up
+    own_head_size: bool = False  # whether the config says how wide a head is, so that queries may go
+    code: bool = False  # whether the folder needs the code of its config's class
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderTarget:
-    """A loader of checkpoints.
+    """A loader of checkpoints."""
 
-    Attributes:
-        name: as `checkpoint.slim` takes it.
-        multiple: of units, unless the user says another: what its kernels and quantizers take.
-        old_keys: by model type, more keys of transformers 4 that it reads, and those whose values
-            they have; None: it reads those of transformers 5. Of rotations it reads the old ones.
-        cut_heads: the model types of which it loads fewer heads than the width has room for; None:
-            all that the class of transformers takes.
-        full_units: those of which it loads no fewer units than a multiple of the width.
-        numbered: those of which the number of a layer says what the layer computes.
-        other_classes: by class of others, one that computes the same, of which it loads fewer
-            heads, and what the config then says; its other parameters are zero.
-        architectures: of a loader of GGUF files, by model type, those that it loads; a loader of
-            folders has none.
-        blocks: by model type, the folder with sizes by layer that it loads.
-    """
-
-    name: str
-    multiple: int = 64
+    name: str  # as `checkpoint.slim` takes it
+    multiple: int = 64  # of units, unless the user says another: what its kernels and quantizers take
+    # by model type, more keys of transformers 4 that it reads (of rotations the old ones), and those whose values
+    # they have; None: it reads those of transformers 5
     old_keys: Mapping[str, Mapping[str, str]] | None = None
+    # model types of which it loads fewer heads than the width has room for; None: all that the class takes
     cut_heads: frozenset[str] | None = None
-    full_units: frozenset[str] = frozenset()
-    numbered: frozenset[str] = frozenset()
+    full_units: frozenset[str] = frozenset()  # those of which it loads no fewer units than a multiple of the width
+    numbered: frozenset[str] = frozenset()  # those of which the number of a layer says what the layer computes
+    # by class of others, one that computes the same, of which it loads fewer heads, and what the config then says;
+    # its other parameters are zero
     other_classes: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
+    # of GGUF files, by model type; a loader of folders has none
     architectures: Mapping[str, GgufArchitecture] = field(default_factory=dict)
+    # by model type, the folder with sizes by layer that it loads
     blocks: Mapping[str, BlockFormat] = field(default_factory=dict)
 
     def cuts_heads(self, model_type: str) -> bool:

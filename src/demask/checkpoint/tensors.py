@@ -34,28 +34,21 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredPart:
-    """A tensor of a folder that is an axis of a parameter, or a part of it.
+    """A tensor of a folder that is an axis of a parameter, or a part of it."""
 
-    Attributes:
-        tensor: its name in the folder.
-        axis: its axis.
-        positions: int64, the parameter's position of each of its own; None: the same.
-        expert: the position along the parameter's first axis, if it is of one expert.
-    """
-
-    tensor: str
+    tensor: str  # its name in the folder
     axis: int
-    positions: Tensor | None = None
-    expert: int | None = None
+    positions: Tensor | None = None  # int64, the parameter's position of each of its own; None: the same
+    expert: int | None = None  # the position along the parameter's first axis, if it is of one expert
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZeroPattern:
-    """Where a tensor is zero. everywhere: all of it. axes: by axis, bool of its length, True where
-    it is zero all along the other axes; of a tensor of three axes, for each position of the first:
-    [first axis, length]."""
+    """Where a tensor is zero."""
 
     everywhere: bool
+    # bool of the length, True where it is zero all along the other axes; of a tensor of three axes, for each
+    # position of the first: [first axis, length]
     axes: Mapping[int, Tensor]
 
 

@@ -74,17 +74,13 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A network that is timed.
-
-    parameters: as in reports. preparation: seconds that demask(), optimize() or torch.compile took;
-    None for the original. failure: why it cannot run; empty where it can.
-    """
+    """A network that is timed."""
 
     name: str
     module: nn.Module
-    parameters: int = 0
-    preparation: float | None = None
-    failure: str = ""
+    parameters: int = 0  # as in reports
+    preparation: float | None = None  # seconds that demask(), optimize() or torch.compile took
+    failure: str = ""  # why it cannot run
 
     @classmethod
     def of(cls, name: str, module: nn.Module, parameters: int = 0, preparation: float | None = None) -> Contender:
@@ -96,18 +92,13 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """What to measure: every batch size (none: the example's) at every number of threads (none:
-    torch's own).
+    """What to measure: every batch size at every number of threads."""
 
-    pairs: calls of each contender, in turns. seconds: at most, per setting. compiled: whether
-    torch.compile takes part.
-    """
-
-    threads: tuple[int, ...] = ()
-    batches: tuple[int, ...] = ()
-    pairs: int = 30
-    seconds: float = 60.0
-    compiled: bool = True
+    threads: tuple[int, ...] = ()  # () for torch's own number
+    batches: tuple[int, ...] = ()  # () for the example's
+    pairs: int = 30  # calls of each contender, in turns
+    seconds: float = 60.0  # at most, per setting
+    compiled: bool = True  # whether torch.compile takes part
 
     @property
     def steps(self) -> int:
@@ -118,23 +109,17 @@ class BenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One contender in one setting.
-
-    parameters: as in reports. preparation: seconds that demask(), optimize(), or torch.compile with
-    its first call took. ratio: the original's median over its own, so below 1 is a loss.
-    difference: the largest from the original's outputs, relative to the largest of them. failure:
-    why there are no numbers; empty where there are.
-    """
+    """One contender in one setting."""
 
     threads: int
     batch: int
     contender: str
-    parameters: int
-    preparation: float | None = None
+    parameters: int  # as in reports
+    preparation: float | None = None  # seconds of demask(), optimize(), or torch.compile with its first call
     timing: Timing | None = None
-    ratio: float | None = None
-    difference: float | None = None
-    failure: str = ""
+    ratio: float | None = None  # the original's median over its own: below 1 is a loss
+    difference: float | None = None  # the largest from the original's outputs, relative to the largest of them
+    failure: str = ""  # why there are no numbers
 
     @property
     def setting(self) -> str:

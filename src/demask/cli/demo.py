@@ -34,16 +34,12 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class DemoNetwork:
-    """One network of the comparison: its sizes, how well it reads, and how long it takes.
+    """One network of the comparison: its sizes, how well it reads, and how long it takes."""
 
-    sizes: MACs are those of one image. difference: largest absolute difference of any test logit
-    from the masked network's. timings: per number of threads, seconds per forward pass of IMAGES
-    images.
-    """
-
-    sizes: Sizes
+    sizes: Sizes  # MACs are those of one image
     accuracy: float
-    difference: float
+    difference: float  # largest absolute difference of any test logit from the masked network's
+    # per number of threads, seconds per forward pass of IMAGES images
     timings: Mapping[int, Timing] = field(default_factory=dict)
 
     def timed(self, threads: int, timing: Timing) -> DemoNetwork:

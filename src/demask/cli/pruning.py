@@ -189,39 +189,29 @@ def _mirror_and_shift(x: Tensor, random: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PruneOptions:
-    """How to prune; of `amount`, `macs` and `ms` one is used.
+    """How to prune; of `amount`, `macs` and `ms` one is used."""
 
-    epochs, tune: passes over the training images before pruning, and from then on. rounds: pruning
-    steps. structure, score: as of `Pruner`. amount: the share of slices to remove. macs: the MACs
-    to keep, a share of all or a number; ms: the milliseconds that one image may take.
-    """
-
-    epochs: float = 0
-    tune: float = 1
-    rounds: int = 4
-    structure: str = "channel"
+    epochs: float = 0  # passes over the training images before pruning
+    tune: float = 1  # passes from then on
+    rounds: int = 4  # pruning steps
+    structure: str = "channel"  # as of `Pruner`, as `score`
     score: str = "l1"
-    amount: float = 0.5
-    macs: float | None = None
-    ms: float | None = None
+    amount: float = 0.5  # the share of slices to remove
+    macs: float | None = None  # MACs to keep: a share of all, or a number
+    ms: float | None = None  # milliseconds that one image may take
 
 
 @dataclass(frozen=True, slots=True)
 class PruneResult(PageSource):
-    """A network before and after `demask prune`.
+    """A network before and after `demask prune`."""
 
-    network: the small network. report: of it; MACs are those of EXAMPLE images. accuracies: by
-    phase. timings: seconds for TIMED images. verification: of masked and demasked network.
-    pruned: a line for each pruning step.
-    """
-
-    network: nn.Module
-    report: Report
-    accuracies: dict[str, float]
-    timings: dict[str, Timing]
-    verification: Any
+    network: nn.Module  # the small one
+    report: Report  # MACs are those of EXAMPLE images
+    accuracies: dict[str, float]  # by phase
+    timings: dict[str, Timing]  # seconds for TIMED images
+    verification: Any  # of masked and demasked network
     curves: Curves
-    pruned: tuple[str, ...]
+    pruned: tuple[str, ...]  # a line for each pruning step
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers in JSON types; times in seconds."""

@@ -24,7 +24,7 @@ from demask.files.arrays import read_arrays
 from demask.files.onnx.check import session
 from demask.files.onnx.module import OnnxModule, from_onnx
 from demask.files.onnx.read.reader import read
-from demask.files.onnx.write.writer import as_demasked
+from demask.files.onnx.write.writer import as_demasked, default_interface
 from demask.files.pt2 import read_model
 from demask.files.retrace import MAX_EXAMPLE
 from demask.graph import provenance
@@ -98,13 +98,11 @@ def fitted(array: Tensor, port: NetworkInput, path: Path, start: int = 0) -> Ten
 
 @dataclass(frozen=True, slots=True)
 class NetworkFile:
-    """A network read from a file, and example arguments: empty where the program has its own. file:
-    the ONNX file that computes this, if it was read from one. model: None for a file that can only
-    be edited, of `read_to_edit`."""
+    """A network read from a file, and example arguments."""
 
-    model: Any
-    args: tuple[Tensor, ...]
-    file: Path | None = None
+    model: Any  # None for a file that can only be edited, of `read_to_edit`
+    args: tuple[Tensor, ...]  # () where the program has its own
+    file: Path | None = None  # the ONNX file that computes this
 
     @property
     def module(self) -> nn.Module:
@@ -411,12 +409,6 @@ def _fix_sizes(model: ExportedProgram | fx.GraphModule, args: tuple[Tensor, ...]
         as_demasked(capture(model)) if isinstance(model, ExportedProgram) else structural_copy(model, share=True)
     )
     record = cast(Provenance, network.demasked)
-    interface = record.interface
-    if interface is None:
-        inputs = tuple(provenance.OnnxPort(s.name, s.dtype, s.sizes) for s in record.inputs)
-        leaves = pytree.tree_leaves(network.graph.output_node().args[0])
-        names = ["output"] if len(leaves) == 1 else [f"output_{k}" for k in range(len(leaves))]
-        outputs = tuple(provenance.OnnxPort(name, "", None) for name in names)
-        interface = Interface(inputs, outputs)
+    interface = record.interface or default_interface(network)
     network.demasked = replace(record, interface=_with_static_sizes(interface, args, static))
     return as_demasked(capture(network, args))

@@ -236,14 +236,11 @@ def _converted_dtypes(document: Any) -> dict[Any, torch.dtype]:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A network whose tensors stay in a file.
+    """A network whose tensors stay in a file."""
 
-    slim: the network, with zeros of the right shapes, which take no memory. file: the weights.
-    places: by name, the stored tensor and the order of its axes in the file, outermost first.
-    """
-
-    slim: Any
+    slim: Any  # with zeros of the right shapes, which take no memory
     file: WeightFile
+    # by name, the stored tensor and the order of its axes in the file, outermost first
     places: Mapping[str, tuple[StoredTensor, tuple[int, ...]]]
 
 

@@ -182,7 +182,7 @@ def _root_entries(archive: zipfile.ZipFile) -> tuple[str, list[str]]:
     for name, expected in _FIXED.items():
         entry = f"{root}/{name}"
         if entry not in archive.NameToInfo or archive.getinfo(entry).file_size > 16:
-            raise BadInput(f"entry {name!r} is missing; expected a whole .pt2 of torch.export.save")
+            raise BadInput(f"entry {name!r} is missing; expected a complete .pt2 of torch.export.save")
         if archive.read(entry) != expected:
             raise BadInput(f"entry {name!r}: expected {expected!r}, got something else")
     return root, [name[len(root) + 1 :] for name in full]

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors file, read whole or in blocks of rows.
+"""Tensors of a safetensors file, read completely or in blocks of rows.
 
 A safetensors file is eight bytes with the length of a JSON header, the header, the values.
 Blocks are read by `pread` into one buffer: the file's pages belong to the kernel's cache, so the
@@ -76,23 +76,21 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """The tensors of a safetensors file. size (bytes), modified (nanoseconds): of the file when its
-    header was read, to detect later changes. metadata: the texts in its header. unread: the names
-    of tensors of other dtypes than those in `DTYPES`."""
+    """The tensors of a safetensors file."""
 
     path: Path
-    size: int
-    modified: int
+    size: int  # bytes, when its header was read: shows later changes
+    modified: int  # nanoseconds, likewise
     tensors: Mapping[str, StoredTensor]
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the texts in its header
+    unread: tuple[str, ...] = ()  # names of tensors of dtypes that are not in `DTYPES`
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], part: tuple[int, int] | None = None, what: str = "") -> WeightFile:
         """The tensors in the header of a file, of the dtypes in `DTYPES`.
 
         Args:
-            part: first and last byte + 1 of the safetensors data; None is the whole file.
+            part: first and last byte + 1 of the safetensors data; None is the entire file.
             what: name of the file in errors, by default its path.
 
         Raises:
@@ -174,7 +172,7 @@ class WeightFile:
             os.close(descriptor)
 
     def tensor(self, stored: StoredTensor) -> Tensor:
-        """A whole tensor, in new memory."""
+        """All of a tensor, in new memory."""
         values = torch.empty(stored.shape, dtype=stored.dtype)
         if stored.nbytes:
             with self.open() as descriptor:
@@ -237,7 +235,7 @@ def with_weights(
 
 
 def _parse_header(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str, StoredTensor]]:
-    """Name and place of each tensor in a header. first, end: bytes where the values begin, end."""
+    """Name and location of each tensor in a header. first, end: bytes where the values begin, end."""
     if not isinstance(header, dict):
         raise RefusedFile(f"{what}: expected an object as header")
     for name, entry in header.items():

@@ -39,18 +39,13 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """The size of a module without its submodules, before and after.
-
-    parameters: elements. macs: multiply-adds of one call on the example inputs. weight: shapes of
-    its largest tensor; None where that is unknown. seconds: of one call; None where they were not
-    measured.
-    """
+    """The size of a module without its submodules, before and after."""
 
     name: str
-    parameters: tuple[int, int]
-    macs: tuple[int, int]
-    weight: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    seconds: tuple[float | None, float | None] = (None, None)
+    parameters: tuple[int, int]  # elements
+    macs: tuple[int, int]  # of one call on the example inputs
+    weight: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shapes of its largest tensor
+    seconds: tuple[float | None, float | None] = (None, None)  # of one call
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,17 +34,13 @@ from demask.rewrites.normalize import REWRITTEN
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """An op without a rule, because of which slices were not removed.
-
-    calls: its calls in the model. slices: those restored before it, and unused ones of its outputs.
-    places: the modules, or nodes. frees: upper bound on the parameters that an entry would remove;
-    None where the op does not preserve the shape of its operands, so that it is unknown.
-    """
+    """An op without a rule, because of which slices were not removed."""
 
     op: str
-    calls: int
-    slices: int
-    places: tuple[str, ...]
+    calls: int  # in the model
+    slices: int  # restored before it, and unused ones of its outputs
+    places: tuple[str, ...]  # modules, or nodes
+    # parameters that an entry would remove, at most; None if its outputs have other shapes than its operands
     frees: int | None
 
 
@@ -129,18 +125,13 @@ class ModuleShare:
 
 @dataclass(frozen=True, slots=True)
 class Inspection(PageSource):
-    """What could be removed from a model.
+    """What could be removed from a model."""
 
-    report: of the demasked model; `before` is the model itself. modules: those with parameters,
-    most masked first. known, unknown: calls of each op with and without an entry in the table.
-    gaps: ops without a rule that prevent removals, and what an entry would free.
-    """
-
-    report: Report
-    modules: tuple[ModuleShare, ...]
-    known: Mapping[str, int]
-    unknown: Mapping[str, int]
-    gaps: tuple[Gap, ...]
+    report: Report  # of the demasked model; `before` is the model itself
+    modules: tuple[ModuleShare, ...]  # those with parameters, most masked first
+    known: Mapping[str, int]  # calls of each op with an entry in the table
+    unknown: Mapping[str, int]  # those of ops without one
+    gaps: tuple[Gap, ...]  # ops without a rule that prevent removals
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as plain dictionaries, ready for JSON."""
@@ -179,19 +170,14 @@ def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TAB
 
 @dataclass(frozen=True, slots=True)
 class EditInspection(PageSource):
-    """What an edit of an ONNX file would change.
+    """What an edit of an ONNX file would change."""
 
-    bytes: of the file and of the edited one. nodes, unchanged: how many nodes that has, and how
-    many of these are the file's own. changes: of the others, and of tensors that nodes read.
-    barriers: nodes that are not cut, and why. note: why there is no edit.
-    """
-
-    bytes: tuple[int, int]
-    nodes: int = 0
-    unchanged: int = 0
-    changes: tuple[NodeChange, ...] = ()
-    barriers: tuple[tuple[str, str], ...] = ()
-    note: str = ""
+    bytes: tuple[int, int]  # of the file, and of the edited one
+    nodes: int = 0  # of the edited file
+    unchanged: int = 0  # how many of these are the file's own
+    changes: tuple[NodeChange, ...] = ()  # of the other nodes, and of tensors that nodes read
+    barriers: tuple[tuple[str, str], ...] = ()  # nodes that are not cut, and why
+    note: str = ""  # why there is no edit
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as plain dictionaries, ready for JSON."""

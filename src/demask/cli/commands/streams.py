@@ -31,7 +31,9 @@ Roi = Annotated[int, typer.Option("--tile", min=1, metavar="N", help="Rows of a 
 def stream(
     model: Model,
     source: Annotated[Path, typer.Argument(metavar="IN", help=f"Images: {READ} and others of OpenSlide.")],
-    destination: Annotated[Path, typer.Argument(metavar="OUT", help=f"{WRITTEN}. Appears, whole, when all is done.")],
+    destination: Annotated[
+        Path, typer.Argument(metavar="OUT", help=f"{WRITTEN}. Appears, complete, when all is done.")
+    ],
     memory: Annotated[
         str, typer.Option(metavar="SIZE", help="A budget: 512MiB, 1.5GB, or a number of bytes.")
     ] = BUDGET,
@@ -66,7 +68,7 @@ def stream(
         str | None,
         typer.Option(
             metavar="image|MEANS/DEVIATIONS",
-            help="image: each channel to mean 0 and deviation 1 over the whole image; or numbers "
+            help="image: each channel to mean 0 and deviation 1 over the entire image; or numbers "
             "per channel: --normalize 0.5,0.4,0.4/0.2,0.2,0.2.",
         ),
     ] = None,
@@ -228,22 +230,17 @@ def _read_mask(path: Path | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ZooEntry:
-    """What to enter in other tools for one axis of one input.
-
-    tile_pad: of Real-ESRGAN, positions of the input at either side of a tile, so that tiles begin
-    at multiples of `align`. halo: of bioimage.io, positions to cut off the output at either side;
-    None where output and input are of no fixed ratio. overlap: of MONAI, as a share of roi_size;
-    None where a tile of that size has no position that is right. exact: False where a call reads
-    the whole image, and no padding is enough.
-    """
+    """What to enter in other tools for one axis of one input."""
 
     input: str
     axis: str
+    # of Real-ESRGAN: positions of the input at either side of a tile, so that tiles begin at multiples of `align`
     tile_pad: int
     align: int
+    # of bioimage.io: positions to cut off the output at either side; None if output and input have no fixed ratio
     halo: int | None
-    overlap: float | None
-    exact: bool
+    overlap: float | None  # of MONAI: share of roi_size; None where a tile of that size has no right position
+    exact: bool  # False where a call reads the entire image, so that no padding is enough
 
     def __str__(self) -> str:
         halo = "of no fixed size" if self.halo is None else self.halo
@@ -257,7 +254,7 @@ class ZooEntry:
 def halo(model: Model, tile: Roi = 512, *, display: ShowOptions, options: NetworkOptions) -> None:
     """Print how far beyond a tile MODEL reads, exactly, and what to enter in other tools.
 
-    With less, tiles differ from the whole image. Where a call reads the whole image, such as group
+    With less, tiles differ from the untiled image. Where a call reads the entire image, such as group
     norm, no padding is enough: the numbers are then those for tiles that receive its statistics, as
     in demask stream.
 

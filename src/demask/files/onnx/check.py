@@ -212,23 +212,23 @@ def open_sizes(values: Sequence[Any], feeds: Mapping[str, Any]) -> dict[str, lis
 
     values: ValueInfoProtos of the inputs. feeds: by name.
     """
-    places: dict[str, list[tuple[str, int]]] = {}
+    axes_of: dict[str, list[tuple[str, int]]] = {}
     for value in values:
         dims = value.type.tensor_type.shape.dim  # a file may declare another rank
         for axis, dim in enumerate(dims[: feeds[value.name].ndim]):
             if not dim.HasField("dim_value") or dim.dim_value < 0:
                 name = dim.dim_param or f"{value.name}.{axis}"
-                places.setdefault(name, []).append((value.name, axis))
-    return places
+                axes_of.setdefault(name, []).append((value.name, axis))
+    return axes_of
 
 
 def resized(
-    feeds: Mapping[str, Any], places: Mapping[str, Sequence[tuple[str, int]]], added: Mapping[str, int]
+    feeds: Mapping[str, Any], axes_of: Mapping[str, Sequence[tuple[str, int]]], added: Mapping[str, int]
 ) -> dict[str, Any]:
     """Arrays or tensors with other open sizes: their positions repeat. added: to each size."""
     feeds = dict(feeds)
     for name, more in added.items():
-        for value, axis in places[name]:
+        for value, axis in axes_of[name]:
             array = feeds[value]
             if size := array.shape[axis]:
                 index = torch.arange(size + more) % size
@@ -246,12 +246,12 @@ def longer_inputs(
     double: twice as much of all but the first axis, as some sizes have to be even. names: of the
     sizes. Default: all.
     """
-    places = open_sizes(values, feeds)
+    axes_of = open_sizes(values, feeds)
     added = {}
-    for name, ((value, axis), *_) in places.items():
+    for name, ((value, axis), *_) in axes_of.items():
         if names is None or name in names:
             added[name] = feeds[value].shape[axis] if double and axis else len(added) + 1
-    return resized(feeds, places, added)
+    return resized(feeds, axes_of, added)
 
 
 def _nudge(inputs: Inputs, seed: int) -> list[Tensor]:
@@ -427,15 +427,13 @@ def _torch_of(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FileVerdict:
-    """error: the largest difference from the original, relative to the largest value of its output;
-    None if nothing was compared. by: what ran the files. visible, on: the largest difference
-    relative to the outputs of the example, too, and the inputs on which it is. remark: of the outputs."""
+    """How far an ONNX file is from the original."""
 
-    error: float | None
-    by: str
-    visible: float = 0.0
-    on: str = ""
-    remark: str = ""
+    error: float | None  # largest difference, relative to the largest value of its output; None if nothing was compared
+    by: str  # what ran the files
+    visible: float = 0.0  # largest difference relative to the outputs of the example, too
+    on: str = ""  # the inputs of `visible`
+    remark: str = ""  # of the outputs
 
     @property
     def warning(self) -> str:

@@ -38,8 +38,8 @@ def from_onnx(path: str | os.PathLike[str], *, inputs: Mapping[str, Any] | None 
 
     Call the module with one tensor per input of the file, by position; it returns a tensor per
     output: one, or a tuple. Constants of the file are parameters or buffers with the file's names,
-    so that they can be pruned, trained and demasked; quantized weights are parameters of whole
-    numbers, without gradients. Needs the extra `onnx`.
+    so that they can be pruned, trained and demasked; quantized weights are parameters of
+    integers, without gradients. Needs the extra `onnx`.
 
     Args:
         path: name of the file. Weights in separate files are read from its folder.
@@ -320,13 +320,12 @@ class ShapeCheck:
 
 @dataclass(frozen=True, slots=True)
 class OnnxRecording:
-    """A run of a graph. paths: of module tensors, by names of values. outputs: values known from
-    sizes, or names. literals: storage addresses of recorded constant tensors, which must
-    be copied before a caller can write to them."""
+    """A run of a graph."""
 
     steps: tuple[TensorCall | ShapeCheck, ...]
-    paths: Mapping[str, str]
-    outputs: tuple[Host | str, ...]
+    paths: Mapping[str, str]  # of module tensors, by names of values
+    outputs: tuple[Host | str, ...]  # values known from sizes, or names
+    # storage addresses of recorded constants: they are copied before a caller can write to them
     literals: frozenset[int]
 
     def run(self, inputs: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> list[Value] | None:

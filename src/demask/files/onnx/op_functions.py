@@ -66,17 +66,13 @@ class OnnxCall:
 
 @dataclass(frozen=True, slots=True)
 class OnnxEntry:
-    """The implementation of one ONNX op.
-
-    function: on tensors. host: on numpy arrays, for arithmetic on sizes; None where that is not
-    needed. stored: positions of inputs that become buffers if constant, as they are not trained.
-    """
+    """The implementation of one ONNX op."""
 
     name: str
     domain: str
-    function: Callable[..., Any]
-    host: Callable[..., Any] | None = None
-    stored: tuple[int, ...] = ()
+    function: Callable[..., Any]  # on tensors
+    host: Callable[..., Any] | None = None  # on numpy arrays, for arithmetic on sizes
+    stored: tuple[int, ...] = ()  # inputs that become buffers if constant, as they are not trained
 
     def __call__(self, node: OnnxNode, inputs: Sequence[Value], call: OnnxCall) -> tuple[Value, ...]:
         """The outputs of a node."""

@@ -24,7 +24,7 @@ FEW = 16  # elements of a stored float constant that arithmetic on sizes may use
 MAX_NODES = 1_000_000  # after functions of the file are inlined
 MAX_MODULES = 50_000
 MAX_PATH = 16  # nested modules that a dotted name creates
-# Ops by their operands that are weights or biases in whole numbers.
+# Ops by their operands that are weights or biases in integers.
 QUANTIZED = {
     "DequantizeLinear": (0,),
     "QLinearConv": (3, 8),

@@ -219,8 +219,8 @@ def _matching_scale(
 
 def _are_exact(rows: Tensor, scales: Tensor, points: Tensor, dtype: torch.dtype) -> Tensor:
     """Whether each row is represented exactly by its scale and zero point (bool, one per row)."""
-    whole = _to_integers(rows, dtype, scales, points, 0)
-    return (dequantize_values(whole, scales, points.to(dtype), 0) == rows).all(1)
+    integers = _to_integers(rows, dtype, scales, points, 0)
+    return (dequantize_values(integers, scales, points.to(dtype), 0) == rows).all(1)
 
 
 def _bias_grid(
@@ -241,12 +241,12 @@ def _bias_grid(
         return {}
     steps = scale.reshape(()) * kernel.scale
     ratio = tensor.double() / steps.double()
-    whole = ratio.round()
-    is_off = (ratio - whole).abs() > OFF + whole.abs() * 2 * torch.finfo(tensor.dtype).eps
-    if bool((is_off | (whole.abs() >= 2**31)).any()):
+    integers = ratio.round()
+    is_off = (ratio - integers).abs() > OFF + integers.abs() * 2 * torch.finfo(tensor.dtype).eps
+    if bool((is_off | (integers.abs() >= 2**31)).any()):
         return {}
-    whole = whole.to(torch.int32)
-    return {bias.target: QuantizedConstant(whole, steps, torch.zeros_like(steps, dtype=torch.int32), 0)}
+    integers = integers.to(torch.int32)
+    return {bias.target: QuantizedConstant(integers, steps, torch.zeros_like(steps, dtype=torch.int32), 0)}
 
 
 def opset_for(slim: fx.GraphModule, opset: int | None) -> int | None:

@@ -41,14 +41,12 @@ TORCH = {value: key for key, value in NUMPY.items()}
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """An array of known numbers: a numpy array of `dtype`, or of Python objects where some are
-    symbolic sizes of `torch.export`. tensor_name: name of the module's tensor with these values.
-    folds: whether ops may compute on the array (not for weights, which can change)."""
+    """An array of known numbers: of `dtype`, or of Python objects where some are symbolic sizes of `torch.export`."""
 
     array: np.ndarray
     dtype: torch.dtype | None  # None: text
-    tensor_name: str | None = None
-    folds: bool = True
+    tensor_name: str | None = None  # of the module's tensor with these values
+    folds: bool = True  # whether ops may compute on the array (not for weights, which can change)
 
     @classmethod
     def of(cls, array: Any, like: torch.dtype | None = None) -> Host:

@@ -86,10 +86,10 @@ def write_out_calls(model: Any) -> tuple[Any, list[WrittenCall]]:
 
 def put_back_calls(model: Any, calls: Sequence[WrittenCall], original: Any) -> Any:
     """The file with the calls whose nodes are unchanged, without functions that nothing calls."""
-    places = {node.SerializeToString(): k for k, node in enumerate(model.graph.node)}
+    index_of = {node.SerializeToString(): k for k, node in enumerate(model.graph.node)}
     nodes: dict[int, Any] = dict(enumerate(model.graph.node))
     for call in calls:
-        at = [places.get(node.SerializeToString(), -1) for node in call.nodes]
+        at = [index_of.get(node.SerializeToString(), -1) for node in call.nodes]
         if min(at) >= 0:
             nodes = {k: node for k, node in nodes.items() if k not in at} | {max(at): call.call}
     new = copy_of(model)
@@ -184,7 +184,7 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
     """The file with smaller bodies, or the file itself. edit: returns a smaller file, or the same
     one, for example inputs."""
     stored = {t.name: t for t in model.graph.initializer}
-    places = [
+    bodies = [
         (k, j)
         for k, node in enumerate(model.graph.node)
         for j, body in enumerate(subgraphs(node))
@@ -192,15 +192,15 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
         + sum(stored[n].ByteSize() for n in set(outer_reads(body)) & set(stored))
         > LEAST_BYTES
     ]
-    if not places:
+    if not bodies:
         return model
     new, taken = copy_of(model), graph_names(model.graph)
     producers = {name for node in model.graph.node for name in node.output if name}
-    reads = {n for k, j in places for n in outer_reads(subgraphs(model.graph.node[k])[j])}
-    reads |= {name for k, _ in places for name in model.graph.node[k].input}
+    reads = {n for k, j in bodies for n in outer_reads(subgraphs(model.graph.node[k])[j])}
+    reads |= {name for k, _ in bodies for name in model.graph.node[k].input}
     computed = evaluated(model, reads & producers, producers, feeds)
     arrays, types = {**computed, **feeds}, declared_types(model, infer=bool(computed))
-    for k, j in places:
+    for k, j in bodies:
         body = subgraphs(new.graph.node[k])[j]
         part = _as_file(model, model.graph.node[k], body, arrays, types)
         if part is None:
@@ -307,19 +307,14 @@ def _put_back(body: Any, edited: Any, stored: Mapping[str, Any], taken: set[str]
 
 @dataclass(frozen=True, slots=True)
 class EditedFile:
-    """A file, edited.
+    """A file, edited."""
 
-    model: its ModelProto. nodes: how many nodes it has, of these `unchanged` are those of the
-    original, byte for byte. barriers: nodes that are not cut, and why. foreign: ops that demask
-    could not capture, by an output. external: tensors that the original stores in other files.
-    """
-
-    model: Any
-    nodes: int
-    unchanged: int
-    barriers: tuple[tuple[str, str], ...]
-    external: frozenset[str]
-    foreign: frozenset[str]
+    model: Any  # its ModelProto
+    nodes: int  # how many it has
+    unchanged: int  # how many of these are those of the original, byte for byte
+    barriers: tuple[tuple[str, str], ...]  # nodes that are not cut, and why
+    external: frozenset[str]  # tensors that the original stores in other files
+    foreign: frozenset[str]  # ops that demask could not capture, by an output
 
 
 def edit_file(
@@ -355,7 +350,7 @@ def examine(
 
 
 def file_with(path: str | os.PathLike[str], model: Any = None, opset: int | None = None) -> EditedFile:
-    """The file at `path` with another model in its place.
+    """The file at `path` with another model.
 
     Args:
         path: name of the original.
@@ -464,7 +459,7 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
     outputs = functools.partial(opaque_outputs, model, _example_feeds(file, args))
     named = name_values(file, args, table, outputs)
     feeds = dict(zip((port.name for port in file.graph.inputs), args, strict=True))
-    places = open_sizes(inputs_of(model), feeds)
+    axes_of = open_sizes(inputs_of(model), feeds)
     producers = {name for node in model.graph.node for name in node.output if name}
     ends = {value.name for value in model.graph.output} & producers
 
@@ -475,9 +470,9 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
     if named.static and is_run(feeds):
         taken = set()
         for name in sorted(named.static):
-            value, axis = places[name][0]
+            value, axis = axes_of[name][0]
             count = feeds[value].shape[axis]
-            others = (resized(feeds, places, {name: n}) for n in (1, count, 1 - count) if n)
+            others = (resized(feeds, axes_of, {name: n}) for n in (1, count, 1 - count) if n)
             if (other := next(filter(is_run, others), None)) is not None:
                 taken.add(name)
                 feeds = other
@@ -488,7 +483,7 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
     if named.static:
         name = min(named.static)
         raise NotExportable(
-            f"size {name!r} of {places[name][0][0]!r} is static", "the file", "the file is exported instead"
+            f"size {name!r} of {axes_of[name][0][0]!r} is static", "the file", "the file is exported instead"
         )
     return named
 

@@ -509,8 +509,8 @@ class Editor:
             for t in (*self.graph.initializer, *self.tensors.values())
             if t.name in live
         ]
-        places = {t.name: k for k, t in enumerate(self.graph.initializer)}
-        tensors.sort(key=lambda t: places.get(t.name, len(places)))
+        index_of = {t.name: k for k, t in enumerate(self.graph.initializer)}
+        tensors.sort(key=lambda t: index_of.get(t.name, len(index_of)))
         graph.initializer.extend(tensors)
         self._update_descriptions(graph, live | {original[n] for n in live & set(original)})
         return model

@@ -39,18 +39,13 @@ OpaqueOutputs = Mapping[str, OpaqueOutput]  # by name; without those that are no
 
 @dataclass(frozen=True, slots=True)
 class NamedValue:
-    """One tensor of a file.
-
-    shape: its sizes. dtype: torch's. known, fill: where elements are equal for every input, and
-    their values; of the tensor's rank, each dimension 1 or full. layout: the positions to compute
-    on each axis; None where nothing reads the tensor but its known elements.
-    """
+    """One tensor of a file."""
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
-    known: np.ndarray
-    fill: np.ndarray
-    layout: Layout | None
+    known: np.ndarray  # where elements are equal for every input; of the tensor's rank, each dimension 1 or full
+    fill: np.ndarray  # their values, alike
+    layout: Layout | None  # the positions to compute; None where nothing reads the tensor but its known elements
 
     @classmethod
     def of(cls, analysis: LayoutAnalysis, node: fx.Node, layout: Layout | None) -> Self:
@@ -69,13 +64,12 @@ class NamedValue:
 
 @dataclass(frozen=True, slots=True)
 class NamedValues:
-    """The tensors of a file's main graph. hosts: numbers that are known without reading a tensor
-    (sizes), as the capture computes them: ints or symbolic. opaque: ops that were not captured.
-    static: sizes that the file leaves open, of which all of this is of the example's alone."""
+    """The tensors of a file's main graph."""
 
     values: Mapping[str, NamedValue]
-    hosts: Mapping[str, np.ndarray]
-    opaque: frozenset[str]
+    hosts: Mapping[str, np.ndarray]  # numbers that are known without reading a tensor (sizes), ints or symbolic
+    opaque: frozenset[str]  # ops that were not captured
+    # sizes that the file leaves open, of which all of this is of the example's alone
     static: frozenset[str] = frozenset()
 
 

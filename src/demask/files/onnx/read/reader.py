@@ -168,7 +168,7 @@ def parse_model(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
     metadata = {_doc_text(p.key): _doc_text(p.value) for p in proto.metadata_props}
     called = frozenset(domain for domain, _ in functions)
     reader = OnnxReader(reader.external, frozenset(opsets) | called, frozenset())
-    graph = reader.graph(proto.graph, whole=True)
+    graph = reader.graph(proto.graph, is_main=True)
     if not graph.outputs:
         raise BadInput("the graph has no outputs; expected some")
     return sort_nodes(
@@ -236,8 +236,8 @@ class OnnxReader:
     domains: Collection[str]
     attributes: Collection[str]
 
-    def graph(self, proto: Any, whole: bool = False) -> Graph:
-        """A graph, its nodes in the file's order. whole: whether it is the file's main graph, whose
+    def graph(self, proto: Any, is_main: bool = False) -> Graph:
+        """A graph, its nodes in the file's order. is_main: whether it is the file's main graph, whose
         inputs with an initializer become constants."""
         name, constants = text(proto.name, "a graph's name"), {}
         tensors = [(t.name, tensor(t, self.external)) for t in proto.initializer]
@@ -247,7 +247,7 @@ class OnnxReader:
                 raise BadInput(f"two constants named {key!r}" if key else "a constant has no name")
             constants[key] = value
         inputs = tuple(map(_read_port, proto.input))
-        if whole:
+        if is_main:
             inputs = tuple(port for port in inputs if port.name not in constants)
         nodes = with_types(tuple(map(self.node, proto.node)), narrow_types(proto))
         return Graph(name, nodes, constants, inputs, tuple(map(_read_port, proto.output)))

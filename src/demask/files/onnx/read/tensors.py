@@ -93,7 +93,7 @@ def _read_tensor(proto: Any, external: ExternalData) -> Tensor | Host:
     sizes = _checked_sizes(proto)
     count, kind = math.prod(sizes), proto.data_type
     if proto.HasField("segment"):
-        raise BadInput("stored in segments, which are not supported; expected the whole tensor")
+        raise BadInput("stored in segments, which are not supported; expected the complete tensor")
     if kind == STRING:
         return _read_words(proto, sizes)
     if kind in NARROW:

@@ -137,7 +137,7 @@ def expm1(self: Any) -> Any:
 
 
 def sort(self: Any, dim: int = -1, descending: bool = False, *, stable: Any = None) -> Any:
-    """Sorted values and their indices, by TopK over the whole axis, which is stable."""
+    """Sorted values and their indices, by TopK over the full axis, which is stable."""
     import onnx_ir as ir
 
     op = _opset()

@@ -137,7 +137,7 @@ def to_onnx(
         _save_with_external_data(model, Path(path))
         return
     data = serialized(model)
-    if check and not _draws_numbers(slim):
+    if check and not any(map(schema.draws_random_numbers, slim.graph.nodes)):
         _check_values(slim, data, (args, dict(kwargs or {})), tolerance, table, stated)
     with write(path) as file:
         file.write(data)
@@ -191,7 +191,7 @@ def _with_example_sizes(slim: Demasked, args: Any, kwargs: Any) -> Demasked | No
 
 
 def _build_model(slim: Demasked, opset: int | None) -> Any:
-    interface = slim.demasked.interface or _default_interface(slim)
+    interface = slim.demasked.interface or default_interface(slim)
     model = _translate(quantize_constants(slim), opset_for(slim, opset))
     clean(model, _tied_names(slim))
     for node in model.graph.all_nodes():
@@ -261,10 +261,6 @@ def _largest_quantization_step(slim: fx.GraphModule) -> float:
     return 255 * FLIPS / (2 ** (8 * min(sizes)) - 1) if sizes else 0.0
 
 
-def _draws_numbers(slim: fx.GraphModule) -> bool:
-    return any(map(schema.draws_random_numbers, slim.graph.nodes))
-
-
 def _fits_in_one_file(model: Any, largest: int) -> bool:
     tensors = [v.const_value for v in model.graph.initializers.values()]
     return sum(t.nbytes for t in tensors if t is not None) <= largest
@@ -283,8 +279,14 @@ def save(model: Any, path: str | os.PathLike[str], largest: int = LARGEST) -> No
 
 def serialized(model: Any) -> bytes:
     """The bytes of an `onnx_ir.Model`, checked, with weights, so at most 2 GiB."""
+    import onnx
+
     proto = _to_proto(model)
-    _check_model(proto)
+    try:
+        onnx.checker.check_model(proto)
+    except onnx.checker.ValidationError as error:
+        reason = f"the exported graph is not valid ONNX: {error}"
+        raise NotExportable(reason, "torch.onnx", "report it, with the network") from error
     return proto.SerializeToString()
 
 
@@ -360,16 +362,6 @@ def size_of(original: str | bytes) -> int:
     return os.path.getsize(original) + external
 
 
-def _check_model(proto: Any) -> None:
-    import onnx
-
-    try:
-        onnx.checker.check_model(proto)
-    except onnx.checker.ValidationError as error:
-        reason = f"the exported graph is not valid ONNX: {error}"
-        raise NotExportable(reason, "torch.onnx", "report it, with the network") from error
-
-
 def as_demasked(program: Program) -> Demasked:
     """A captured network, not reduced, as a module with `.demasked`."""
     nothing = Sizes(0, 0, 0)
@@ -387,7 +379,7 @@ def as_demasked(program: Program) -> Demasked:
     return build(program, provenance).eval()
 
 
-def _default_interface(slim: Demasked) -> Interface:
+def default_interface(slim: Demasked) -> Interface:
     """Names of inputs and outputs of a network that is not from an ONNX file."""
     inputs = tuple(OnnxPort(spec.name, spec.dtype, spec.sizes) for spec in slim.demasked.inputs)
     outputs = slim.graph.output_node().args[0]

@@ -106,14 +106,12 @@ def _cut(edit: NodeEdit, k: int, directions: list[int], *axes: list[list[int]]) 
 
 @dataclass(frozen=True)
 class _JoinedDirections:
-    """Nodes that join the outputs of both directions along one axis: so each can have units of its
-    own. units: that are wanted of each direction. nodes: from the layer's only reader to the
-    Reshape that joins. unit_axes: of what each of them reads. axis: of the joined units."""
+    """Nodes that join the outputs of both directions along one axis: each can have units of its own."""
 
-    units: list[list[int]]
-    nodes: list[Any]
-    unit_axes: list[int]
-    axis: int
+    units: list[list[int]]  # that are wanted of each direction
+    nodes: list[Any]  # from the layer's only reader to the Reshape that joins
+    unit_axes: list[int]  # of what each of them reads
+    axis: int  # of the joined units
 
     def replace(self, edit: NodeEdit, positions: list[int]) -> Sequence[Layout | None]:
         """Add the layer and all of these nodes but the last, which becomes the new node; returns

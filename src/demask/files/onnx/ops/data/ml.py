@@ -186,24 +186,18 @@ def linear_classifier(
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """Trees in one numbering: first nodes, then leaves.
+    """Trees in one numbering: first nodes, then leaves."""
 
-    roots: node per tree. feature, mode, split: column, comparison and threshold per node. missing:
-    whether NaN selects `yes`. yes, no: the next node or leaf if the comparison is true or false; a
-    leaf is its own. members: sets of membership nodes, padded with NaN. nodes: number of nodes.
-    depth: steps after which every row is at a leaf.
-    """
-
-    roots: Tensor
-    feature: Tensor
-    mode: Tensor
-    split: Tensor
-    missing: Tensor
-    yes: Tensor
+    roots: Tensor  # node per tree
+    feature: Tensor  # column per node
+    mode: Tensor  # comparison per node
+    split: Tensor  # threshold per node
+    missing: Tensor  # whether NaN selects `yes`
+    yes: Tensor  # the next node or leaf if the comparison is true; a leaf is its own
     no: Tensor
-    members: Tensor | None
-    nodes: int
-    depth: int
+    members: Tensor | None  # sets of membership nodes, padded with NaN
+    nodes: int  # their number
+    depth: int  # steps after which every row is at a leaf
 
     def leaves(self, x: Tensor) -> Tensor:
         """The index of the leaf that each row of x reaches in each tree, [rows, trees]."""

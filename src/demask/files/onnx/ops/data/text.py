@@ -111,7 +111,7 @@ def _change_case(text: str, change: Callable[[str], str], ascii_only: bool) -> s
 
 @OPS("RegexFullMatch")
 def regex_full_match(x: Value, *, pattern: str) -> Host:
-    """Whether each text matches the pattern as a whole. Patterns are those of RE2 with the
+    """Whether each text matches all of the pattern. Patterns are those of RE2 with the
     same meaning in Python's re."""
     array = texts(x)
     matches = compile_pattern(pattern).matches(list(array.flat))
@@ -147,7 +147,7 @@ class Pattern:
     states: tuple[PatternState, ...]
 
     def matches(self, texts: Sequence[str]) -> list[bool]:
-        """Whether each text matches as a whole. Raises BadInput where that would take minutes."""
+        """Whether each text matches completely. Raises BadInput where that would take minutes."""
         characters = sum(map(len, texts))
         if characters * len(self.states) > MAX_STEPS:
             raise BadInput(
@@ -191,7 +191,7 @@ def _is_at(position: str, text: str, at: int) -> bool:
 
 
 def compile_pattern(pattern: str) -> Pattern:
-    """The compiled pattern, which matches whole texts. Raises BadInput for patterns that RE2 and
+    """The compiled pattern, which matches complete texts. Raises BadInput for patterns that RE2 and
     Python may interpret differently, and for those that need too many states.
 
     >>> compile_pattern("(a+)+b|x{2,3}").matches(["a" * 100, "aab", "xxx"])

@@ -127,14 +127,12 @@ class RecurrentAttributes:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentKind:
-    """A kind of layer. order: index in ONNX's gates of each of torch's. usual: default activations,
-    with which torch's op is equal, those of gates first. step: computes the states of the next
-    step."""
+    """A kind of layer."""
 
-    order: tuple[int, ...]
-    usual: tuple[str, ...]
+    order: tuple[int, ...]  # index in ONNX's gates of each of torch's
+    usual: tuple[str, ...]  # default activations, with which torch's op is equal, those of gates first
     torch_op: Callable[..., Any]
-    step: Callable[[RecurrentDirection, Tensor, States], States]
+    step: Callable[[RecurrentDirection, Tensor, States], States]  # computes the states of the next step
 
 
 _LSTM = RecurrentKind((0, 2, 3, 1), ("sigmoid", "tanh", "tanh"), aten.lstm.input, _lstm_step)
