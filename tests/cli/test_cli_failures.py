@@ -165,10 +165,10 @@ def test_other_formats_are_refused_by_name_with_what_to_do(run, tmp_path, name):
 # -- words that a command does not take ---------------------------------------------------------------
 
 REFUSED = (  # outputs are checked first, before `empty.pt2`, which is no network, is read
-    ("slim", "required"),
+    ("slim", "Missing argument"),
     ("slim n.pt2", "--output FILE or --in-place"),
     ("dance", "dance"),
-    ("verify n.pt2", "required"),
+    ("verify n.pt2", "Missing argument"),
     ("slim missing.pt2 -o o.pt2", "missing.pt2"),
     ("slim broken.pt2 -o o.pt2", "broken.pt2"),
     ("slim empty.pt2 -o o.tflite", "ends in .pt2 or .demask or .onnx"),

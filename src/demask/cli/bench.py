@@ -191,7 +191,7 @@ def bench(
     )
     if settings.compiled:
         step("setting torch.compile up")
-        set_up_compiler()
+        compiled(Contender("", nn.Softplus()), ((torch.zeros(64),), {}))  # it imports what the first would pay for
     rows, shown = list[BenchRow](), demask.report(slim) if modules else None
     for threads, batch in product(counts, batches):
         inputs, where = inputs_of(slim, batch, network.args), _describe_setting(threads, batch)
@@ -275,11 +275,6 @@ def compiled(contender: Contender, inputs: Inputs) -> Contender:
     except Exception as error:  # whatever a compiler, a toolchain or generated code may raise
         return replace(contender, name=name, preparation=None, failure=reason(error))
     return Contender(name, cast(nn.Module, module), contender.parameters, seconds)
-
-
-def set_up_compiler() -> None:
-    """Compile a small module, so that the first contender does not pay for imports."""
-    compiled(Contender("", nn.Softplus()), ((torch.zeros(64),), {}))
 
 
 @contextmanager

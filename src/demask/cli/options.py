@@ -65,7 +65,7 @@ class PageFile:
 
     def write(self, page: Page) -> None:
         """Write a page with the command as its title, and with the next useful command."""
-        from demask.pages.sections import write_page
+        from demask.pages.source import write_page
 
         names = self.context.params
         subject = next((str(names[name]) for name in SUBJECTS if name in names), "")

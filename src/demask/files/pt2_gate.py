@@ -149,7 +149,8 @@ def _check_archive(archive: zipfile.ZipFile, namespaces: Collection[str]) -> _Ch
     root, names = _root_entries(archive)
     documents, payloads, known = {}, [], {_PROGRAM, *_FIXED}
     for folder, table in _TABLES:
-        config = clean_payloads(read_json(archive, f"{root}/{table}"))
+        payloads_json = read_json(archive, f"{root}/{table}")
+        config = ProgramSchema(frozenset()).clean(schema.PayloadConfig, payloads_json, "tensors")
         sizes = {
             name: archive.getinfo(f"{root}/{name}").file_size
             for name in names
@@ -369,11 +370,6 @@ def clean_program(value: Any, namespaces: Collection[str]) -> dict[str, Any]:
     if sum(map(len, program.expressions)) > MAX_EXPRESSIONS:
         raise RefusedFile(f"more than {MAX_EXPRESSIONS} characters of symbolic expressions")
     return cleaned
-
-
-def clean_payloads(value: Any) -> dict[str, Any]:
-    """The JSON of a table of tensors (weights or constants), checked like the program."""
-    return ProgramSchema(frozenset()).clean(schema.PayloadConfig, value, "tensors")
 
 
 @cache

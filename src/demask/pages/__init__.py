@@ -9,13 +9,13 @@ from demask.pages.sections import (
     NetworkPicture,
     OnPage,
     Page,
-    PageSource,
     Section,
     Span,
     StepCharts,
     TextTable,
     Timeline,
 )
+from demask.pages.source import PageSource
 
 __all__ = [
     "Box",

@@ -15,7 +15,7 @@ from demask.graph.isolation import in_isolation
 from demask.graph.provenance import GIVEN, Cut, Provenance, Reason, provenance_of
 from demask.ops.schema import example_size
 from demask.pages import Page, PageSource, Span, Timeline
-from demask.report.sections import EFFECTS, report_page
+from demask.report.sections import EFFECTS, report_sections
 from demask.report.values import Decline, ModuleRow, ReportValues
 from demask.shrink.pipeline import sliced_shape
 
@@ -67,7 +67,7 @@ class Report(ReportValues, PageSource):
 
     def page(self) -> Page:
         """What `print` and `to_html` show, as sections."""
-        return report_page(self, "demask report")
+        return Page("demask report", tuple(report_sections(self)), self.summary)
 
 
 @in_isolation

@@ -8,7 +8,7 @@ from math import inf
 
 from demask.graph.provenance import GIVEN, WHOLE, Speed, TuneDecision
 from demask.machine.describe import format_threads
-from demask.pages import Box, InTerminal, Lines, NetworkPicture, OnPage, Page, Section, TextTable
+from demask.pages import Box, InTerminal, Lines, NetworkPicture, OnPage, Section, TextTable
 from demask.report.values import Decline, ModuleRow, ReportValues, share
 
 ALL_TIMED = (
@@ -40,25 +40,6 @@ EFFECTS = {
 OF_ONE_READER = ("slice", "border map")  # effects for which no two layers have to differ
 
 
-def sizes_rows(report: ReportValues) -> list[tuple[str, str, str, str]]:
-    """One row per size: its name, before, after, and the share that is left."""
-    before, after = report.before, report.after
-    pairs = [
-        ("parameters", before.parameters, after.parameters),
-        ("buffers", before.buffers, after.buffers),
-        report.work,
-        ("bytes", before.bytes, after.bytes),
-    ]
-    pairs = [row for row in pairs if row[0] != "buffers" or row[1] or row[2]]
-    return [(name, f"{old:,}", f"{new:,}", share(new, old)) for name, old, new in pairs]
-
-
-def scatters_line(report: ReportValues) -> str:
-    """The ops that only restore shapes, by effect, or `none`."""
-    counts = [f"{count} {effect}" for effect, count in report.scatters.items() if count]
-    return ", ".join(counts) or "none"
-
-
 def scatters_reasons(report: ReportValues) -> list[str]:
     """One line per effect of the result: its count, and why the network needs it."""
     left = [(effect, count) for effect, count in report.scatters.items() if count]
@@ -87,11 +68,6 @@ def decline_line(decline: Decline) -> str:
     return f"{decline.slices:,} slices not removed: {decline.text} ({modules})"
 
 
-def report_page(report: ReportValues, title: str) -> Page:
-    """The report as a page: what was returned, sizes, what was removed, and what was not."""
-    return Page(title, tuple(report_sections(report)), report.summary)
-
-
 def report_sections(report: ReportValues, *, removed: bool = True) -> Iterator[Section]:
     """The sections of a report. removed: whether a terminal lists what was removed by module."""
     returned = returned_lines(report)
@@ -109,10 +85,12 @@ def report_sections(report: ReportValues, *, removed: bool = True) -> Iterator[S
         short = TextTable(head, removed_rows(report, ROWS))
         own = [] if report.modules else [TextTable(head, removed_rows(report), "Removed")]
         yield from (InTerminal([short]), OnPage(own))
-    scatters = [f"ops that only restore shapes: {scatters_line(report)}"]
-    yield Lines([*scatters, *scatters_reasons(report)], "Ops that only restore shapes", True)
+    counts = ", ".join(f"{count} {effect}" for effect, count in report.scatters.items() if count) or "none"
+    yield Lines(
+        [f"ops that only restore shapes: {counts}", *scatters_reasons(report)], "Ops that only restore shapes", True
+    )
     if report.densities:
-        rows = sparse_rows(report)
+        rows = [(name, share(density, 1.0)) for name, density in report.densities.items()]
         more = [(f"{len(rows) - ROWS} more layers", "")] if len(rows) > ROWS else []
         yield TextTable(("sparse layers", "weights stored"), rows, "Sparse layers", terminal_rows=[*rows[:ROWS], *more])
     yield InTerminal(measured)
@@ -122,7 +100,13 @@ def report_sections(report: ReportValues, *, removed: bool = True) -> Iterator[S
 
 def sizes_table(report: ReportValues) -> TextTable:
     """Sizes before and after, and the share that is left."""
-    return TextTable(("", "before", "after", "share"), sizes_rows(report))
+    before, after = report.before, report.after
+    pairs = [("parameters", before.parameters, after.parameters)]
+    if before.buffers or after.buffers:
+        pairs.append(("buffers", before.buffers, after.buffers))
+    pairs += [report.work, ("bytes", before.bytes, after.bytes)]
+    rows = [(name, f"{old:,}", f"{new:,}", share(new, old)) for name, old, new in pairs]
+    return TextTable(("", "before", "after", "share"), rows)
 
 
 def _more_sections(report: ReportValues) -> Iterator[Section]:
@@ -154,11 +138,6 @@ def removed_rows(report: ReportValues, most: int | None = None) -> list[tuple[st
     if report.added:
         rows.append((ADDED, f"-{report.added:,}"))
     return rows
-
-
-def sparse_rows(report: ReportValues) -> list[tuple[str, str]]:
-    """One row per sparse layer: its name, and the share of its weights that is stored."""
-    return [(name, share(density, 1.0)) for name, density in report.densities.items()]
 
 
 def _first_rows(lines: list[str], what: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Types and sizes of what ops compute that demask has no function for, and a call that stands for such
+"""Types and sizes of what ops compute that demask has no function for, and a call for such
 an op in a program."""
 
 from __future__ import annotations

@@ -115,7 +115,10 @@ def read_with_proto(path: str | os.PathLike[str]) -> tuple[OnnxFile, Any]:
     message = onnx.ModelProto.DESCRIPTOR
     try:
         data = file_bytes(path, lambda size, head: _check_head(size, head, message))
-        check_wire(data, message)
+        try:
+            _check_message(data, _field_table(message, {}))
+        except IndexError:
+            raise BadInput(_describe_damage(len(data))) from None
         proto = _parse_message(onnx, data)
         del data
         return parse_model(proto, file_path.parent, file_path.resolve().parent), proto
@@ -362,19 +365,6 @@ def _dimension_size(proto: Any, name: str) -> int | str:
     if proto.dim_value < -1:
         raise BadInput(f"{name!r}: a dimension of size {proto.dim_value}; expected 0 or more")
     return "" if proto.dim_value == -1 else proto.dim_value
-
-
-def check_wire(data: bytes, message: Any) -> None:
-    """Check that `data` is a message within the limits. message: its protobuf descriptor.
-
-    Raises:
-        BadInput: other or truncated bytes.
-        RefusedFile: beyond the limits.
-    """
-    try:
-        _check_message(data, _field_table(message, {}))
-    except IndexError:
-        raise BadInput(_describe_damage(len(data))) from None
 
 
 def starts(head: bytes, message: Any) -> bool:
