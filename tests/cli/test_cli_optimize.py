@@ -47,20 +47,6 @@ def test_json_is_one_object(run, saved):
     assert {"place", "chosen", "seconds"} == set(data["report"]["decisions"][0])
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (("-o", "fast.onnx"), "expected an output that ends in"),
-        (("-o", "no/such/folder/fast.demask"), "folder"),
-        (("-o", "fast.demask", "--threads", 0), "threads"),
-    ],
-)
-def test_bad_input_is_refused_and_nothing_written(run, saved, tmp_path, words, complaint):
-    outcome = run("optimize", saved / "masked.pt2", *words)
-    assert outcome.code == 2 and complaint in outcome.err
-    assert not list(tmp_path.glob("fast*"))
-
-
 def test_the_example_of_the_help_runs(run, saved, tmp_path):
     help_text = run("optimize", "--help").out
     line = next(line for line in help_text.splitlines() if "demask optimize model.pt2" in line)

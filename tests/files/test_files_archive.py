@@ -23,11 +23,10 @@ import demask
 import own_process
 from demask.errors import BadInput, DemaskError, NotExportable, RefusedFile
 from demask.failures import strict
+from demask.files import archive, pt2
 from demask.files.allowed_names import BUILTINS
-from demask.files.archive import archive
-from demask.files.archive.node_codec import decode, decode_target, encode, encode_target
-from demask.files.pt2 import io as pt2
-from demask.files.pt2.io import read_model, to_pt2
+from demask.files.node_codec import decode, decode_target, encode, encode_target
+from demask.files.pt2 import read_model, to_pt2
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.result.codegen import Codegen
 
@@ -524,9 +523,9 @@ def test_a_path_of_modules_is_taken_once_and_not_too_deep() -> None:
     with pytest.raises(RefusedFile, match="module 'a' occurs twice"):
         archive._attach_modules(nn.Module(), {"a.b": spec, "a": spec})
     deepest = ".".join("a" * 101)
-    assert archive._parent(nn.Module(), deepest)[1] == "a"
+    assert archive._parent_module(nn.Module(), deepest)[1] == "a"
     with pytest.raises(RefusedFile, match="does not lead to a module"):
-        archive._parent(nn.Module(), f"a.{deepest}")
+        archive._parent_module(nn.Module(), f"a.{deepest}")
 
 
 def test_a_program_that_cannot_be_written_whole_is_not_written(tmp_path, monkeypatch) -> None:

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from demask.errors import BadInput, DemaskError, RefusedFile
-from demask.files.pt2.gate import check, open_pt2
-from demask.files.pt2.schema import check_expression
-from demask.files.pytree_specs import check_spec
+from demask.files.allowed_names import check_spec
+from demask.files.pt2_gate import check, check_expression, open_pt2
 from pt2_files import AUTO, CALL, CONSTANTS, MODEL, WEIGHTS, Small, edited, export, pack, quietly
 
 # ------------------------------------------------------------------------ what exhausts or misleads
@@ -70,7 +69,7 @@ def test_truncated_files_are_bad_input(honest, tmp_path, keep):
     data = pack(tmp_path / "whole.pt2", honest).read_bytes()
     path = tmp_path / "cut.pt2"
     path.write_bytes(data[:keep])
-    with pytest.raises(BadInput, match=r"cut\.pt2.*(truncated|damaged|whole)"):
+    with pytest.raises(BadInput, match=r"cut\.pt2.*(truncated|damaged|complete)"):
         open_pt2(path)
 
 

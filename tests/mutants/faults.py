@@ -181,7 +181,7 @@ WRITTEN = (
           "return sorted(ratios)[int(CONFIDENCE * DRAWS)]", "timing"),
     # tune
     fault("weights-not-in-the-name", "files/optimized_files.py",
-          "                _add(digest, tensor)", "                pass", "optimized_files"),
+          "                _hash_tensor(digest, tensor)", "                pass", "optimized_files"),
     fault("earlier-choice-not-compared", "files/optimized_files.py",
           "if reasons := race.admit(EARLIER, network):",
           "race.modules[EARLIER] = network\n        if reasons := []:", "optimized_files"),
@@ -194,10 +194,10 @@ WRITTEN = (
           "shape[axis] = -1\n        weight = weight * step.scale",
           "shape[0] = -1\n        weight = weight * step.scale", "tune"),
     # files
-    fault("any-function-in-expressions", "files/pt2/schema.py",
+    fault("any-function-in-expressions", "files/pt2_gate.py",
           "if name not in _FUNCTIONS or call.keywords:", "if call.keywords:", "files_doors",
           "files_gate"),
-    fault("unknown-entries-pass", "files/pt2/gate.py",
+    fault("unknown-entries-pass", "files/pt2_gate.py",
           "if name not in known and not name.startswith(_DROPPED):", "if False:", "files_gate",
           "files_doors"),
     # kernels and sparse
@@ -333,7 +333,7 @@ WRITTEN = (
           "search"),
     fault("masks-after-the-optimizer", "prune/adapters/scheduled.py",
           'whole["masks"] = masks | whole["masks"]', "pass", "adapters"),
-    fault("small-network-without-carry", "cli/pruning/prune.py",
+    fault("small-network-without-carry", "cli/pruning.py",
           "demask.carry(slim, training.optimizer)", "pass", "cli_prune"),
     # budgets of prune
     fault("budget-exceeded", "prune/allocation/knapsack.py", "while cost > self.budget:",

@@ -11,13 +11,11 @@ from torch import nn
 import demask
 from demask.checkpoint.proof import CheckpointProof
 from demask.checkpoint.report import CheckpointReport, SliceCount
-from demask.cli.bench.bench import Bench, BenchRow
+from demask.cli.bench import Bench, BenchRow
 from demask.cli.commands.inspection import EditInspection, Gap, Inspection, ModuleShare, RewriteInspection
-from demask.cli.demo.demo import Demo, DemoNetwork
-from demask.cli.pruning.curves import Curves
-from demask.cli.pruning.prune import PruneResult
-from demask.files.onnx.edit.changes import NodeChange
-from demask.files.onnx.edit.edit_file import EditedFile
+from demask.cli.demo import Demo, DemoNetwork
+from demask.cli.pruning import Curves, PruneResult
+from demask.files.onnx.edit.edit_file import EditedFile, NodeChange
 from demask.graph.provenance import WHOLE, ModuleSizes, Provenance, Reason, Sizes, Speed
 from demask.graph.provenance import TuneDecision as Decided
 from demask.machine.clock import Timing

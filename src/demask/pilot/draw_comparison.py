@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demask.files import atomic_write as atomic
-from demask.files.pictures import DOTS, check_picture
+from demask.files.atomic_write import PICTURE_DOTS, check_picture
 from demask.pilot.compare import Comparison, ComparisonRow
 from demask.pilot.data.draw import BARS
 
@@ -38,7 +38,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
     figure.suptitle(f"{comparison.inputs} inputs", fontsize=10)
     with atomic.write(path) as file:
-        figure.savefig(file, format=path.suffix[1:], dpi=DOTS)
+        figure.savefig(file, format=path.suffix[1:], dpi=PICTURE_DOTS)
 
 
 def _percent(share: float | None) -> float | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from demask.files import atomic_write as atomic
-from demask.files.pictures import DOTS, check_picture
+from demask.files.atomic_write import PICTURE_DOTS, check_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,4 +112,4 @@ def _plain(axes: Axes, label: str) -> None:
 
 def _write(figure: Figure, path: Path) -> None:
     with atomic.write(path) as file:
-        figure.savefig(file, format=path.suffix[1:], dpi=DOTS)
+        figure.savefig(file, format=path.suffix[1:], dpi=PICTURE_DOTS)

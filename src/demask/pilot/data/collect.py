@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.files.pt2.io import read_model
+from demask.files.pt2 import read_model
 from demask.graph.capture.capture import capture
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.isolation import in_isolation

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.files import atomic_write as atomic
-from demask.files.pictures import DOTS, check_picture
+from demask.files.atomic_write import PICTURE_DOTS, check_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ def draw(magnitudes: Mapping[str, Tensor], grids: Mapping[str, tuple[int, int]],
     more = f" ({left} more layers not drawn)" if left else ""
     figure.suptitle(title + more, fontsize=11, parse_math=False)
     with atomic.write(path) as file:
-        figure.savefig(file, format=path.suffix[1:], dpi=DOTS)
+        figure.savefig(file, format=path.suffix[1:], dpi=PICTURE_DOTS)
 
 
 def _panel(axes: Axes, name: str, values: Tensor, grid: tuple[int, int] | None) -> None:

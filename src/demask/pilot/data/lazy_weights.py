@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.files.archive.archive import Outline, outline
+from demask.files.archive import Outline, outline
 from demask.files.weight_file import StoredTensor, WeightFile, with_weights
 from demask.graph.program import Program
 

@@ -32,8 +32,8 @@ def demo(
     if keep is not None:
         check_output(keep, suffixes=(".pt2",))
     with progress("loading"):
-        from demask.cli.demo import demo as demonstration
-        from demask.cli.demo.digits import load_digits
+        from demask.cli import demo as demonstration
+        from demask.cli.digits import load_digits
 
         digits = load_digits()
     with progress("training", demonstration.steps(digits)) as step:

@@ -25,15 +25,12 @@ from demask.compat.fx_internals import PyTreeInfo, signature_of
 from demask.compat.onednn import available
 from demask.errors import BadInput, RefusedFile
 from demask.failures import described, public, warn_caller
-from demask.files.allowed_names import check_fqn, check_name
-from demask.files.archive.class_record import build_class
-from demask.files.archive.encode_network import VERSION, encode_network, from_parts, named_tensors
-from demask.files.archive.node_codec import DTYPES, WRITE, decode, decode_target, decode_value
+from demask.files.allowed_names import check_call_spec, check_fqn, check_name, load_spec
 from demask.files.atomic_write import write
-from demask.files.bounded_read import check_zip, open_zip, read_json
-from demask.files.file_kinds import other_kind
+from demask.files.bounded_read import check_zip, open_zip, other_kind, read_json
+from demask.files.encode_network import VERSION, build_class, encode_network, from_stored, named_tensors
 from demask.files.into_class import describe_graphs, resize
-from demask.files.pytree_specs import check_call_spec, load_spec
+from demask.files.node_codec import DTYPES, WRITE, decode, decode_target, decode_value
 from demask.files.weight_file import StoredTensor, WeightFile
 from demask.graph.isolation import in_isolation
 from demask.graph.provenance import Provenance
@@ -131,18 +128,18 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
             raise BadInput(f"expected a file of demask.save, got {kind}")
         document = _read_document(archive)
         stored = _read_tensors(archive, document)
-        slim = _build(document, stored)
+        slim = _build_network(document, stored)
     own = document.get("own")
     if into is None and own is None:
         return slim
     rows = [row for row in document["tensors"] if row["persistent"]]
     state = {row["name"]: _make_tensor(stored[row["stored"]], False, False, row["order"]) for row in rows}
-    graphs = _graphs(own, slim)
+    graphs = _graph_paths(own, slim)
     if into is None:
         result = None if graphs else build_class(own, state)
     else:
         known, sources = {name for name, _ in tensors_of(into)}, nn.Module()
-        _attach_tensors(sources, _sources(document), stored)
+        _attach_tensors(sources, _source_rows(document), stored)
         state |= {name: tensor for name, tensor in tensors_of(sources) if name in known}
         try:
             result = resize(into, state, slim.demasked.numbers)
@@ -150,7 +147,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
             if not graphs:
                 raise
             raise BadInput(f"{describe_graphs(graphs)} ({error})") from error
-        if graphs and (wrong := _difference(result, slim)):
+        if graphs and (wrong := _describe_difference(result, slim)):
             raise BadInput(f"{describe_graphs(graphs)} ({wrong})")
     if result is None and graphs:
         warn_caller(
@@ -177,7 +174,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     return result
 
 
-def _graphs(own: Any, slim: Demasked) -> list[str]:
+def _graph_paths(own: Any, slim: Demasked) -> list[str]:
     """Paths of the modules that are graphs in a file's network, which older files do not name; ""
     for all of it."""
     paths = own.get("graphs") if isinstance(own, dict) else None
@@ -188,7 +185,7 @@ def _graphs(own: Any, slim: Demasked) -> list[str]:
     return ["a part of it"] if slim.demasked.graph_reasons else []
 
 
-def _difference(result: nn.Module, slim: Demasked) -> str:
+def _describe_difference(result: nn.Module, slim: Demasked) -> str:
     """What a network of the caller's class computes otherwise than its graph; "" if nothing."""
     try:
         return describe_difference(result, slim.plain(), (), {})
@@ -202,13 +199,17 @@ def from_bytes(content: bytes) -> Any:
     """The network in the content of a file; errors as `load`."""
     with check_zip(BytesIO(content), len(content), "the content") as archive:
         document = _read_document(archive)
-        return _build(document, _read_tensors(archive, document))
+        return _build_network(document, _read_tensors(archive, document))
 
 
 def _read_document(archive: zipfile.ZipFile) -> Any:
     """The JSON document of a file with no other entries than it should have."""
     document = read_json(archive, GRAPH)
-    _check_head(document)
+    if not isinstance(document, dict) or document.get("format") != "demask":
+        raise BadInput("expected a file written by demask, got another zip archive")
+    version = document.get("version")
+    if version != VERSION:
+        raise BadInput(f"format version {version!r}, expected {VERSION}; install a newer demask")
     if sorted(archive.namelist()) != [GRAPH, TENSORS]:
         raise RefusedFile(f"expected the entries {GRAPH} and {TENSORS} only")
     return document
@@ -219,13 +220,15 @@ def _read_tensors(archive: zipfile.ZipFile, document: Any) -> dict[str, Tensor]:
         tensors = safetensors.torch.load(archive.read(TENSORS))
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise BadInput(f"{TENSORS} is damaged ({error}); copy the file again") from error
-    dtypes = _stored_otherwise(document)
-    return {name: from_parts(values, dtypes[name]) if name in dtypes else values for name, values in tensors.items()}
+    dtypes = _converted_dtypes(document)
+    return {name: from_stored(values, dtypes[name]) if name in dtypes else values for name, values in tensors.items()}
 
 
-def _stored_otherwise(document: Any) -> dict[Any, torch.dtype]:
+def _converted_dtypes(document: Any) -> dict[Any, torch.dtype]:
     """The dtypes of the tensors that are stored as numbers of another one, by key."""
-    rows = [row for row in (*_typed(document, "tensors", list, of=dict), *_sources(document)) if "dtype" in row]
+    rows = [
+        row for row in (*_typed_field(document, "tensors", list, of=dict), *_source_rows(document)) if "dtype" in row
+    ]
     if unknown := [row["dtype"] for row in rows if str(row["dtype"]) not in DTYPES]:
         raise RefusedFile(f"{GRAPH}: a tensor of the dtype {unknown[0]!r:.40}")
     return {str(row.get("stored")): DTYPES[row["dtype"]] for row in rows}
@@ -233,14 +236,11 @@ def _stored_otherwise(document: Any) -> dict[Any, torch.dtype]:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A network whose tensors stay in a file.
+    """A network whose tensors stay in a file."""
 
-    slim: the network, with zeros of the right shapes, which take no memory. file: the weights.
-    places: by name, the stored tensor and the order of its axes in the file, outermost first.
-    """
-
-    slim: Any
+    slim: Any  # with zeros of the right shapes, which take no memory
     file: WeightFile
+    # by name, the stored tensor and the order of its axes in the file, outermost first
     places: Mapping[str, tuple[StoredTensor, tuple[int, ...]]]
 
 
@@ -250,17 +250,17 @@ def outline(path: str | os.PathLike[str]) -> Outline:
         document = _read_document(archive)
         entry = archive.getinfo(TENSORS)
         with archive.open(entry):  # which checks the entry's own header
-            start = _begins(path, entry)
+            start = _data_start(path, entry)
         file = WeightFile.read(path, (start, start + entry.file_size), TENSORS)
-        if dtypes := _stored_otherwise(document):
+        if dtypes := _converted_dtypes(document):
             names = ", ".join(sorted({str(dtype) for dtype in dtypes.values()}))
             raise BadInput(f"{path}: tensors of {names} cannot be read part by part; load the file")
-        slim = _build(document, {name: stored.hollow() for name, stored in file.tensors.items()})
+        slim = _build_network(document, {name: stored.hollow() for name, stored in file.tensors.items()})
     places = {row["name"]: (file.tensors[row["stored"]], tuple(row["order"])) for row in document["tensors"]}
     return Outline(slim, file, places)
 
 
-def _begins(path: str | os.PathLike[str], entry: zipfile.ZipInfo) -> int:
+def _data_start(path: str | os.PathLike[str], entry: zipfile.ZipInfo) -> int:
     """Byte offset of a stored entry's data, after its header of 30 bytes, name and extra field."""
     with open(path, "rb") as file:
         file.seek(entry.header_offset + 26)
@@ -268,31 +268,23 @@ def _begins(path: str | os.PathLike[str], entry: zipfile.ZipInfo) -> int:
     return entry.header_offset + 30 + name + extra
 
 
-def _check_head(document: Any) -> None:
-    if not isinstance(document, dict) or document.get("format") != "demask":
-        raise BadInput("expected a file written by demask, got another zip archive")
-    version = document.get("version")
-    if version != VERSION:
-        raise BadInput(f"format version {version!r}, expected {VERSION}; install a newer demask")
-
-
-def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demasked:
+def _build_network(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demasked:
     slim = nn.Module()
-    _attach_modules(slim, _typed(document, "modules", dict))
-    _attach_tensors(slim, _typed(document, "tensors", list), stored)
+    _attach_modules(slim, _typed_field(document, "modules", dict))
+    _attach_tensors(slim, _typed_field(document, "tensors", list), stored)
     graph = fx.Graph()
-    _add_nodes(graph, _typed(document, "nodes", list), slim)
+    _add_nodes(graph, _typed_field(document, "nodes", list), slim)
     join_twins(graph, slim)
-    specs = _specs(document, sum(n.op == "placeholder" for n in graph.nodes))
-    training = set(_typed(document, "training", list, of=str))
-    kind = _kind(document)
+    specs = _call_signature(document, sum(n.op == "placeholder" for n in graph.nodes))
+    training = set(_typed_field(document, "training", list, of=str))
+    kind = _network_class(document)
     fused = any(is_fused(node) or is_pack(node) for node in graph.nodes)
     if fused and kind is Demasked:
         raise RefusedFile("got calls that only optimize() writes, in a network of demask()")
-    _check_own(graph, slim)
+    _check_own_ops(graph, slim)
     try:
         graph.lint()
-        history = Provenance.from_dict(_typed(document, "demasked", dict))
+        history = Provenance.from_dict(_typed_field(document, "demasked", dict))
         result = kind.of(slim, graph, specs, history)
         if fused and not available(torch.float32, torch.device("cpu")):
             result = apply_pass(result, unfuse)  # this torch was built without oneDNN
@@ -305,7 +297,7 @@ def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demaske
     return result
 
 
-def _kind(document: Mapping[str, Any]) -> type[Demasked]:
+def _network_class(document: Mapping[str, Any]) -> type[Demasked]:
     name = document.get("kind")
     if name is None:
         return Optimized if document.get("optimized") is True else Demasked
@@ -316,7 +308,7 @@ def _kind(document: Mapping[str, Any]) -> type[Demasked]:
     return RESULT_KINDS.get(name)
 
 
-def _check_own(graph: fx.Graph, slim: nn.Module) -> None:
+def _check_own_ops(graph: fx.Graph, slim: nn.Module) -> None:
     """Refuse calls of demask's ops with arguments that demask never passes."""
 
     def value(node: fx.Node) -> Tensor | None:
@@ -332,12 +324,12 @@ def _check_own(graph: fx.Graph, slim: nn.Module) -> None:
             raise RefusedFile(f"node {node.name!r}: {error}") from error
 
 
-def _sources(document: Mapping[str, Any]) -> Any:
+def _source_rows(document: Mapping[str, Any]) -> Any:
     """The rows of tensors from which parametrizations compute others; earlier files have none."""
-    return _typed(document, "sources", list, of=dict) if "sources" in document else []
+    return _typed_field(document, "sources", list, of=dict) if "sources" in document else []
 
 
-def _typed(data: Mapping[str, Any], key: str, kind: type, of: type | None = None) -> Any:
+def _typed_field(data: Mapping[str, Any], key: str, kind: type, of: type | None = None) -> Any:
     value: Any = data.get(key)
     if type(value) is not kind or (of and not all(type(item) is of for item in value)):
         raise BadInput(f"{GRAPH}: expected {key!r} to be a {kind.__name__}")
@@ -346,10 +338,10 @@ def _typed(data: Mapping[str, Any], key: str, kind: type, of: type | None = None
 
 def _attach_modules(slim: nn.Module, specs: Mapping[str, Any]) -> None:
     for name, spec in specs.items():
-        parent, leaf = _parent(slim, name)
+        parent, leaf = _parent_module(slim, name)
         if leaf in parent._modules:
             raise RefusedFile(f"module {name!r} occurs twice")
-        _register(parent.add_module, leaf, _make_module(name, spec))
+        _register_name(parent.add_module, leaf, _make_module(name, spec))
 
 
 def _make_module(name: str, spec: Any) -> nn.Module:
@@ -384,7 +376,7 @@ def _attach_tensors(slim: nn.Module, table: list[Any], stored: Mapping[str, Tens
         if tensors[key][0] != kind or name in names:
             raise RefusedFile(f"tensor {name!r}: occurs twice, or as parameter and buffer")
         names.add(name)
-        _attach(slim, name, tensors[key][1], persistent)
+        _attach_tensor(slim, name, tensors[key][1], persistent)
     for name, tensor in (*slim.named_parameters(), *slim.named_buffers()):
         if tensor.is_meta:
             raise BadInput(f"tensor {name!r} is missing; the file is damaged: save it again")
@@ -403,8 +395,8 @@ def _make_tensor(values: Tensor, parameter: bool, requires_grad: bool, order: li
     return nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 
-def _attach(slim: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:
-    module, leaf = _parent(slim, name)
+def _attach_tensor(slim: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:
+    module, leaf = _parent_module(slim, name)
     is_parameter = isinstance(tensor, nn.Parameter)
     slots: dict[str, Any] = module._parameters if is_parameter else module._buffers
     if not is_holder(module) and module is not slim:  # a layer has its own slots
@@ -413,25 +405,25 @@ def _attach(slim: nn.Module, name: str, tensor: Tensor, persistent: bool) -> Non
             raise RefusedFile(f"tensor {name!r} does not fit its module")
         slots[leaf] = tensor
     elif is_parameter:
-        _register(module.register_parameter, leaf, tensor)
+        _register_name(module.register_parameter, leaf, tensor)
     else:
-        _register(module.register_buffer, leaf, tensor, persistent)
+        _register_name(module.register_buffer, leaf, tensor, persistent)
 
 
-def _register(register: Any, leaf: str, *values: Any) -> None:
+def _register_name(register: Any, leaf: str, *values: Any) -> None:
     try:
         register(leaf, *values)
     except (KeyError, TypeError) as error:
         raise RefusedFile(f"the name {leaf!r} is taken: {error}") from error
 
 
-def _parent(slim: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _parent_module(slim: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module of tensor or module `name`, created if missing, and the last part of `name`."""
     *path, leaf = check_fqn(name).split(".")
     module = slim
     for part in path:
         if part not in module._modules:
-            _register(module.add_module, part, nn.Module())
+            _register_name(module.add_module, part, nn.Module())
         child = module._modules[part]
         if child is None or len(path) > 100:
             raise RefusedFile(f"the path {name!r} does not lead to a module")
@@ -461,7 +453,7 @@ def _add_nodes(graph: fx.Graph, rows: list[Any], slim: nn.Module) -> None:
             raise RefusedFile(f"node {name!r}: its target {target!r:.80} is not in the file")
         node = graph.create_node(
             op,
-            _target(op, target),
+            _decode_node_target(op, target),
             tuple(decode(argument, nodes) for argument in args),
             {check_name(key): decode(argument, nodes) for key, argument in kwargs.items()},
             name=check_name(name),
@@ -476,14 +468,14 @@ def _add_nodes(graph: fx.Graph, rows: list[Any], slim: nn.Module) -> None:
         raise BadInput(f"{GRAPH}: the graph has no output; the file is damaged")
 
 
-def _target(op: str, target: str) -> Any:
+def _decode_node_target(op: str, target: str) -> Any:
     if op == "call_function":
         return decode_target(target)
     return check_name(target) if op in ("placeholder", "output") else check_fqn(target)
 
 
-def _specs(document: Mapping[str, Any], inputs: int) -> PyTreeInfo:
-    names = [check_name(name) for name in _typed(document, "orig_args", list)]
+def _call_signature(document: Mapping[str, Any], inputs: int) -> PyTreeInfo:
+    names = [check_name(name) for name in _typed_field(document, "orig_args", list)]
     in_spec = load_spec(check_call_spec(document.get("in_spec")))
     out_spec = load_spec(document.get("out_spec"))
     if len(set(names)) != len(names) or in_spec.num_leaves != inputs:

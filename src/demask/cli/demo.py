@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import demask
-from demask.cli.demo.digits import BATCH, DigitNet, Digits, accuracy, prune_channels, train
+from demask.cli.digits import BATCH, DigitNet, Digits, accuracy, prune_channels, train
 from demask.files import atomic_write as atomic
 from demask.graph.provenance import Sizes
 from demask.machine.allocator import fix_allocator
@@ -21,9 +21,8 @@ from demask.machine.clock import Timing, race, set_threads
 from demask.machine.describe import BUSY, format_counts, format_spread, format_threads, has_wide_spread
 from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.progress import ProgressStep
-from demask.report.module_sections import module_sections
 from demask.report.report import Report
-from demask.report.sections import decline_line, scatters_reasons
+from demask.report.sections import decline_line, module_sections, scatters_reasons
 
 EPOCHS, TUNING = 5, 4  # before and after pruning; enough for 98 % of the test images
 EXAMPLE = 8  # images that demask traces the networks with, and counts MACs for
@@ -34,16 +33,12 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class DemoNetwork:
-    """One network of the comparison: its sizes, how well it reads, and how long it takes.
+    """One network of the comparison: its sizes, how well it reads, and how long it takes."""
 
-    sizes: MACs are those of one image. difference: largest absolute difference of any test logit
-    from the masked network's. timings: per number of threads, seconds per forward pass of IMAGES
-    images.
-    """
-
-    sizes: Sizes
+    sizes: Sizes  # MACs are those of one image
     accuracy: float
-    difference: float
+    difference: float  # largest absolute difference of any test logit from the masked network's
+    # per number of threads, seconds per forward pass of IMAGES images
     timings: Mapping[int, Timing] = field(default_factory=dict)
 
     def timed(self, threads: int, timing: Timing) -> DemoNetwork:
@@ -102,8 +97,8 @@ def run(digits: Digits, step: ProgressStep, runs: int, keep: Path | None = None)
         if keep is not None:
             save_program(masked, digits.test_images, keep)
         networks, report, contenders = compare(dense, masked, digits, step)
-    for threads in _threads():
-        timings = _timed(networks, digits, threads, runs, step)
+    for threads in _thread_counts():
+        timings = _time_networks(networks, digits, threads, runs, step)
         contenders = {name: one.timed(threads, timings[name]) for name, one in contenders.items()}
     return Demo(contenders, report, machine)
 
@@ -146,7 +141,7 @@ def compare(
 def steps(digits: Digits) -> int:
     """How many steps `run` makes: one per training batch, one to demask, one per timing."""
     batches = len(digits.train_labels) // BATCH * (EPOCHS + TUNING)
-    return batches + 1 + len(_threads())
+    return batches + 1 + len(_thread_counts())
 
 
 def save_program(model: nn.Module, images: Tensor, path: Path) -> None:
@@ -160,7 +155,7 @@ def save_program(model: nn.Module, images: Tensor, path: Path) -> None:
         torch.export.save(program, file)
 
 
-def _threads() -> tuple[int, ...]:
+def _thread_counts() -> tuple[int, ...]:
     return (1, 2) if torch.get_num_threads() > 1 else (1,)
 
 
@@ -169,7 +164,7 @@ def _logits(network: nn.Module, images: Tensor) -> Tensor:
         return torch.cat([network(part) for part in images.split(IMAGES)])
 
 
-def _timed(
+def _time_networks(
     networks: Mapping[str, nn.Module], digits: Digits, threads: int, runs: int, step: ProgressStep
 ) -> dict[str, Timing]:
     step(f"measuring, threads: {threads}")
@@ -184,14 +179,15 @@ def _timed(
 
 
 def _table(demo: Demo) -> TextTable:
-    rows = [(label, *map(text, demo.contenders.values())) for label, text in _rows(demo).items()]
-    rows.append(("scatters left", "–", "–", _scatters(demo.report)))
+    rows = [(label, *map(text, demo.contenders.values())) for label, text in _row_texts(demo).items()]
+    scatters = demo.report.scatters["scatter"] + demo.report.scatters["scatter-add"]
+    rows.append(("scatters left", "–", "–", f"{scatters} (see below)" if scatters else "0"))
     return TextTable(
         ("", *demo.contenders), rows, "Before and after", title="A residual CNN that reads handwritten digits"
     )
 
 
-def _rows(demo: Demo) -> dict[str, Callable[[DemoNetwork], str]]:
+def _row_texts(demo: Demo) -> dict[str, Callable[[DemoNetwork], str]]:
     """The table's rows: a label, and the text for one contender."""
 
     def milliseconds(threads: int) -> Callable[[DemoNetwork], str]:
@@ -206,11 +202,6 @@ def _rows(demo: Demo) -> dict[str, Callable[[DemoNetwork], str]]:
         "test accuracy": lambda one: f"{100 * one.accuracy:.1f} %",
         "difference from masked": lambda one: f"{one.difference:.2g}",
     }
-
-
-def _scatters(report: Report) -> str:
-    count = report.scatters["scatter"] + report.scatters["scatter-add"]
-    return f"{count} (see below)" if count else "0"
 
 
 def _remarks(demo: Demo) -> Iterator[str]:

@@ -15,11 +15,10 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.failures import public
-from demask.files.archive import archive
+from demask.files import archive
 from demask.files.atomic_write import check_writable, write
-from demask.files.bounded_read import open_zip
-from demask.files.file_kinds import other_kind
-from demask.files.pt2.gate import open_pt2
+from demask.files.bounded_read import open_zip, other_kind
+from demask.files.pt2_gate import open_pt2
 from demask.files.retrace import example, export_graph
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
@@ -60,19 +59,17 @@ def to_pt2(slim: nn.Module, path: str | os.PathLike[str]) -> None:
     if isinstance(graph, Demasked):
         graph = lower_own_ops(graph.plain())  # runs on any torch and machine
     exported = export_graph(graph)
-    _strip(exported)
+    _strip_debug_metadata(exported)
     if exported._guards_code:  # torch tests guards only if it has an example: zeros, stored once
-        exported._example_inputs = pytree.tree_map_only(Tensor, _one_zero, example(graph)[:2])
+        exported._example_inputs = pytree.tree_map_only(
+            Tensor, lambda x: torch.zeros((), dtype=x.dtype).expand(x.shape), example(graph)[:2]
+        )
     with write(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own internals
         target: Any = _DeferredErrors(file)
         torch.export.save(exported, target)
         if target.failure is not None:
             raise target.failure
-
-
-def _one_zero(x: Tensor) -> Tensor:
-    return torch.zeros((), dtype=x.dtype).expand(x.shape)
 
 
 class _DeferredErrors(io.RawIOBase):
@@ -130,7 +127,7 @@ def read_model(path: str | os.PathLike[str], *, namespaces: Collection[str] = ()
         raise
 
 
-def _strip(exported: ExportedProgram) -> None:
+def _strip_debug_metadata(exported: ExportedProgram) -> None:
     """Remove debugging metadata: stack traces name files of this machine."""
     for module in exported.graph_module.modules():
         if isinstance(module, fx.GraphModule):

@@ -24,18 +24,18 @@ _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:\d{1,3})?", re.ASCII)
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def _named(kind: type) -> dict[str, Any]:
+def _torch_constants(kind: type) -> dict[str, Any]:
     """The constants of a type in torch, by name ("float32": torch.float32)."""
     constants = [value for value in vars(torch).values() if isinstance(value, kind)]
     return {str(value).removeprefix("torch."): value for value in constants}
 
 
 #: torch.dtype by name, "float32"
-DTYPES: dict[str, torch.dtype] = _named(torch.dtype)
+DTYPES: dict[str, torch.dtype] = _torch_constants(torch.dtype)
 _CONSTANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "dtype": (torch.dtype, DTYPES),
-    "layout": (torch.layout, _named(torch.layout)),
-    "memory_format": (torch.memory_format, _named(torch.memory_format)),
+    "layout": (torch.layout, _torch_constants(torch.layout)),
+    "memory_format": (torch.memory_format, _torch_constants(torch.memory_format)),
 }
 _BUILTIN_NAMES = {function: name for name, function in BUILTINS.items()}
 
@@ -86,7 +86,7 @@ def decode(data: Any, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
         case {"slice": [start, stop, step], **rest} if not rest:
             return slice(*(decode(item, nodes, depth + 1) for item in (start, stop, step)))
         case {"complex": [real, imaginary], **rest} if not rest:
-            return complex(_float(real), _float(imaginary))
+            return complex(_decode_float(real), _decode_float(imaginary))
         case {"node": str(name), **rest} if not rest and name in nodes:
             return nodes[name]
         case dict() if len(data) == 1:
@@ -145,7 +145,7 @@ def _decode_constant(tag: str, text: Any) -> Any:
     raise RefusedFile(f"got the value {_short({tag: text})}; expected one that demask writes")
 
 
-def _float(data: Any) -> float:
+def _decode_float(data: Any) -> float:
     value = decode(data, {})
     if type(value) not in (int, float):
         raise RefusedFile(f"got {_short(data)}; expected a number")

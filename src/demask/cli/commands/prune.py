@@ -82,24 +82,23 @@ def prune(
       demask prune digits -o half.demask --macs 0.5 --score taylor
     """
     check_output(output, suffixes=(".pt2", ".demask"))
-    _check(amount, macs, ms, normalize)
+    _check_options(amount, macs, ms, normalize)
     with progress("loading") as step:
         import torch
 
         import demask
-        from demask.cli.pruning import images, networks
-        from demask.cli.pruning.prune import SCORES, PruneOptions, prune_classifier
-        from demask.cli.pruning.training import Training, TrainingOptions
+        from demask.cli.pruning import SCORES, PruneOptions, Training, TrainingOptions, prune_classifier
+        from demask.cli.pruning_inputs import DIGITS, build_network, load_weights, read_images
         from demask.machine.clock import set_threads
 
         if score not in SCORES:
             raise BadInput(f"expected --score to be one of {', '.join(SCORES)}, got {score!r}")
         import_modules(imports)
-        loaded = images.read_images(data, test, side, seed)
+        loaded = read_images(data, test, side, seed)
         torch.manual_seed(seed)
-        model = networks.build_network(network, len(loaded.classes), loaded.train.images.shape[1])
+        model = build_network(network, len(loaded.classes), loaded.train.images.shape[1])
         if weights is not None:
-            networks.load_weights(model, weights)
+            load_weights(model, weights)
         first = epochs if epochs is not None else 0.0 if weights else DIGITS_EPOCHS
         options = PruneOptions(
             first,
@@ -113,7 +112,7 @@ def prune(
         )
         training_options = TrainingOptions(batch, rate, normalize, augment, seed)
     total = len(loaded.train) // batch * (options.epochs + options.tune)
-    count = threads or (1 if data == images.DIGITS else torch.get_num_threads())
+    count = threads or (1 if data == DIGITS else torch.get_num_threads())
     with progress("training", round(total) or None) as step, set_threads(count):
         training = Training(model, loaded, training_options, step)
         result = prune_classifier(training, options)
@@ -124,8 +123,7 @@ def prune(
     display.show(result.page().followed_by(written), more | result.to_dict())
 
 
-def _check(amount: float | None, macs: float | None, ms: float | None, normalize: str) -> None:
-    """Raise BadInput for options that exclude one another, or are out of range."""
+def _check_options(amount: float | None, macs: float | None, ms: float | None, normalize: str) -> None:
     if sum(x is not None for x in (amount, macs, ms)) > 1:
         raise BadInput("--amount, --macs and --ms exclude one another: expected one of them")
     if amount is not None and not 0 < amount < 1:
