@@ -13,9 +13,8 @@ from demask.facts.analysis import Analysis
 from demask.ops import TABLE
 from demask.pilot.condition import KINDS, condition, condition_of, slower
 from demask.pilot.conditions.base import Condition, Decision, text
-from demask.pilot.conditions.channel_conditions import ConstantChannels, Precision, Skip
+from demask.pilot.conditions.channel_conditions import ConstantChannels, Precision, Skip, targets_of
 from demask.pilot.conditions.channel_conditions import PilotValue as Value
-from demask.pilot.conditions.conditioned_values import targets_of
 from demask.pilot.data.collect import collect
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.simplifiers.rounding import Bits

@@ -17,7 +17,7 @@ from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
 from demask.kernels.llvm.jit import assembly
 from demask.ops.activations import activation_module, presets
 from demask.sparse import DCSR, spmm
-from demask.sparse.products.spmm_cpu import CsrMatrix, Options, SpmmTask, deal_rows, dealt, multiplied
+from demask.sparse.products.cpu_products import CsrMatrix, Options, SpmmTask, deal_rows, dealt, multiplied
 from guarded import guarded
 from night import at_night
 from sparse_cases import csr, matrix

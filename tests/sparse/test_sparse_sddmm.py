@@ -12,7 +12,7 @@ from demask.kernels.llvm.isa import AVX2, AVX512, NEON
 from demask.kernels.llvm.jit import assembly
 from demask.sparse import DCSR, sddmm, spmm
 from demask.sparse.csr_matrix import CsrMatrix
-from demask.sparse.products.sddmm_cpu import sampled
+from demask.sparse.products.cpu_products import sddmm as sddmm_on_cpu
 from sparse_cases import csr, matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
@@ -134,7 +134,7 @@ def test_bad_columns_are_refused(index, column):
     col = torch.tensor([0, column], dtype=index)
     m = CsrMatrix(torch.tensor([0, 1, 2], dtype=index), col, torch.ones(2), None, (2, 4))
     with pytest.raises(BadInput, match="columns below 4"):
-        sampled(m, torch.ones(2, 3), torch.ones(4, 3))
+        sddmm_on_cpu(m, torch.ones(2, 3), torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("starts", [[0, 3, 2], [-1, 1, 2], [0, 1, 9], [0, 2**31 - 1, 2]])
@@ -142,14 +142,14 @@ def test_bad_row_starts_are_refused(starts):
     crow, col = torch.tensor(starts), torch.tensor([0, 1])
     m = CsrMatrix(crow, col, torch.ones(2), None, (2, 4))
     with pytest.raises(BadInput, match="row starts that rise to 2"):
-        sampled(m, torch.ones(2, 3), torch.ones(4, 3))
+        sddmm_on_cpu(m, torch.ones(2, 3), torch.ones(4, 3))
 
 
 def test_bad_names_are_refused():
     one = torch.tensor([0, 1])
     m = CsrMatrix(one, one[:1], torch.ones(1), torch.tensor([2]), (2, 4))
     with pytest.raises(BadInput, match="rows below 2"):
-        sampled(m, torch.ones(2, 3), torch.ones(4, 3))
+        sddmm_on_cpu(m, torch.ones(2, 3), torch.ones(4, 3))
 
 
 @pytest.mark.parametrize(

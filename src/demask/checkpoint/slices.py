@@ -20,8 +20,7 @@ from demask.checkpoint.family import ConfigData, Family, LayerStack, reduced_con
 from demask.errors import DemaskError, NotExportable
 from demask.failures import described
 from demask.graph.result.resize import assign_tensor
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.groups import Group
+from demask.prune.coupling import Coupling, Group
 
 KINDS = ("unit", "head")
 IMAGE, SAMPLES = 64, 4000  # of images whose size no config says; of sound

@@ -1,14 +1,19 @@
-"""compare(): what each simplifier preserves of a network, and what it costs, on the same inputs."""
+"""compare(): what each simplifier preserves of a network, and what it costs, on the same inputs.
+
+The picture of a comparison: agreement, recall of zeros and weights per simplifier, as bars.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -16,19 +21,60 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
+from demask.files import atomic_write as atomic
+from demask.files.pictures import DOTS, check_picture
 from demask.graph.isolation import in_isolation
 from demask.machine.byte_sizes import format_bytes
 from demask.machine.clock import Timing, race
 from demask.ops import TABLE, Table
 from demask.pages import Lines, Page, PageSource, TextTable
-from demask.pilot.data.lazy_weights import LoadedConstants
+from demask.pilot.data.execution_data import BARS
 from demask.pilot.data.measured_values import MeasuredValue, sites_of, zeroed
-from demask.pilot.data.sliced_run import each, flat, walk
+from demask.pilot.data.sliced_run import LoadedConstants, each, flat, walk
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier
 from demask.pilot.weight_layers import layers_of
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
 from demask.shrink.program_size import measure_program
+
+FIGURE_WIDTH, BAR_HEIGHT = 10.0, 0.34  # inches
+
+
+def draw_comparison(comparison: Comparison, path: Path) -> None:
+    """Write the picture to `path`, completely or not at all; its suffix is the format.
+    Refused simplifiers have the word instead of bars."""
+    check_picture(path)
+    from matplotlib.figure import Figure
+
+    rows = comparison.rows
+    figure = Figure(figsize=(FIGURE_WIDTH, BAR_HEIGHT * len(rows) + 1.1), layout="constrained")
+    panels = figure.subplots(1, 4, sharey=True, squeeze=False)[0]
+    columns = (
+        ("same class, %", [None if row.agreement is None else 100 * row.agreement for row in rows]),
+        ("correlation", [row.correlation for row in rows]),
+        ("recall of zeros, %", [None if row.recall is None else 100 * row.recall for row in rows]),
+        ("weights, % of full", [100 * row.weight_bytes / comparison.weight_bytes for row in rows]),
+    )
+    for axes, (title, values) in zip(panels, columns, strict=True):
+        _draw_panel(axes, title, values, rows)
+    panels[0].set_yticks(range(len(rows)), [row.by for row in rows], fontsize=8)
+    panels[0].set_ylim(len(rows) - 0.4, -0.6)
+    figure.suptitle(f"{comparison.inputs} inputs", fontsize=10)
+    with atomic.write(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=DOTS)
+
+
+def _draw_panel(axes: Axes, title: str, values: Sequence[float | None], rows: tuple[ComparisonRow, ...]) -> None:
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.tick_params(labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+    for position, (value, row) in enumerate(zip(values, rows, strict=True)):
+        words = "refused" if row.refused else "–" if value is None else f"{value:.3g}"
+        length = 0.0 if row.refused or value is None else max(value, 0.0)
+        axes.barh(position, length, height=0.65, color=BARS)
+        axes.annotate(words, (length, position), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)
+    axes.margins(x=0.2)
+
 
 DEFAULT = ("bits:8", "bits:4", "exponents", "rank:0.5", "channels:0.5", "downsample:2")
 WIDTH = 112

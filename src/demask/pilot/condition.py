@@ -27,7 +27,7 @@ from demask.pilot.conditions.channel_conditions import ConstantChannels, PilotVa
 from demask.pilot.conditions.regions import Regions
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.guarantee import LEVEL, LOSS, Guarantee, guarantee, observed
-from demask.pilot.routing.route import Route
+from demask.pilot.route import Route
 from demask.pilot.simplifiers.simplify import Simplifier
 from demask.tune.race import speed_of
 

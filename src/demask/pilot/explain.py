@@ -5,6 +5,8 @@ rows a chain reads, and `pilot.chains.chain_cost` predicts the time. Other condi
 alternately with the network, since they have to run on the inputs anyway, for the answers that they
 change. Operations are counted, too: a pilot that is the network with other weights costs as much as
 the network itself, whatever it saves. The verdict says what is not faster.
+
+Checks of the arguments of `explain`.
 """
 
 from __future__ import annotations
@@ -25,27 +27,72 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from demask.errors import BadInput, DemaskError
 from demask.facts.analysis import Analysis
-from demask.failures import public
+from demask.failures import described, public
 from demask.graph.editor import GraphEditor
 from demask.graph.isolation import in_isolation
 from demask.machine.clock import race
 from demask.machine.cost import Costs
-from demask.machine.describe import describe_machine as described
+from demask.machine.describe import describe_machine
 from demask.machine.threads import checked_threads, set_threads
+from demask.numerics import is_number
 from demask.ops import TABLE, Table
 from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pilot.chains.chain_cost import NOMINAL, ChainRates, Reads, Uses, cached_shares, measured
 from demask.pilot.chains.chain_op import ROWS
 from demask.pilot.chains.chain_plan import ChainLayer
-from demask.pilot.chains.exact_conditions import GAIN, Picked, choose, inputs_of_chains, layers_of, values_of
-from demask.pilot.chains.find import LinearChain, find_chains, remove_dropout
+from demask.pilot.chains.exact_conditions import (
+    GAIN,
+    LinearChain,
+    Picked,
+    choose,
+    find_chains,
+    inputs_of_chains,
+    layers_of,
+    remove_dropout,
+    values_of,
+)
 from demask.pilot.condition import condition_of
 from demask.pilot.conditions.base import text
-from demask.pilot.explain_checks import check_arguments, check_inputs
-from demask.pilot.routing.router import call_copy
+from demask.pilot.router import call_copy
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
 from demask.sparse.plan.tape import NoPlan
+
+
+def check_arguments(model: Any, loss: Any, candidates: Any) -> None:
+    """Raise BadInput for arguments of `explain` that cannot be used."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(
+            f"expected an nn.Module as model, got {type(model).__name__}; of an ExportedProgram pass its module()"
+        )
+    if not is_number(loss) or not 0 <= loss <= 1:
+        raise BadInput(f"expected a loss of 0 to 1, as a share of inputs, got {loss!r}")
+    pairs = candidates if isinstance(candidates, Sequence) else [candidates]
+    for pair in pairs:
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise BadInput(
+                "expected pairs of texts (pilot, condition) as candidates, such as "
+                f"('bits:8', 'skip:0.5'), got {pair!r:.60}"
+            )
+
+
+def check_inputs(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> None:
+    """Raise BadInput unless each input fits the model and its first output has answers."""
+    for k, args in enumerate(inputs):
+        try:
+            leaves = pytree.tree_leaves(model(*args))
+        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+            raise BadInput(
+                f"input {k} does not fit the model: {described(error)}; inputs are "
+                "one tensor or tuple of arguments for each call"
+            ) from error
+        if not leaves or not isinstance(leaves[0], Tensor) or leaves[0].ndim == 0:
+            raise BadInput(
+                "expected a tensor with an axis of answers as the first output, got "
+                f"{leaves[0] if leaves else 'none'!r:.40}"
+            )
+
 
 Pair = tuple[str, str]  # a pilot's text, "" for none; a condition's text
 CANDIDATES: tuple[Pair, ...] = (
@@ -229,7 +276,7 @@ def explain(
         network = _ExplainedNetwork.of(model, several, clock, table)
         lines = [_line(network, pilot, condition, machine, loss) for pilot, condition in candidates]
     lines = _compared(lines)
-    where = described() + ("; bandwidths are nominal" if machine is NOMINAL else "")
+    where = describe_machine() + ("; bandwidths are nominal" if machine is NOMINAL else "")
     return Explanation(tuple(lines), network.seconds, len(several), count, where, _summary(lines))
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from demask.failures import public
 from demask.graph.isolation import in_isolation
-from demask.prune.coupling.find_groups import as_arguments, groups
-from demask.prune.coupling.groups import Group, Member
+from demask.prune.coupling import Group, Member, as_arguments, groups
 from demask.prune.masks import find_places, find_uncalled, write_masks
 
 

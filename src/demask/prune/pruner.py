@@ -13,8 +13,7 @@ from demask.errors import BadInput, DemaskError
 from demask.failures import described, public
 from demask.graph.provenance import Sizes
 from demask.prune.allocation.shares import Scores, Uniform
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.find_groups import as_arguments
+from demask.prune.coupling import Coupling, as_arguments
 from demask.prune.masks import (
     check_masks,
     find_places,
@@ -27,8 +26,7 @@ from demask.prune.masks import (
 )
 from demask.prune.removal_cost import RemovalCost
 from demask.prune.schedules import OneShot, check_fraction
-from demask.prune.score_inputs import InputRecorder
-from demask.prune.scores import L1, Score, ScoreView
+from demask.prune.scores import L1, InputRecorder, Score, ScoreView
 from demask.prune.structures import find_candidates
 from demask.text_table import number_table, render_text
 

@@ -22,8 +22,7 @@ from torch import Tensor, fx
 
 from demask.graph.provenance import Sizes
 from demask.ops import Relation
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.groups import Group
+from demask.prune.coupling import Coupling, Group
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.placement import Placer
 from demask.shrink.program_size import letter_sizes, mac_products

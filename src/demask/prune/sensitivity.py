@@ -17,7 +17,7 @@ from demask.graph.isolation import in_isolation
 from demask.graph.provenance import provenance_of
 from demask.pages import Curve, Lines, OnPage, Page, PageSource, StepCharts, TextTable
 from demask.progress import ProgressStep, progress
-from demask.prune.coupling.find_groups import as_arguments
+from demask.prune.coupling import as_arguments
 from demask.prune.masked_copies import PredictedTime, PruningOptions, call_evaluate, masked_copy, pruner_of_copy
 from demask.prune.plots import draw_sensitivity
 from demask.prune.scores import L1

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.find_groups import KINDS_OF, select_groups
-from demask.prune.coupling.groups import Group, Member
+from demask.prune.coupling import KINDS_OF, Coupling, Group, Member, select_groups
 
 
 class Candidates(Protocol):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from demask.compat.dispatch import count_dispatch_modes, has_functorch_transforms
 from demask.errors import BadInput
 from demask.ops.activations import apply_activation
-from demask.sparse.calls.called_op import POSITIONS
+from demask.sparse.called_op import POSITIONS
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (

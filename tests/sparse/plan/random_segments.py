@@ -18,8 +18,7 @@ from torch import Tensor
 
 from demask.kernels.llvm.isa import AVX2, Isa, host
 from demask.sparse.plan import segment_plan, tape, tape_builder
-from demask.sparse.plan.layers import depthwise_layer, layer_plan
-from demask.sparse.plan.layers.dense import dense_layer, winograd_layer
+from demask.sparse.plan.layers import dense_layer, depthwise_layer, layer_plan, winograd_layer
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ActivationStep, CallStep, FlattenStep

@@ -22,9 +22,8 @@ from demask.graph.provenance import Cut, Provenance
 from demask.machine.byte_sizes import parse_memory
 from demask.ops import TABLE, Table
 from demask.pilot.data.execution_data import MEASURES, ExecutionData
-from demask.pilot.data.lazy_weights import ConstantSource, LoadedConstants, outlined, stored_source
 from demask.pilot.data.measured_values import MeasuredValue, sites_of
-from demask.pilot.data.sliced_run import each, flat, walk
+from demask.pilot.data.sliced_run import ConstantSource, LoadedConstants, each, flat, outlined, stored_source, walk
 from demask.shrink.pipeline import capture_program
 
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]

@@ -12,11 +12,9 @@ from demask.errors import BadInput
 from demask.graph.capture.shared_captures import share_captures
 from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
-from demask.prune.allocation.context import NetworkContext
+from demask.prune.allocation.budgets import NetworkContext, Problem, Scores, check_budget, check_floor
 from demask.prune.allocation.knapsack import Choice
-from demask.prune.allocation.layer_seconds import NetworkSeconds
-from demask.prune.allocation.network_seconds import NetworkTime, NetworkTimer, clock_of
-from demask.prune.allocation.problem import Problem, Scores, check_budget, check_floor
+from demask.prune.allocation.layer_seconds import NetworkSeconds, NetworkTime, NetworkTimer, clock_of
 from demask.text_table import number_table, render_text
 from demask.tune.layer_costs import LayerCosts
 

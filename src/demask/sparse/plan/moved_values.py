@@ -19,7 +19,7 @@ from demask.errors import BadInput
 from demask.kernels.cpu.tiles.called import ElementGather
 from demask.kernels.cpu.tiles.relayout import CALL
 from demask.sparse import reference
-from demask.sparse.calls.called_op import MOVED, PRODUCT, RECURRENT, RESIZED
+from demask.sparse.called_op import MOVED, PRODUCT, RECURRENT, RESIZED
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import GridLayout, at_array
 from demask.sparse.segment_calls import lowering_of

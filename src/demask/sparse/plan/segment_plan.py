@@ -21,7 +21,7 @@ from demask.errors import BadInput
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.memory_probe import MemoryProbe
 from demask.kernels.thread_team import Job
-from demask.sparse.plan.layers.layer_kinds import Weights
+from demask.sparse.plan.layers.layer_plan import Weights
 from demask.sparse.plan.layers.tiling import Tiling
 from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.tape import HEADER, INEXACT, STATIC, EncodedTape, NoPlan, TapeArena

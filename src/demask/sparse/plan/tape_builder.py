@@ -17,14 +17,13 @@ from torch import Tensor
 from demask.kernels.cpu.tiles import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.plan.layers.dense.winograd_layer import SIDE, emit_winograd
 from demask.sparse.plan.layers.depthwise_layer import permutes_edges
-from demask.sparse.plan.layers.layer_kinds import LayerKinds, Weights
-from demask.sparse.plan.layers.layer_plan import chain_pays, emit_alone, emit_chain
+from demask.sparse.plan.layers.layer_plan import LayerKinds, Weights, chain_pays, emit_alone, emit_chain
 from demask.sparse.plan.layers.layer_windows import as_conv, is_pixelwise, reach, touched, windows
 from demask.sparse.plan.layers.pack_weights import selected
 from demask.sparse.plan.layers.tiling import Tiling, TilingProblem, best
 from demask.sparse.plan.layers.window_piece import WindowPiece, pieces, shape_of
+from demask.sparse.plan.layers.winograd_layer import SIDE, emit_winograd
 from demask.sparse.plan.moved_values import MovedValues, MoveWriter, factors_of, is_move, reads_own_grids
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (

@@ -86,9 +86,9 @@ def _sampled(crow: Tensor, col: Tensor, rows: Tensor | None, size: Any, a: Tenso
     if a.dtype in (torch.float16, torch.bfloat16):
         return _sampled(crow, col, rows, size, a.float(), b.float()).to(a.dtype)
     if a.device.type == "cpu" and a.dtype == torch.float32 and llvm.is_installed():
-        from demask.sparse.products import sddmm_cpu as sample
+        from demask.sparse.products import cpu_products
 
-        return sample.sampled(m, a, b)
+        return cpu_products.sddmm(m, a, b)
     check_indices(m.crow, m.col, m.size[1])
     row = row_of(m)
     sums = [(a[row[p]] * b[col[p].long()]).sum(1) for p in parts(len(row), a.shape[1])]

@@ -4,6 +4,8 @@
 
 One call replaces a whole region of a graph (`convex_groups`): intermediate values stay in the
 layout of the kernels, and activations and sums are fused into the layers.
+
+Calls of a graph rewritten as calls that segments can hold, before regions are sought.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ import torch
 from torch import Tensor, fx
 
 import demask.sparse.segment.segment_op  # noqa: F401  (registers the op that graphs call)
-from demask.graph.editor import GraphEditor
+from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.program import Program as Whole
-from demask.graph.queries import input_dependent
+from demask.graph.queries import has_shape, input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act
-from demask.ops.schema import fake
-from demask.sparse.calls.called_op import RECURRENT
-from demask.sparse.calls.recurrent_rows import prepare_recurrent
+from demask.ops.schema import fake, same_size
+from demask.rewrites.driver import apply_rules
+from demask.rewrites.segment import SEGMENT as SEGMENT_RULES
+from demask.sparse.called_op import RECURRENT
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
 from demask.sparse.segment.match_calls import ANY, MatchedCall, matrix
-from demask.sparse.segment.prepare_calls import prepare_calls
+from demask.sparse.segment.recurrent_rows import prepare_recurrent
 from demask.sparse.segment_calls import CALLED, lowering_of, sizes_of_reshape
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
@@ -48,6 +51,58 @@ from demask.sparse.segment_steps import (
     Step,
     canonical,
 )
+
+aten = torch.ops.aten
+
+
+def prepare_calls(editor: GraphEditor) -> None:
+    """Rewrite calls of a graph for segments, in place."""
+    apply_rules(editor, SEGMENT_RULES)
+    drop_unread(editor.graph)
+    _expand_static_addends(editor)
+    _read_sizes_from_inputs(editor)
+
+
+def _read_sizes_from_inputs(editor: GraphEditor) -> None:
+    """Read dynamic sizes from inputs if possible: a segment does not return all of its values."""
+    known: dict[Any, tuple[fx.Node, int]] = {}
+    for node in editor.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, Tensor):
+            for axis, size in enumerate(value.shape):
+                if not isinstance(size, int):
+                    known.setdefault(size.node.expr, (node, axis))
+    for node in editor.calls(aten.sym_size.int):
+        size = node.meta["val"]
+        if not isinstance(size, int) and size.node.expr in known:
+            node.args = known[size.node.expr]
+
+
+def _expand_static_addends(editor: GraphEditor) -> None:
+    """Expand values that depend on sizes alone, such as border maps, to the shapes to which they
+    are added: segments add values of one shape."""
+    live = input_dependent(editor.graph)
+    for node in editor.calls(aten.add.Tensor):
+        shape = fake(node).shape
+        for side, other in ((0, 1), (1, 0)):
+            value, x = node.args[side], node.args[other]
+            if not isinstance(value, fx.Node) or value in live or x not in live:
+                continue
+            is_tensor = isinstance(value.meta.get("val"), Tensor) and len(shape) > 2
+            if is_tensor and has_shape(x, shape) and not has_shape(value, shape):
+                with editor.graph.inserting_before(node):
+                    expanded = editor.call(aten.expand.default, value, _new_sizes(editor, value, x))
+                node.update_arg(side, expanded)
+
+
+def _new_sizes(editor: GraphEditor, value: fx.Node, x: fx.Node) -> list[Any]:
+    """The sizes of x for an expansion of a value; -1 for those that the value has: they need not be
+    read from x, which would be computed before the expansion, in another segment."""
+    sizes, old = editor.sizes(x), fake(value).shape
+    new = fake(x).shape
+    first = len(new) - len(old)
+    return [-1 if k >= first and same_size(new[k], old[k - first]) else size for k, size in enumerate(sizes)]
+
 
 SEGMENT = torch.ops.demask.segment.default
 VALUES, INDEX, NARROW = 0, 1, 2  # the weight tensors of a segment

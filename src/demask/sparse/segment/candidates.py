@@ -27,11 +27,11 @@ from demask.ops import Relation, Table, schema
 from demask.rewrites.activations import ACTIVATIONS
 from demask.rewrites.driver import rewrite
 from demask.shrink.program_size import count_macs, sum_macs
-from demask.sparse.calls.recurrent_rows import is_recurrent
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.build_segments import DENSE_FROM, NARROW, csr, name_of, segmented, segments_of
 from demask.sparse.segment.convex_groups import Wanted
 from demask.sparse.segment.match_calls import MatchedCall, calls_of, matrix
+from demask.sparse.segment.recurrent_rows import is_recurrent
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
 from demask.tune.candidates import GAIN, Candidate, CandidateBuilder, seconds_by_image_size

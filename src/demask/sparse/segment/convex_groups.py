@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from demask.graph.editor import GraphEditor
-from demask.sparse.calls.called_op import RECURRENT
+from demask.sparse.called_op import RECURRENT
 from demask.sparse.segment.match_calls import ANY, MatchedCall, calls_of
 from demask.sparse.segment_calls import lowering_of
 from demask.sparse.segment_steps import CHANNELS_LAST

@@ -34,7 +34,7 @@ from demask.ops import schema
 from demask.ops.custom import CustomOp
 from demask.registry import CUSTOM_OPS
 from demask.sparse import reference as dense
-from demask.sparse.calls.called_op import POSITIONS, CalledOp
+from demask.sparse.called_op import POSITIONS, CalledOp
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.segment_op import PLAIN, SegmentPlans
 from demask.sparse.segment_calls import CALLED

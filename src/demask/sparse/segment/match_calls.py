@@ -18,8 +18,8 @@ from demask.ops import schema
 from demask.ops.activations import Act, activations_by_op
 from demask.ops.schema import fake, same_size
 from demask.ops.traits import IDENTITIES, OVER_LAST_AXIS, PADS, SQUEEZES
-from demask.sparse.calls.called_op import MOVED
-from demask.sparse.calls.recurrent_rows import recurrence_of
+from demask.sparse.called_op import MOVED
+from demask.sparse.segment.recurrent_rows import recurrence_of
 from demask.sparse.segment_calls import CALLED, LAST, called_by_target
 from demask.sparse.segment_steps import (
     CHANNELS_LAST,

@@ -19,7 +19,7 @@ from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.thread_team import ENTRY, Job
 from demask.sparse.csr_matrix import CsrMatrix
-from demask.sparse.products.spmm_cpu import LINE, WORK
+from demask.sparse.products.cpu_products import LINE, WORK
 from demask.sparse.segment_steps import ConvStep
 from demask.sparse.training.conv_offsets import ConvGeometry, Offsets, offsets_of
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from demask.kernels.cpu.tiles.sparse_tile import TILE
-from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock, dense_blocks, whole_block
 from demask.sparse.plan.layers.layer_windows import OutputWindow, first_read, windows, written
-from demask.sparse.plan.layers.pack_weights import Csr, Places, read
+from demask.sparse.plan.layers.pack_weights import Csr, DenseBlock, Places, dense_blocks, read, whole_block
 from demask.sparse.plan.layers.tiling import TilingProblem, rects
 from demask.sparse.plan.tape import Buffer, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import Area, At, TileGrid, at_array

@@ -17,9 +17,18 @@ import numpy as np
 
 from demask.kernels.cpu.tiles.dense.winograd_tile import CALL, COMPONENTS, FILTER, WinogradTileKernel
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock
-from demask.sparse.plan.layers.dense.dense_layer import emit_dense
-from demask.sparse.plan.layers.dense.dense_tiling import BLOCK, LOAD, MOST_ROWS, PRODUCT, STEP, SUM, WAIT, split_outputs
+from demask.sparse.plan.layers.dense_layer import (
+    BLOCK,
+    LOAD,
+    MOST_ROWS,
+    PRODUCT,
+    STEP,
+    SUM,
+    WAIT,
+    emit_dense,
+    split_outputs,
+)
+from demask.sparse.plan.layers.pack_weights import DenseBlock
 from demask.sparse.plan.layers.tiling import Tiling
 from demask.sparse.plan.layers.window_piece import StepWeight, WindowPiece, shares, tap_lines, tile_lines
 from demask.sparse.plan.tape import INEXACT, Buffer, KernelCall, Tape, aligned

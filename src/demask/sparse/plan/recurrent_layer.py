@@ -19,7 +19,7 @@ from torch import Tensor
 from demask.kernels.cpu import recurrent
 from demask.kernels.cpu.recurrent import RecurrentKernel, most_rows
 from demask.kernels.cpu.tiles.relayout import Gather, Scatter
-from demask.sparse.calls.called_op import RECURRENT
+from demask.sparse.called_op import RECURRENT
 from demask.sparse.plan.layers.layer_plan import emit_alone
 from demask.sparse.plan.layers.layer_windows import as_conv
 from demask.sparse.plan.layers.window_piece import pieces, read_weight

@@ -6,13 +6,17 @@ that are tied form a slice; slices with positions in the same axes form a group.
 Kinds of groups: channels, units of linear layers, heads of attention.
 
 Copies of models whose masked and parametrized weights are plain parameters.
+
+Groups: slices of a network that can only be removed everywhere at once.
+
+`groups()`: the slices of a network that can only be removed together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,7 +26,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.graph.capture.fold_constants import fold_constants, plain_name
+from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program, path_of
 from demask.graph.provenance import Sizes
@@ -31,12 +37,218 @@ from demask.ops import TABLE, Relation, Table, schema
 from demask.ops.entries.contraction import GROUPED
 from demask.ops.entry import op_name
 from demask.ops.traits import RESHAPES
-from demask.prune.coupling.axis_ties import AxisTies
-from demask.prune.coupling.groups import Group, Member
-from demask.prune.coupling.roles import READS, ROWS, SHIFTS, find_roles
+from demask.prune.axis_ties import READS, ROWS, SHIFTS, AxisTies, find_roles
 from demask.shrink.on_device import CPU, copy_to_cpu, device_of
 from demask.shrink.pipeline import canonicalize, programs_of
 from demask.shrink.program_size import measure_program
+from demask.text_table import number_table, render_text
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any] | None]
+# The kinds of groups that a structure consists of.
+KINDS_OF = {"channel": ("channel", "unit"), "unit": ("unit",), "head": ("head",), "expert": ("expert",)}
+
+
+@in_isolation
+@public
+def groups(model: nn.Module, example_inputs: Any, *, structure: str = "channel", skip: Sequence[str] = ()) -> Groups:
+    """The slices of a network that can only be removed together, by the op table.
+
+    A slice is a position of an axis (a channel) or several (the rows of a head): where it is zero
+    in all weights that compute it, `demask.demask` removes it there and in all weights that read
+    it. What reaches the inputs or outputs of the network, or a call that needs the whole axis (a
+    layer norm, a softmax), cannot be removed and is in no group.
+
+    Args:
+        model: an `nn.Module`, in any mode. It may be masked or parametrized.
+        example_inputs: a tuple of the model's inputs, one tensor, or a mapping of keyword inputs.
+        structure: "channel" (default): outputs of convolutions and linear layers, features of
+            attention heads among them; "unit": of linear layers outside of attention (feed-forward)
+            alone; "head": heads of attention, with the keys and values that several queries share.
+        skip: names or globs of modules and parameters that are to remain whole.
+
+    Returns:
+        A tuple of `Group`, in the order of calls; no position is in two of them. `print` shows it
+        as a table.
+
+    Raises:
+        BadInput: an unknown structure, a name in `skip` that does not exist, or inputs that the
+            model does not accept.
+        NotExportable: the model cannot be captured as a whole.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> [str(group) for group in prune.groups(net, torch.zeros(1, 4))]
+        ['0: 8 units of 0.weight[0], 0.bias[0]; read by 2.weight[1]']
+    """
+    args, kwargs = as_arguments(example_inputs)
+    kinds = kinds_of(structure)
+    return select_groups(Coupling.of(model, args, kwargs, skip=skip), kinds)
+
+
+def as_arguments(example_inputs: Any) -> Arguments:
+    """Example inputs as arguments by position and by name. Raises BadInput for other types."""
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), None
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple):
+        return example_inputs, None
+    raise BadInput(
+        "expected example_inputs to be a tuple of the model's inputs, a tensor or a mapping of "
+        f"keyword inputs, got {type(example_inputs).__name__}"
+    )
+
+
+def kinds_of(structure: str) -> tuple[str, ...]:
+    """The kinds of groups of a structure. Raises BadInput for others."""
+    if structure not in KINDS_OF:
+        raise BadInput(f"expected a structure of {', '.join(KINDS_OF)}; got {structure!r}")
+    return KINDS_OF[structure]
+
+
+def select_groups(coupling: Coupling, kinds: Iterable[str]) -> Groups:
+    """The groups of some kinds. Of groups with common positions, as the axis (group, channel) of a
+    grouped convolution has, that with most slices."""
+    every = (*coupling.groups, *coupling.experts)
+    candidates = [group for group in every if group.kind in kinds]
+    chosen: set[str] = set()
+    taken: dict[tuple[str, int], Tensor] = {}
+    for group in sorted(candidates, key=lambda group: -group.size):
+        places = {(m.parameter, m.axis): m.slices >= 0 for m in group.members}
+        if any(bool((taken[p] & mask).any()) for p, mask in places.items() if p in taken):
+            continue
+        chosen.add(group.name)
+        for place, mask in places.items():
+            taken[place] = taken[place] | mask if place in taken else mask
+    return Groups(group for group in candidates if group.name in chosen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """Where the slices of a group are in one parameter.
+
+    Attributes:
+        parameter: its name in `model.named_parameters(remove_duplicate=False)`, without the
+            suffixes of masks and parametrizations: "layer1.0.conv1.weight". A tied parameter has
+            one member, with its first name.
+        axis: the axis of the parameter.
+        slices: int64 [length of the axis]: the slice that each position belongs to, -1 for none.
+        produces: True: where these positions are zero in all producing members, the slice is
+            (rows, biases, scales and shifts of norms, columns of embeddings). False: they are
+            multiplied with the slice (columns of the next weight).
+        is_weight: whether it is the weight of a product or an embedding, not a bias or norm.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 3))
+        >>> (group,) = prune.groups(net, (torch.zeros(1, 3, 8, 8),))
+        >>> [(m.parameter, m.axis, m.produces) for m in group.members]
+        [('0.weight', 0, True), ('0.bias', 0, True), ('1.weight', 1, False)]
+        >>> group.members[0].positions(2)
+        tensor([2])
+    """
+
+    parameter: str
+    axis: int
+    slices: Tensor = field(repr=False)
+    produces: bool
+    is_weight: bool = True
+
+    def positions(self, k: int) -> Tensor:
+        """The positions along `axis` that belong to slice k, int64, in order."""
+        return (self.slices == k).nonzero().squeeze(1)
+
+    def mask(self, keep: Tensor) -> Tensor:
+        """The positions along `axis` that stay, bool [length of the axis], of slices that do.
+
+        Args:
+            keep: bool [number of slices].
+        """
+        return (self.slices < 0) | keep.to(self.slices.device)[self.slices.clamp(min=0)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Slices that can be removed one by one, each of them everywhere at once.
+
+    Attributes:
+        name: the first module that computes them, as "layer1.0.conv1"; unique among groups.
+        size: the number of slices.
+        members: where they are in the model's parameters, a tuple of `Member`.
+        kind: "channel"; "unit": of linear layers alone; "head": of attention, with the keys and
+            values that several heads share; "expert".
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> (group,) = prune.groups(net, (torch.zeros(1, 4),))
+        >>> print(group)
+        0: 8 units of 0.weight[0], 0.bias[0]; read by 2.weight[1]
+    """
+
+    name: str
+    size: int
+    members: tuple[Member, ...]
+    kind: str
+
+    @property
+    def producers(self) -> tuple[Member, ...]:
+        """The members that must be zero for a slice to be."""
+        return tuple(member for member in self.members if member.produces)
+
+    @property
+    def readers(self) -> tuple[Member, ...]:
+        """The members that are multiplied with the slices."""
+        return tuple(member for member in self.members if not member.produces)
+
+    def gone(self, masks: Mapping[str, Tensor]) -> Tensor:
+        """The slices that masks make zero, bool [size].
+
+        Args:
+            masks: by parameter, bool of its shape, True where it stays; others stay whole.
+        """
+        live = torch.zeros(self.size, dtype=torch.bool)
+        for member in self.producers:
+            mask = masks.get(member.parameter)
+            stays = member.slices >= 0
+            if mask is not None:
+                stays = stays & _any_along(mask, member.axis)
+            live[member.slices[stays]] = True
+        return ~live
+
+    def __str__(self) -> str:
+        computed, read = (
+            ", ".join(f"{m.parameter}[{m.axis}]" for m in members) for members in (self.producers, self.readers)
+        )
+        return f"{self.name}: {self.size} {self.kind}s of {computed}" + (f"; read by {read}" if read else "")
+
+
+def _any_along(mask: Tensor, axis: int) -> Tensor:
+    """Any element at each position of an axis, bool [length of the axis], on the CPU."""
+    return mask.movedim(axis, 0).reshape(mask.shape[axis], -1).any(1).cpu()
+
+
+def _weights(members: tuple[Member, ...], most: int = 3) -> str:
+    """The first weights of members, and how many more there are."""
+    names = list(dict.fromkeys(m.parameter for m in members if m.is_weight))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+class Groups(tuple[Group, ...]):
+    """Groups of a network; it prints as a table."""
+
+    def __str__(self) -> str:
+        table = number_table("group", "slices", pad_edge=False)
+        for head in ("kind", "computed by", "read by"):
+            table.add_column(head, overflow="fold")
+        for group in self:
+            table.add_row(group.name, str(group.size), group.kind, *map(_weights, (group.producers, group.readers)))
+        return render_text(table)
 
 
 def with_plain_weights(model: nn.Module) -> nn.Module:

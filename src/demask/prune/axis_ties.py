@@ -5,12 +5,15 @@ call cell by cell, and a view splits them. A call that moves positions (cat, sli
 two cells position by position. Cells that must stay whole are forced: those of inputs and outputs,
 of windows, of axes that a call normalizes over or reads as a whole, of dynamic sizes, and of ops
 without an entry.
+
+Roles of a constant's axes: what the calls that read it do with its slices.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -23,12 +26,78 @@ from demask.facts.known import Key, key_of
 from demask.graph.program import Program
 from demask.graph.queries import input_dependent
 from demask.ops import Relation, Table, bind, schema
+from demask.ops.flow import base
 from demask.ops.notation import Axes
 from demask.ops.schema import fake
 from demask.ops.traits import EXPANSIONS
 from demask.shrink.layout.cells import Cells
 from demask.shrink.layout.placement import CellAxes
 from demask.shrink.layout.ties import whole_letters
+
+READS, ROWS, LOOKUP, SHIFTS = "reads", "rows", "lookup", "shifts"
+AxisRoles = defaultdict[int, set[tuple[int, str]]]  # by axis: cells and their roles
+Roles = defaultdict[Key, AxisRoles]
+
+
+def find_roles(ties: AxisTies) -> dict[str, AxisRoles]:
+    """By constant and axis: cells and their roles. READS: the positions are summed over; ROWS: they
+    are outputs of a product; LOOKUP: of an embedding; SHIFTS: of other calls (biases, norms)."""
+    roles: Roles = defaultdict(lambda: defaultdict(set))
+    constants: dict[str, AxisRoles] = defaultdict(lambda: defaultdict(set))
+    for node in reversed(list(ties.program.graph.nodes)):
+        if node.op == "get_attr":
+            for axis, cell_roles in roles[node, 0].items():
+                constants[str(node.target)][axis] |= cell_roles
+        elif node in ties.relations:
+            _add_reader(ties, node, roles)
+        elif node in ties.weights and node in ties.letters:
+            _trace_back(ties, node, roles)
+    return constants
+
+
+def _add_reader(ties: AxisTies, node: fx.Node, roles: Roles) -> None:
+    """Add the roles of the constants that a call reads."""
+    relation, letters = ties.relations[node], ties.letters[node]
+    read = relation.contracted | relation.back
+    is_product = relation.entry.fill in ("sum", "mix", "recur")
+    factors = _factors(relation)
+    for k, operand in enumerate(relation.operands):
+        if operand.value not in ties.weights:
+            continue
+        rows = ROWS if is_product and k in factors else SHIFTS
+        rows = LOOKUP if _is_lookup(relation) else rows
+        for d, axis in enumerate(relation.ins[k]):
+            roles[key_of(operand.value)][d] |= {(letters[a], READS if a in read else rows) for a in axis}
+
+
+def _factors(relation: Relation) -> set[int]:
+    """The operands that are multiplied; of a recurrent call, its matrices."""
+    if relation.back:
+        return {k for k, axes in enumerate(relation.ins) if len(axes) == 2}
+    return set(relation.factors)
+
+
+def _is_lookup(relation: Relation) -> bool:
+    """Whether a call takes rows of a table."""
+    return relation.entry.fill == "same" and bool(relation.complete) and len(relation.operands) > 1
+
+
+def _trace_back(ties: AxisTies, node: fx.Node, roles: Roles) -> None:
+    """Add the roles of the operands of a computed weight, letter by letter."""
+    relation, letters = bind(node, ties.table), ties.letters[node]
+    assert isinstance(relation, Relation)
+    cell_roles: dict[str, set[str]] = defaultdict(set)
+    for out, axes in enumerate(relation.outs):
+        for d, axis in enumerate(axes):
+            for cell, role in roles[node, out][d]:
+                same = set(ties.leaves([cell]))
+                for a in axis:
+                    cell_roles[base(a)] |= {role} if same & set(ties.leaves([letters[a]])) else set()
+    for k, operand in enumerate(relation.operands):
+        if isinstance(operand.value, fx.Node):
+            for d, axis in enumerate(relation.ins[k]):
+                roles[key_of(operand.value)][d] |= {(letters[a], role) for a in axis for role in cell_roles[base(a)]}
+
 
 MOST_PARTS = 8  # of an axis whose positions a move separates
 
@@ -248,9 +317,9 @@ class AxisTies:
                     vanishes = operands[j] - last[j]
                     mine -= vanishes - contracted if values[j] in self.weights else vanishes
                 for maps in relation.moves:
-                    for base in maps:
-                        if mine & leaves.get(f"{base}<{k}", set()):
-                            mine |= leaves.get(f"{base}>0", set())
+                    for name in maps:
+                        if mine & leaves.get(f"{name}<{k}", set()):
+                            mine |= leaves.get(f"{name}>0", set())
                 result |= mine
             self._force(result - set[int]().union(*outs), node)
             for k, cells in enumerate(outs):
@@ -265,10 +334,10 @@ class AxisTies:
 
     def _add_moves(self, relation: Relation, letters: dict[str, int]) -> None:
         for out, maps in enumerate(relation.moves):
-            for base, index in maps.items():
-                ins = {k: (letters[f"{base}<{k}"],) for k in range(len(relation.operands)) if f"{base}<{k}" in letters}
-                if f"{base}>{out}" in letters and f"{base}>{out}" in relation.letters(relation.outs[out]):
-                    cells = (letters[f"{base}>{out}"],)
+            for name, index in maps.items():
+                ins = {k: (letters[f"{name}<{k}"],) for k in range(len(relation.operands)) if f"{name}<{k}" in letters}
+                if f"{name}>{out}" in letters and f"{name}>{out}" in relation.letters(relation.outs[out]):
+                    cells = (letters[f"{name}>{out}"],)
                     self.moves.append(Move(ins, cells, index.source, index.position))
                 else:  # a position of its own: the axis ends
                     self._force(chain.from_iterable(ins.values()), relation.node)
