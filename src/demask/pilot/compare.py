@@ -386,7 +386,6 @@ class _Observed:
         return (hit / claimed if claimed else None), (hit / actual if actual else None)
 
     def zero_share(self) -> float | None:
-        """The share of elements after ReLU that are zero."""
         every = [m for maps in self.zeros.values() for m in maps]
         count = sum(m.numel() for m in every)
         return sum(int(m.sum()) for m in every) / count if count else None

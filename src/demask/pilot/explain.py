@@ -396,13 +396,11 @@ def _timed(
 
 
 def _cycled(call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> Callable[[], Any]:
-    """A call on one input after the other."""
     turns = cycle(inputs)
     return lambda: call(*next(turns))
 
 
 def _flops(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> float:
-    """Operations of a call, the mean over some inputs."""
     some = inputs[:8]
     with FlopCounterMode(display=False) as counter:
         for args in some:

@@ -466,7 +466,6 @@ class Guarantee:
         return "\n".join(f"{name:{width}}  {value}" for name, value in lines)
 
     def _missing(self) -> str:
-        """How many examples a threshold needs, in words."""
         if self.enough is None:
             return "it loses too much for any number of examples"
         return f"at its rates about {self.enough:,} examples in all would do, not {sum(self.sizes):,}"

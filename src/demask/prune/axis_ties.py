@@ -78,7 +78,6 @@ def _factors(relation: Relation) -> set[int]:
 
 
 def _is_lookup(relation: Relation) -> bool:
-    """Whether a call takes rows of a table."""
     return relation.entry.fill == "same" and bool(relation.complete) and len(relation.operands) > 1
 
 
@@ -436,7 +435,6 @@ class AxisTies:
         return m > 1 and len(sizes) == max(sizes, default=0) + 1 and cut.is_repeated(m, sizes)
 
     def _length(self, cells: Iterable[int]) -> int:
-        """The positions of an axis."""
         return math.prod(self.cells.size(cell) or 1 for cell in cells)
 
     def _force_fresh(self, cells: Iterable[int]) -> bool:

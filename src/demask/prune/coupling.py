@@ -233,7 +233,6 @@ def _any_along(mask: Tensor, axis: int) -> Tensor:
 
 
 def _weights(members: tuple[Member, ...], most: int = 3) -> str:
-    """The first weights of members, and how many more there are."""
     names = list(dict.fromkeys(m.parameter for m in members if m.is_weight))
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -332,7 +331,6 @@ class Kinds:
         self.features |= self._leaves(every, letters) - heads
 
     def _leaves(self, names: Iterable[str], letters: Mapping[str, int]) -> set[int]:
-        """The cells of letters that can be cut."""
         cells = self.ties.cells
         leaves = self.ties.leaves(letters[a] for a in names)
         return {c for c in leaves if not cells.forced(c) and cells.size(c) != 1}
@@ -529,7 +527,6 @@ def _module_of(parameter: str) -> str:
 
 
 def _unused(name: str, names: set[str]) -> str:
-    """A name that is not in use: itself, or with a number."""
     k, unused = 1, name
     while unused in names:
         k, unused = k + 1, f"{name}#{k + 1}"
@@ -544,7 +541,6 @@ def _in_order(slices: Tensor, numbers: Sequence[int]) -> Tensor:
 
 
 def _member(place: _ParameterCell, order: Tensor) -> Member:
-    """A member whose slice k has the number order[k]."""
     numbers, index = order.sort()
     near = torch.searchsorted(numbers, place.slices).clamp(max=len(numbers) - 1)
     slices = torch.where(numbers[near] == place.slices, index[near], -1)
@@ -600,7 +596,6 @@ def _find_slices(ties: AxisTies) -> dict[int, Tensor]:
 
 
 def _axes_of(ties: AxisTies) -> Iterator[Iterable[int]]:
-    """The cells of the axes of all values, and of all letters."""
     for axes in ties.value.values():
         yield from axes
     for letters in ties.letters.values():

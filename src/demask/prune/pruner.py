@@ -307,7 +307,6 @@ class Pruner:
         return keep
 
     def _masks_of(self, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """By parameter, the mask that leaves these units."""
         masks: dict[str, Tensor] = {}
         for candidates in self.candidates:
             for name, mask in candidates.expand(keep[candidates.name]).items():
@@ -396,7 +395,6 @@ class Pruner:
 
 
 def _check_function(value: Any, what: str, such: str) -> None:
-    """Raise BadInput for a score, allocation or schedule that cannot be called, or is a class."""
     if value is not None and (not callable(value) or isinstance(value, type)):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.40}"
         raise BadInput(f"expected {what} to be one such as {such}, or a function; got {got}")

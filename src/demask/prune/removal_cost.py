@@ -184,7 +184,6 @@ class _CellExtents:
         return cls(coupling, sizes, owner, place, {})
 
     def extent(self, cell: int) -> Extent:
-        """The size of a cell."""
         if cell not in self.known:
             numbers = self.coupling.slice_of.get(cell)
             size = self.coupling.ties.cells.size(cell) or 1
@@ -202,7 +201,6 @@ class _CellExtents:
         return Extent(int((owners < 0).sum()), slices)
 
     def letter(self, node: fx.Node, letter: str, size: int) -> tuple[Extent, ...]:
-        """The size of a letter of a call."""
         ties = self.coupling.ties
         leaves = ties.leaves([ties.letters[node][letter]])
         if not any(cell in self.coupling.slice_of for cell in leaves):

@@ -152,7 +152,6 @@ class InputRecorder:
 
 
 def _features(module: Any) -> int | None:
-    """The input features of a layer; None where they are not stated."""
     return getattr(module, "in_channels", getattr(module, "in_features", None))
 
 
@@ -190,7 +189,6 @@ class _Hook:
 
 
 def _is_traced(value: Tensor) -> bool:
-    """Whether a value is symbolic: while torch.export or torch.compile captures."""
     return torch.compiler.is_compiling() or type(value) is not Tensor
 
 
@@ -499,7 +497,6 @@ class Random:
 
 
 def _needed(view: ScoreView, members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """The members. Raises BadInput for none: nothing reads the units with a weight."""
     if not members:
         raise BadInput(f"{view.candidates.name} is read by no weight: score it by L1, L2, Taylor or Random, or skip it")
     return members

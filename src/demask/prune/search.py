@@ -166,7 +166,6 @@ def _check_database(final: Path, path: Path) -> None:
 
 
 def _check_journal(final: Path, path: Path) -> None:
-    """Raise BadInput for an existing file that does not start as journals of Optuna do."""
     with final.open("rb") as file:
         start = file.read(len(JOURNAL_START))
     if not JOURNAL_START.startswith(start):

@@ -253,7 +253,6 @@ class _Measurement:
 
 
 def _has_zero_slice(weight: torch.Tensor) -> bool:
-    """Whether all elements at a position of some axis are zero."""
     axes = range(weight.ndim)
     nonzeros = [(weight != 0).sum([d for d in axes if d != axis]) for axis in axes]
     return weight.ndim < 2 or any(bool((count == 0).any()) for count in nonzeros)

@@ -119,7 +119,6 @@ class WeightBlocks:
 
     @property
     def _axes(self) -> list[int]:
-        """The axes of the weight in the order of the matrix."""
         rest = [axis for axis in range(len(self.shape)) if axis != self.rows]
         return [self.rows, *rest[1:], rest[0]]
 
@@ -130,7 +129,6 @@ class WeightBlocks:
 
     @property
     def _grid(self) -> tuple[int, int]:
-        """The number of blocks along both axes."""
         rows, columns = (-(-n // b) for n, b in zip(self._matrix, self.block, strict=True))
         return rows, columns
 

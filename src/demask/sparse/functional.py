@@ -284,7 +284,6 @@ _PAIRS = "expected sparse_csr or DCSR @ dense, sparse_csr or DCSR @ sparse_csr o
 
 
 def _layout(matrix: Tensor | DCSR) -> torch.layout | str:
-    """The layout of a matrix. Raises BadInput if it is neither a tensor nor DCSR."""
     if isinstance(matrix, DCSR):
         return "DCSR"
     if not isinstance(matrix, Tensor):
@@ -293,7 +292,6 @@ def _layout(matrix: Tensor | DCSR) -> torch.layout | str:
 
 
 def _advice(x: Tensor, layout: torch.layout | str) -> str:
-    """What to multiply a dense matrix with instead."""
     return "a sparse one, or w @ x" if layout == torch.strided else "x.to_sparse_csc()"
 
 
@@ -330,7 +328,6 @@ def sparse_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _needs_gradients(*tensors: Tensor) -> bool:
-    """Whether gradients are recorded for any of the tensors."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
@@ -366,6 +363,5 @@ def _check_product(w: Tensor | DCSR, x: Tensor) -> None:
 
 
 def _check_size(size: tuple[int, ...]) -> None:
-    """Raise BadInput for sizes that are not (rows, columns)."""
     if len(size) != 2 or not all(type(n) is int and 0 <= n <= MAX_SIZE for n in size):
         raise BadInput(f"expected (rows, columns) of at most {MAX_SIZE}, got {size!r:.80}")

@@ -58,30 +58,24 @@ class SparseLayer(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     def _step(self) -> LinearStep | ConvStep:
-        """The layer as a step of a program."""
         raise NotImplementedError
 
     def _shape(self) -> tuple[int, ...]:
-        """An example input shape."""
         raise NotImplementedError
 
     def _spans(self) -> tuple[SparseWeight, Span | None]:
-        """Spans of weight and bias in `_weights`."""
         n = self.values.numel()
         bias = None if self.bias is None else (3, 0, self.rows)
         return SparseWeight((0, 0, n), (1, 0, self.rows + 1), (2, 0, n)), bias
 
     def _weights(self) -> list[Tensor]:
-        """The tensors that the program reads."""
         tensors = [self.values, self.crow, self.col]
         return tensors if self.bias is None else [*tensors, self.bias]
 
     def _set_program(self) -> None:
-        """Set the text of the program that computes this layer."""
         self.program = SegmentProgram((self.kind,), (self._step(),), (1,)).text()
 
     def _run(self, x: Tensor, program: str) -> Tensor:
-        """The output of a program for one input."""
         if x.dtype != self.values.dtype:
             if not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
                 raise BadInput(f"expected an input of {self.values.dtype}, got {x.dtype}")
@@ -118,7 +112,6 @@ class SparseLayer(nn.Module):
         return module.train(self.training)
 
     def _options(self) -> dict[str, Any]:
-        """Arguments of the equivalent torch layer."""
         return {"bias": self.bias is not None, "device": self.values.device, "dtype": self.values.dtype}
 
     def _load_from_state_dict(
@@ -326,7 +319,6 @@ class SparseConv(SparseLayer):
         self._set_program()
 
     def _sizes(self, name: str, value: Sizes, least: int) -> tuple[int, ...]:
-        """One size per axis, each an integer of at least `least`."""
         sizes = (value,) * self.axes if isinstance(value, int) else tuple(value)
         if len(sizes) != self.axes or not all(isinstance(n, int) and n >= least for n in sizes):
             raise BadInput(f"expected {name}: {self.axes} sizes from {least} up, got {value!r}")

@@ -291,7 +291,6 @@ def _match_recurrence(op: Any, arguments: Mapping[str, Any], node: fx.Node) -> M
 
 
 def _parameter_shapes(gates: int, channels: int, numbers: Numbers) -> list[tuple[int, ...]]:
-    """The shapes of the parameters."""
     rows = gates * numbers[0]
     return [(rows, channels), (rows, numbers[0]), *[(rows,)] * (2 * numbers[1])]
 
@@ -382,7 +381,6 @@ def _match_take(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
 
 
 def _match_pick(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
-    """One position along an axis."""
     axis, index = arguments["dim"], arguments["index"]
     size = fake(arguments["self"]).shape[axis]
     return ((arguments["self"],), (axis, index), ()) if _ints((index, size)) else None
@@ -403,7 +401,6 @@ def _match_pads(arguments: Mapping[str, Any]) -> Match | None:
 
 
 def _match_zero_pad(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
-    """Zeros around a value."""
     is_zero = arguments.get("mode", "constant") == "constant" and arguments["value"] in (None, 0)
     return _match_pads(arguments) if is_zero else None
 
@@ -426,7 +423,6 @@ def _match_join(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
 
 
 def _match_with_number(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
-    """A call with a tensor and a number."""
     x, number = arguments["self"], arguments["other"]
     is_plain = arguments.get("alpha", 1) == 1 and arguments.get("rounding_mode") is None
     is_number = type(number) in (int, float) and isinstance(x, fx.Node)
@@ -514,12 +510,10 @@ def _joined_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
 
 
 def _pointwise_with_number(op: Any, *targets: Any) -> CalledOp:
-    """A pointwise call of a value and a number."""
     return CalledOp(op, lambda xs, n, c: (xs[0], n[0]), targets, _match_with_number, same_shape, POINTWISE, numbers=1)
 
 
 def _pointwise_of_two(op: Any) -> CalledOp:
-    """A pointwise call of two values."""
     return CalledOp(
         op, lambda xs, n, c: tuple(xs), (op,), _match_two_values, same_shape, POINTWISE, operands=2, numbers=0
     )

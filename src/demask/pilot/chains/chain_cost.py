@@ -188,7 +188,6 @@ def plausible(machine: ChainRates) -> bool:
 
 
 def _names(costs: Costs) -> list[str]:
-    """The names of the measurements that the rates come from."""
     large = [_large(costs, kind, NEAR) for kind in KINDS]
     large += [_large(costs, kind, FAR) for kind in ("dense", "columns")]
     large.append(_large(costs, "dense", MIDDLE))

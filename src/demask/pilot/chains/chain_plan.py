@@ -340,7 +340,6 @@ class ChainPlan:
             return ChainMemory(Job(ready.entries, ready.ends, ready.threads, tables), arena)
 
     def _return_memory(self, memory: ChainMemory) -> None:
-        """Reuse the memory for another call."""
         if len(self.spare) < SPARE:
             self.spare.append(memory)
 

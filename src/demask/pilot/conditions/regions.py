@@ -453,7 +453,6 @@ class InRegions(nn.Module):
         return per_tile(activity, self.windows.size, side, grow) > self.condition.threshold
 
     def _answers(self, args: Any, kwargs: Any) -> list[Tensor] | None:
-        """The pilot's answers, where it is a network."""
         return _tensors(self.pilot(*args, **kwargs)) if isinstance(self.pilot, nn.Module) else None
 
     def _activity(self, args: Any, kwargs: Any) -> Tensor:
@@ -499,7 +498,6 @@ def _unlike(error: ValueError) -> ValueError:
 
 
 def _spread(selected: Tensor, side: int, size: tuple[int, int]) -> Tensor:
-    """The positions of selected tiles."""
     large = selected.repeat_interleave(side, 0).repeat_interleave(side, 1)
     return large[: size[0], : size[1]]
 

@@ -134,7 +134,6 @@ def _cuts(model: Any) -> Mapping[str, Cut]:
 
 
 def _count(leaves: list[list[Any]]) -> int:
-    """Inputs in all calls: sizes of their first axes."""
     firsts = [next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1) for call in leaves]
     return sum(firsts)
 

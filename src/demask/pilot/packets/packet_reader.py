@@ -471,7 +471,6 @@ class PacketReader:
             )
 
     def _data(self, number: int, offset: int, size: int) -> bytearray:
-        """Bytes of the data of a file."""
         if not self._files:
             raise BadInput("the reader is closed; open the file again")
         file = self._files[number]

@@ -282,7 +282,6 @@ def _filled(
 
 
 def _shard_head(name: str, number: int) -> bytes:
-    """The beginning of a shard: which file it belongs to."""
     return framed({"format": SHARD, "of": name, "number": number})
 
 

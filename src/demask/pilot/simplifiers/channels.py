@@ -141,7 +141,6 @@ class _Ties:
                 self._opaque(node)
 
     def group(self, cells: Sequence[int]) -> int | None:
-        """The one cell that an axis is, if it may be cut."""
         cells_left = [c for c in self.cells.leaves(cells) if self.cells.size(c) != 1]
         return cells_left[0] if len(cells_left) == 1 and not self.cells.forced(cells_left[0]) else None
 

@@ -371,7 +371,6 @@ class _Smaller:
         return self.editor.call(target, x, sizes, *([False] if corners else []), None)
 
     def _returned(self, args: Any) -> tuple[Any, ...]:
-        """The outputs of the graph, in full size."""
         return tuple(self._output(v) if isinstance(v, fx.Node) else v for v in args[0])
 
     def _output(self, node: fx.Node) -> fx.Node:
@@ -592,7 +591,6 @@ class _Smaller:
         return self.axes[key_of(node)]
 
     def _plain(self, node: fx.Node, k: int = 0) -> None:
-        """Axes of a value that shrinks nowhere."""
         value = schema.outputs(node)[k]
         if isinstance(value, Tensor):
             self.axes[node, k] = tuple(axis_of(n, n) for n in schema.sizes(value))
@@ -621,7 +619,6 @@ def _reads_sizes(node: fx.Node) -> bool:
 
 
 def _whole_end(arguments: Mapping[str, Any], source: fx.Node, dim: int) -> bool:
-    """Whether a slice ends at the end of the axis."""
     full = fake(source).shape[dim]
     return arguments["end"] is None or (isinstance(arguments["end"], int) and arguments["end"] >= full)
 

@@ -147,7 +147,6 @@ class _Prediction:
     lines: tuple[tuple[float, float, NetworkSeconds], ...]
 
     def total(self, counts: Mapping[str, int]) -> float:
-        """The seconds for these counts."""
         return min(start + share * layers.total(counts) for start, share, layers in self.lines)
 
 
@@ -213,18 +212,15 @@ class _LatencySearch:
         )
 
     def _fitting(self, budget: float) -> list[Trial]:
-        """The networks that were measured within the budget."""
         return [trial for trial in self.trials if trial.measured_ms <= 1e3 * budget]
 
     def _try(self, choice: Choice, prediction: _Prediction) -> None:
-        """Predict a network, build it, measure it."""
         predicted = 1e3 * prediction.total(choice)
         measured = 1e3 * self._measure(choice)
         self.trials.append(Trial(choice, predicted, measured))
         self.options.progress(f"predicted {predicted:.3f} ms, measured {measured:.3f} ms")
 
     def _measure(self, choice: Choice) -> float:
-        """Measured seconds of the network with these counts."""
         network = self.context.masked(self.problem.masks(choice))
         measured = self.measure(network, self.context.args, self.context.kwargs)
         self.measured.append((choice, measured))
@@ -237,12 +233,10 @@ class _LatencySearch:
         return self.problem.best(prediction, budget, "{:.3g} s".format)
 
     def _prediction(self, seconds: float) -> _Prediction:
-        """The prediction of networks that take about `seconds`."""
         runners = dict.fromkeys(r for _, measured in self.measured for r in measured.runners)
         return _Prediction(tuple((*self._line(r, seconds), self._table(r)) for r in runners))
 
     def _table(self, runner: str) -> NetworkSeconds:
-        """The seconds of layers by what runs them."""
         if runner not in self.tables:
             cost, left = self.context.pruner.removal_cost, self.context.left
             self.tables[runner] = NetworkSeconds.of(cost, left, self.asker, runner)

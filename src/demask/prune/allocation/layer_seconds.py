@@ -138,7 +138,6 @@ class NetworkTimer:
 
 
 def _repeat(call: Callable[[], object], times: int) -> None:
-    """Call it so many times."""
     for _ in range(times):
         call()
 
@@ -230,7 +229,6 @@ class LayerSeconds:
 
 
 def _around(knots: tuple[int, ...], width: float) -> list[tuple[int, float]]:
-    """The knots next to a width, and their shares."""
     k = bisect_right(knots, width)
     if k in (0, len(knots)):
         return [(knots[max(k - 1, 0)], 1.0)]

@@ -85,19 +85,16 @@ class _RecurrentLayer:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Time steps and rows of the batch."""
         first, second, _ = self.moved.shapes[self.step.xs[0]]
         return (second, first) if self.batch_first else (first, second)
 
     @property
     def line(self) -> int:
-        """Elements of the line of a state."""
         lanes = self.moves.isa.lanes
         return -(-self.hidden // lanes) * lanes
 
     @property
     def gate_count(self) -> int:
-        """Gates of all hidden units."""
         return recurrent.CELLS[self.step.call][0] * self.hidden
 
     def write(self) -> None:

@@ -158,7 +158,6 @@ class Tape:
 
 
 def _address(buffer: Buffer, offsets: Mapping[int, int]) -> tuple[int, int]:
-    """Slot and byte offset of a buffer."""
     owner, shift = buffer.owner
     if owner.offset is not None:
         return STATIC, owner.offset + shift

@@ -299,7 +299,6 @@ class TapeBuilder:
         return buffer
 
     def _moves(self, value: int) -> Moves:
-        """Moves that convert a value, on the tape of its kind."""
         tape = self.static_tape if value in self.program.static else self.tape
         tape.phase()
         return Moves(tape, self.isa)
@@ -441,7 +440,6 @@ class TapeBuilder:
             Moves(self.tape, self.isa).borders(piece.out)
 
     def _pieces(self, value: int, sources: list[Buffer], out: Buffer) -> list[WindowPiece]:
-        """The windows of the layer that computes a value."""
         step = self.step(value)
         assert isinstance(step, (ConvStep, LinearStep))
         add = sources[-1] if step.add is not None else None
@@ -470,7 +468,6 @@ class TapeBuilder:
         return self.main(value)
 
     def _load(self, value: int, stride: tuple[int, int, int, int]) -> None:
-        """Write the gather of an input."""
         to, moves = self.main(value), self._moves(value)
         rows = elements(to.layout, stride, to.layout.around())
         moves.moved(move.Gather(to.fill), (1 + value, 0), (to, 0), to.layout, (4 * stride[1], moves.pitch(to)), rows)

@@ -338,7 +338,6 @@ class _ValueProducts:
                 yield _RowShare(thread, part_number, 0, width, range(begin, end))
 
     def _scratch(self, channels: int) -> Buffer:
-        """Memory of one thread for so many channels of its positions."""
         layout = self.out.layout
         size = (1, channels, 1, layout.size[3])
         grid = replace(layout.grid, parts=1)
@@ -416,7 +415,6 @@ class _ValueProducts:
             )
 
     def _times(self, share: _RowShare, x: _ColumnRange, out: _ColumnRange, factor: float) -> None:
-        """Write the product of some columns and a number."""
         count = share.end - share.begin
         table = np.zeros((count, 3), np.int32)
         for k, columns in enumerate((x, x, out)):
@@ -424,7 +422,6 @@ class _ValueProducts:
         self._call(PointwiseKernel("times", (factor,)), share, (x, out), table, out.buffer.layout.size[1])
 
     def _softmax(self, share: _RowShare, scores: Buffer) -> None:
-        """Write the softmax of scores, over them."""
         count, columns = share.end - share.begin, _ColumnRange(scores, 0)
         table = self._line(scores, share) + np.arange(count, dtype=np.int32).repeat(2)
         self._call(SoftmaxKernel(True), share, (columns, columns), table.reshape(-1, 2), scores.layout.size[1])

@@ -188,7 +188,6 @@ def _padded(x: Tensor, entries: int) -> tuple[Tensor, bool]:
 
 
 def _fill(out: Tensor, bias: Tensor | None, act: Act | None) -> None:
-    """Fill `out` with the values of rows without nonzeros."""
     value = apply_activation(torch.zeros(1) if bias is None else bias, act)
     out.copy_(value.reshape(-1, 1).expand_as(out))
 

@@ -96,7 +96,6 @@ def _bitmap_kernels(task: str, m: CsrMatrix, n: int, processors: int) -> list[Ke
 
 
 def _next_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -491,14 +490,12 @@ def _finish(
 
 
 def _empty(out: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
-    """`out`, filled with the values of rows without nonzeros."""
     value = out.new_zeros(1) if bias is None else bias
     value = value if act is None else apply_activation(value.float(), act)
     return out.copy_(value.reshape(-1, 1).expand_as(out))
 
 
 def _dense(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tensor) -> Tensor:
-    """The product with the dense matrix, by torch."""
     if bias is None:
         torch.mm(w, x, out=out)
     else:
@@ -523,5 +520,4 @@ def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, 
 
 
 def _interpreted(x: Tensor) -> bool:
-    """Whether kernels run in Triton's interpreter, on tensors in host memory."""
     return not x.is_cuda

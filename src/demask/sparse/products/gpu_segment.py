@@ -59,7 +59,6 @@ def _layer(step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], w
 
 
 def _is_product(step: ConvStep | LinearStep) -> bool:
-    """Whether a layer multiplies every position by the same matrix."""
     if isinstance(step, LinearStep):
         return True
     is_pointwise = (step.kernel, step.stride, step.groups) == ((1, 1), (1, 1), 1)

@@ -132,7 +132,6 @@ def _sampled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _product(m: CsrMatrix, x: Tensor) -> Tensor:
-    """m @ x, without bias and activation."""
     return torch.ops.demask.spmm.default(m.crow, m.col, m.values, m.names, m.size, x, None, "", [])
 
 

@@ -392,21 +392,18 @@ class _Steps:
 
 
 def _kind_of_input(source: fx.Node, kind: str) -> str:
-    """The kind as which a call with operands of a kind reads an input."""
     if kind in INPUTS:
         return kind
     return "image" if kind == ANY and fake(source).ndim == 4 else "tokens"
 
 
 def _can_select_rows(layer: MatchedCall, reader: MatchedCall) -> bool:
-    """Whether a layer can compute a selection of its channels by other rows of its weight."""
     step, selection = layer.step, reader.step
     is_one_group = isinstance(step, LinearStep) or (isinstance(step, ConvStep) and step.groups == 1)
     return is_one_group and isinstance(selection, SelectStep) and selection.stride == (1, 1)
 
 
 def _selected_rows(layer: MatchedCall, selection: MatchedCall) -> MatchedCall:
-    """A layer that computes the selected channels."""
     assert isinstance(layer.step, (ConvStep, LinearStep)) and selection.channels is not None
     channels = selection.channels
     if layer.channels is not None:
@@ -434,7 +431,6 @@ def csr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of a tensor; zeros for -1."""
     result = tensor[rows.clamp(min=0)]
     result[rows < 0] = 0
     return result
@@ -469,11 +465,9 @@ class _WeightStore:
         return self.known[key]
 
     def channels(self, numbers: Tensor) -> Span:
-        """The span of the numbers of a selection of channels, or positions."""
         return self._add_span(INDEX, numbers.to(torch.int32))
 
     def stored(self, constants: Tensor) -> Span:
-        """The span of positions, or of factors, that a call reads."""
         is_factors = constants.is_floating_point()
         return self._add_span(VALUES, constants) if is_factors else self.channels(constants)
 
@@ -505,7 +499,6 @@ class _WeightStore:
         return SparseWeight(narrow, *spans, self._add_span(VALUES, scale))
 
     def _add_span(self, number: int, part: Tensor) -> Span:
-        """Append a part to a tensor; returns its span."""
         parts = self.parts[number]
         first = sum(previous.numel() for previous in parts)
         parts.append(part.detach())

@@ -115,7 +115,6 @@ class SegmentCandidates:
         return any(seconds < AHEAD * total for total in measured)
 
     def _new(self, form: Candidate) -> Iterator[Candidate]:
-        """The candidate, if it has segments and differs from earlier ones."""
         graph_text = str(form.program.graph)
         if segments_of(form.program.graph) and graph_text not in self.seen:
             self.seen.add(graph_text)
@@ -134,7 +133,6 @@ class SegmentCandidates:
         return replace(form, program=program, exact=form.program)
 
     def _outside(self, name: str, program: Whole) -> Candidate:
-        """A candidate with the fastest implementations of calls outside of segments."""
         sizes = seconds_by_image_size(program, self.asker)
         last = {size for size, costs in sizes.items() if costs[True] < GAIN * costs[False]}
         maker = CandidateBuilder(self.asker, lambda node: self.asker.shape(node)[2:] in last, self.table)
@@ -175,7 +173,6 @@ def _has_narrow_weights(program: Whole) -> bool:
 
 
 def _density(editor: GraphEditor, call: MatchedCall) -> float:
-    """The share of nonzeros of a layer's weight; 1 for a norm."""
     weight = editor.tensor(call.weight)
     assert weight is not None
     return 1.0 if call.affine is not None else float(weight.count_nonzero()) / weight.numel()
@@ -220,7 +217,6 @@ class _AllLayers:
     outside: dict[str, FusedLayer] = field(default_factory=dict)  # by node name, no norms
 
     def core(self, editor: GraphEditor, call: MatchedCall) -> bool:
-        """Whether a layer should be in a segment."""
         if not self.is_wanted(editor, call):
             return False
         if call.affine is None and call.node.name not in self.outside:
@@ -228,7 +224,6 @@ class _AllLayers:
         return True
 
     def is_wanted(self, editor: GraphEditor, call: MatchedCall) -> bool:
-        """Whether a layer is none of those that should not be in a segment."""
         return self.large or not self._is_large_product(editor, call)
 
     def _is_large_product(self, editor: GraphEditor, call: MatchedCall) -> bool:
@@ -264,14 +259,11 @@ class _SparseLayers:
         return self.known[name][SPARSE] < self.known[name][DENSE]
 
     def are_worth_a_mix(self) -> bool:
-        """Whether dense and sparse layers, each where it is faster, take less time than sparse ones
-        alone."""
         seconds = self.known.values()
         mixed = sum(min(s.values()) for s in seconds)
         return mixed < GAIN_OF_EACH * sum(s[SPARSE] for s in seconds)
 
     def decisions(self) -> list[TuneDecision]:
-        """The choices for the layers that could be sparse."""
         return [
             TuneDecision(self.names[node], min(seconds, key=seconds.__getitem__), seconds)
             for node, seconds in self.known.items()
@@ -292,7 +284,6 @@ class _SparseLayers:
 
 
 def _is_sparse(constant: Constant) -> bool:
-    """Whether a constant may be the weight of a sparse layer."""
     tensor = constant.tensor
     if tensor.ndim < 2 or not tensor.numel() or tensor.dtype is not torch.float32:
         return False

@@ -333,7 +333,6 @@ def _channels(node: fx.Node, kind: str) -> int:
 
 
 def _sizes(node: fx.Node) -> Sequence[Any]:
-    """The sizes of a value; those known at run time only are no integers."""
     value = node.meta.get("val", node.meta.get("value"))
     return value.shape if isinstance(value, Tensor) else getattr(value, "sizes", ())
 
@@ -395,6 +394,5 @@ def _traced(step: Step, kind: str) -> fx.Graph:
 
 
 def _weight_shape(step: ConvStep | LinearStep, kind: str) -> tuple[int, ...]:
-    """The weight shape of a layer with one channel per group."""
     kernel = () if isinstance(step, LinearStep) else step.kernel[1 if kind == "signal" else 0 :]
     return step.out, 1, *kernel

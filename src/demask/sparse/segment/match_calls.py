@@ -144,7 +144,6 @@ def matrix(call: MatchedCall, weight: Tensor) -> Tensor:
 
 
 def _fits(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a node is a dense tensor of this dtype on the CPU."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
@@ -270,7 +269,6 @@ def _linear(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
 
 
 def _layer(node: fx.Node, arguments: Arguments, kind: str, step: Step) -> MatchedCall | None:
-    """A layer as a call, if its input is a node."""
     call = MatchedCall(node, (arguments["input"],), kind, kind, step, arguments["weight"], arguments["bias"])
     return call if isinstance(arguments["input"], fx.Node) else None
 
@@ -426,7 +424,6 @@ def _selection(node: fx.Node, axis: int, channels: Tensor, stride: tuple[int, in
 
 
 def _same(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
-    """A call whose output equals its operand, as a view or a copy."""
     x = arguments["self"]
     return MatchedCall(node, (x,), "", "", None) if has_shape(x, fake(node).shape) else None
 

@@ -84,18 +84,15 @@ def is_recurrent(editor: GraphEditor, node: fx.Node, dtype: torch.dtype) -> bool
 
 
 def _has_gates(node: fx.Node) -> bool:
-    """Whether a node is a call of an LSTM or a GRU."""
     return GATES.get(str(node.target), 0) > 1
 
 
 def _is_plain(value: Any, dtype: torch.dtype) -> bool:
-    """Whether a value is a dense tensor of a dtype on the CPU."""
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     return is_dense and value.dtype is dtype and value.device.type == "cpu"
 
 
 def _states(node: fx.Node) -> list[fx.Node]:
-    """The initial states of a call."""
     states = schema.arguments(node)["hx"]
     return list(states) if isinstance(states, (list, tuple)) else [states]
 
@@ -138,7 +135,6 @@ def _read_rows(editor: GraphEditor, node: fx.Node) -> None:
 
 
 def _is_flip(node: Any, time: int) -> bool:
-    """Whether a node is a call that flips the axis of time."""
     return isinstance(node, fx.Node) and node.target is aten.flip.default and node.args[1] == [time]
 
 

@@ -72,7 +72,6 @@ def gradient_of_values(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) ->
 
 
 def _read(step: ConvStep, m: CsrMatrix, x: Tensor) -> tuple[CsrMatrix, ConvGeometry, Offsets]:
-    """The contiguous matrix, the geometry, and the offsets that its nonzeros read."""
     g = ConvGeometry.of(step, tuple(x.shape))
     group_inputs = x.shape[1] // g.groups
     size = step.out, group_inputs * g.kernel[0] * g.kernel[1]
@@ -143,12 +142,10 @@ def _calls(kind: np.dtype[Any], count: int, m: CsrMatrix, order: Tensor) -> np.n
 
 
 def _threads(batch: int, work: int) -> int:
-    """Number of threads for `batch` images of `work` products each."""
     return max(1, min(torch.get_num_threads(), batch, batch * work // WORK))
 
 
 def _owners(batch: int, threads: int) -> np.ndarray:
-    """The thread of each image: consecutive images, evenly divided."""
     return np.arange(batch) * threads // batch
 
 

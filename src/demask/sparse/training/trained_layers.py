@@ -215,7 +215,6 @@ def takes(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[T
 
 
 def _whole(span: Span, weights: Sequence[Tensor]) -> bool:
-    """Whether a span is a whole tensor."""
     number, first, end = span
     return number < len(weights) and first == 0 and weights[number].shape == (end,)
 

@@ -301,7 +301,6 @@ def _choose_lanes(
 
 
 def _block_rows(block: DenseBlock, begin: int, end: int) -> DenseBlock:
-    """Some rows of a block."""
     return DenseBlock(block.rows[begin:end], block.channels, block.weight[begin:end])
 
 
@@ -410,7 +409,6 @@ def lines_of(piece: WindowPiece, parts: Iterable[int]) -> PositionLines:
 def _positions_per_line(
     layout: GridLayout, window: OutputWindow, sizes: tuple[tuple[int, int], ...], parts: tuple
 ) -> tuple[int, ...]:
-    """How many positions of the image each line of some parts has."""
     is_inside = layout.pixels(written(window, positions_of(sizes, parts)))[3]
     return tuple(is_inside.sum(1).tolist())
 

@@ -78,7 +78,6 @@ def _depthwise_block(size: Size, taps: int, isa: Isa) -> Size:
 
 
 def _depthwise_kernel(piece: WindowPiece, size: Size, block: Size) -> DepthwiseTileKernel:
-    """The depthwise kernel for areas of one size."""
     buffers = (piece.x, piece.out, piece.add)[: 2 if piece.step.add is None else 3]
     rows = tuple(buffer.layout.row for buffer in buffers)
     taps = tuple(tuple(tap for tap in axis if tap is not None) for axis in piece.window.taps)

@@ -150,7 +150,6 @@ def chain_pays(shapes: Sequence[TilingProblem], threads: int, isa: Isa) -> bool:
 
 
 def _stream(piece: WindowPiece, rows: np.ndarray, tiling: Tiling, isa: Isa) -> Stream:
-    """The stream of some rows of a window."""
     return packed(piece.weight, places_of(piece), rows, tiling.block, tiling.side, isa.line)
 
 

@@ -267,7 +267,6 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
 
 
 def _set_row_fields(records: np.ndarray, rows: np.ndarray, weight: Csr, places: Places) -> None:
-    """Set the lines, bias and scale of the records of these rows."""
     records["out"], records["add"] = places.out[rows], places.add[rows]
     records["bias"], records["scale"] = weight.bias[rows], weight.scale[rows]
 

@@ -125,7 +125,6 @@ def _tile(
 
 
 def _read(shape: TilingProblem, h: int, w: int) -> int:
-    """Lines of a channel that a tile reads."""
     high = (h - 1) * min(shape.stride[0], shape.reach[0] + 1) + 1 + shape.reach[0]
     wide = (w - 1) * min(shape.stride[1], shape.reach[1] + 1) + 1 + shape.reach[1]
     return high * wide

@@ -63,7 +63,6 @@ def filtered_block(step: Step, blocks: Sequence[DenseBlock]) -> DenseBlock | Non
 
 
 def _ratio(block: DenseBlock) -> float:
-    """Estimated cycles to those by the definition."""
     return (FILTERED + IN / len(block.rows) + OUT / len(block.channels)) / DIRECT
 
 
