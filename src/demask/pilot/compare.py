@@ -181,8 +181,8 @@ class Comparison(PageSource):
         size = format_bytes(self.weight_bytes)
         rows: list[tuple[str, ...]] = [("(full)", "", "", "", "", "", size, f"{self.macs:.3g}", speed)]
         for row in self.rows:
-            rows.append((row.by, *([""] * (len(heads) - 1) if row.refused else _cells(row))))
-        zeros = "" if self.zeros is None else f"; {_percent(self.zeros)} zeros after ReLU"
+            rows.append((row.by, *([""] * (len(heads) - 1) if row.refused else _row_cells(row))))
+        zeros = "" if self.zeros is None else f"; {_format_percent(self.zeros)} zeros after ReLU"
         refused = [f"{r.by}: refused: {r.refused}" for r in self.rows if r.refused]
         return Page(
             "demask pilot compare",
@@ -252,7 +252,7 @@ def compare(
     measured = []
     for one in chosen:
         report(one.text())
-        measured.append(_row(one, analysis, full, calls, runnable, (pairs, seconds)))
+        measured.append(_comparison_row(one, analysis, full, calls, runnable, (pairs, seconds)))
     rows = tuple(row for row, _, _ in measured)
     first = next((timing for _, _, timing in measured if timing is not None), None)
     here = capture_program(runnable, calls[0], {}, None)  # of these inputs' sizes, as the pilots are
@@ -261,7 +261,7 @@ def compare(
     return Comparison(rows, full.count, sizes.bytes, sizes.macs, full.zero_share(), first, same)
 
 
-def _row(
+def _comparison_row(
     one: Simplifier,
     analysis: Analysis,
     full: _Observed,
@@ -279,7 +279,7 @@ def _row(
     precision, recall = full.zero_rates(seen)
     timings: dict[str, Timing] = {}
     if limits[0]:
-        timings = _timed({"full": runnable, "pilot": slim}, calls[0], *limits)
+        timings = _time_alternately({"full": runnable, "pilot": slim}, calls[0], *limits)
     row = ComparisonRow(
         one.text(),
         sum(same) / len(same) if same else None,
@@ -296,7 +296,9 @@ def _row(
 
 
 @torch.no_grad()
-def _timed(networks: Mapping[str, nn.Module], args: tuple[Any, ...], pairs: int, seconds: float) -> dict[str, Timing]:
+def _time_alternately(
+    networks: Mapping[str, nn.Module], args: tuple[Any, ...], pairs: int, seconds: float
+) -> dict[str, Timing]:
     contenders = {name: (lambda net=net: net(*args)) for name, net in networks.items()}
     return Timing.of_each(race(contenders, pairs, seconds=seconds))
 
@@ -343,14 +345,14 @@ class _Observed:
         for site in self.sites.get(node, ()):
             self.magnitudes[site.name].append(site.measured(value, "mean")[0])
             if zeroed(node):
-                self.zeros.setdefault(site.name, []).append(_whole(value == 0, site))
+                self.zeros.setdefault(site.name, []).append(_restore_cut_channels(value == 0, site))
 
     def agreed(self, other: _Observed) -> tuple[bool, ...]:
         """Per row of the first output, whether the largest entry has the same index; () where there
         are no classes."""
         same: list[bool] = []
         for mine, theirs in zip(self.outputs, other.outputs, strict=True):
-            a, b = (_tensors(out)[0] for out in (mine, theirs))
+            a, b = (_float_tensors(out)[0] for out in (mine, theirs))
             if a.ndim < 2 or a.shape[-1] < 2:
                 return ()
             same += (a.argmax(-1) == b.argmax(-1)).flatten().tolist()
@@ -360,7 +362,7 @@ class _Observed:
         """The relative error of all outputs, in the Euclidean norm, in float64."""
         gap = norm = 0.0
         for mine, theirs in zip(self.outputs, other.outputs, strict=True):
-            for a, b in zip(_tensors(mine), _tensors(theirs), strict=True):
+            for a, b in zip(_float_tensors(mine), _float_tensors(theirs), strict=True):
                 gap += float((a.double() - b.double()).square().sum())
                 norm += float(a.double().square().sum())
         return math.sqrt(gap / norm) if norm else None
@@ -379,7 +381,7 @@ class _Observed:
         hit = claimed = actual = 0
         for name, mine in self.zeros.items():
             for a, b in zip(mine, other.zeros.get(name, ()), strict=False):
-                b = _like(b, a)
+                b = _resize_zeros(b, a)
                 if b is None:
                     return None, None
                 hit, claimed, actual = (hit + int((a & b).sum()), claimed + int(b.sum()), actual + int(a.sum()))
@@ -391,7 +393,7 @@ class _Observed:
         return sum(int(m.sum()) for m in every) / count if count else None
 
 
-def _whole(zeros: Tensor, site: MeasuredValue) -> Tensor:
+def _restore_cut_channels(zeros: Tensor, site: MeasuredValue) -> Tensor:
     """Zeros of all channels of the full network: those that were cut are zero."""
     if site.remaining is None or site.axis is None:
         return zeros
@@ -400,7 +402,7 @@ def _whole(zeros: Tensor, site: MeasuredValue) -> Tensor:
     return full.index_copy(site.axis, torch.tensor(site.remaining, dtype=torch.int64), zeros)
 
 
-def _like(zeros: Tensor, full: Tensor) -> Tensor | None:
+def _resize_zeros(zeros: Tensor, full: Tensor) -> Tensor | None:
     """A pilot's zeros in the size of the full map: the nearest position of a smaller image."""
     if zeros.shape == full.shape:
         return zeros
@@ -409,23 +411,23 @@ def _like(zeros: Tensor, full: Tensor) -> Tensor | None:
     return None
 
 
-def _tensors(out: Any) -> list[Tensor]:
+def _float_tensors(out: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _cells(row: ComparisonRow) -> list[str]:
+def _row_cells(row: ComparisonRow) -> list[str]:
     speed = "–" if row.speed is None else f"{row.speed:.2f} ×"
     return [
-        _percent(row.agreement),
+        _format_percent(row.agreement),
         "–" if row.error is None else f"{row.error:.2g}",
         "–" if row.correlation is None else f"{row.correlation:.3f}",
-        _percent(row.precision),
-        _percent(row.recall),
+        _format_percent(row.precision),
+        _format_percent(row.recall),
         format_bytes(row.weight_bytes),
         f"{row.macs:.3g}",
         speed,
     ]
 
 
-def _percent(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f} %"

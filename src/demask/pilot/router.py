@@ -132,8 +132,8 @@ class WaitingRows:
 
     def taken(self, count: int) -> WaitingRows:
         """The first `count` of them, which are removed."""
-        first = WaitingRows(self.owner, _map(self.inputs, lambda leaf: leaf[:count]), self.places[:count])
-        self.inputs = _map(self.inputs, lambda leaf: leaf[count:])
+        first = WaitingRows(self.owner, _map_rows(self.inputs, lambda leaf: leaf[:count]), self.places[:count])
+        self.inputs = _map_rows(self.inputs, lambda leaf: leaf[count:])
         self.places = self.places[count:]
         return first
 
@@ -157,18 +157,18 @@ class Queue:
         """The answers to each batch; tagged: with its number, as soon as they are complete."""
         number = -1
         for number, inputs_of_batch in enumerate(inputs):
-            self._enter(number, inputs_of_batch if isinstance(inputs_of_batch, tuple) else (inputs_of_batch,))
+            self._enter_call(number, inputs_of_batch if isinstance(inputs_of_batch, tuple) else (inputs_of_batch,))
             while self._waiting_count() >= self.batch:
-                self._run(self.batch)
+                self._run_full_network(self.batch)
             while self.wait is not None and self._oldest() < number - self.wait:
-                self._run(min(self.batch, self._waiting_count()))
-            yield from self._complete(tagged)
+                self._run_full_network(min(self.batch, self._waiting_count()))
+            yield from self._complete_batches(tagged)
         while self.rows:
-            self._run(min(self.batch, self._waiting_count()))
-        yield from self._complete(tagged)
+            self._run_full_network(min(self.batch, self._waiting_count()))
+        yield from self._complete_batches(tagged)
         self._report()
 
-    def _enter(self, number: int, args: tuple[Any, ...]) -> None:
+    def _enter_call(self, number: int, args: tuple[Any, ...]) -> None:
         since, router = perf_counter(), self.router
         if router.whole:
             outputs = router.full(*args)
@@ -186,7 +186,7 @@ class Queue:
             if len(places):
                 self.rows.append(WaitingRows(one, picked(args, places, rows), places))
         self.seen += rows
-        self._close(self.open[-1])
+        self._close_group(self.open[-1])
 
     def _waiting_count(self) -> int:
         return sum(len(rows.places) for rows in self.rows)
@@ -194,7 +194,7 @@ class Queue:
     def _oldest(self) -> float:
         return self.rows[0].owner.number if self.rows else float("inf")
 
-    def _run(self, count: int) -> None:
+    def _run_full_network(self, count: int) -> None:
         """The full network, for the rows that have waited longest."""
         group: list[WaitingRows] = []
         while count:
@@ -206,21 +206,21 @@ class Queue:
         inputs = pytree.tree_map(lambda *parts: torch.cat(parts), *[one.inputs for one in group])
         sizes = [len(one.places) for one in group]
         if self.fixed:
-            inputs = _map(inputs, lambda leaf: _filled(leaf, self.batch))
+            inputs = _map_rows(inputs, lambda leaf: _repeat_last_row(leaf, self.batch))
         better, start = self.router.full(*inputs), 0
         self.calls += 1
         for one, size in zip(group, sizes, strict=True):
-            part = _map(better, lambda leaf, low=start, high=start + size: leaf[low:high])
+            part = _map_rows(better, lambda leaf, low=start, high=start + size: leaf[low:high])
             owner, start = one.owner, start + size
             owner.outputs = self.router.merged(owner.outputs, part, one.places)
             owner.missing -= size
-            self._close(owner)
+            self._close_group(owner)
 
-    def _close(self, one: Waiting) -> None:
+    def _close_group(self, one: Waiting) -> None:
         if not one.missing:
             self.late.append(perf_counter() - one.since)
 
-    def _complete(self, tagged: bool) -> Iterator[Any]:
+    def _complete_batches(self, tagged: bool) -> Iterator[Any]:
         """Batches with all their answers, of which those in order leave first."""
         for one in list(self.open):
             if one.missing and not tagged:
@@ -234,12 +234,12 @@ class Queue:
         self.router.last = Routed(self.seen, self.escalated, self.calls, latency)
 
 
-def _filled(leaf: Tensor, rows: int) -> Tensor:
+def _repeat_last_row(leaf: Tensor, rows: int) -> Tensor:
     """The tensor with its last row repeated until there are `rows`."""
     return torch.cat([leaf, leaf[-1:].expand(rows - len(leaf), *leaf.shape[1:])])
 
 
-def _map(tree: Any, change: Any) -> Any:
+def _map_rows(tree: Any, change: Any) -> Any:
     return pytree.tree_map(change, tree)
 
 
@@ -301,7 +301,7 @@ class ThresholdRoute:
         cheap, words = pilot_network(pilot, model, args, named, table)
         router = Router(full, cheap, self, words)
         with torch.no_grad():
-            reason = _unsound(router, args, named) or _slow(router, args, named)
+            reason = _why_rows_depend(router, args, named) or _why_slower(router, args, named)
         return router.alone(reason) if reason else router
 
 
@@ -406,7 +406,7 @@ class Router(nn.Module):
             rows: numbers of these rows, int64 [rows to replace].
         """
         if self.route.answer == "both":
-            better = _averaged(pytree.tree_map(lambda leaf: leaf[rows], outputs), better)
+            better = _average_scores(pytree.tree_map(lambda leaf: leaf[rows], outputs), better)
         return pytree.tree_map(lambda old, new: old.to(new.dtype).index_copy(0, rows, new), outputs, better)
 
     def stream(
@@ -442,7 +442,7 @@ class Router(nn.Module):
         return Queue(self, batch, wait, fixed).answers(inputs, tagged)
 
 
-def _averaged(outputs: Any, better: Any) -> Any:
+def _average_scores(outputs: Any, better: Any) -> Any:
     """The full network's outputs, its class scores averaged with the pilot's."""
     leaves, spec = pytree.tree_flatten(better)
     mine, other = scores(better).log_softmax(1), scores(outputs).log_softmax(1)
@@ -469,7 +469,7 @@ def pilot_network(
     )
 
 
-def _unsound(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _why_rows_depend(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why rows cannot be run separately, in words; "" where they can."""
     whole, cheap = router.full(*args, **kwargs), router.pilot(*args, **kwargs)
     rows = len(scores(whole))
@@ -499,7 +499,7 @@ def _unsound(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     return ""
 
 
-def _slow(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _why_slower(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why routing does not pay, in words; "" where it does."""
     if router.whole:
         return ""

@@ -60,7 +60,7 @@ def _add_reader(ties: AxisTies, node: fx.Node, roles: Roles) -> None:
     relation, letters = ties.relations[node], ties.letters[node]
     read = relation.contracted | relation.back
     is_product = relation.entry.fill in ("sum", "mix", "recur")
-    factors = _factors(relation)
+    factors = _multiplied_operands(relation)
     for k, operand in enumerate(relation.operands):
         if operand.value not in ties.weights:
             continue
@@ -70,7 +70,7 @@ def _add_reader(ties: AxisTies, node: fx.Node, roles: Roles) -> None:
             roles[key_of(operand.value)][d] |= {(letters[a], READS if a in read else rows) for a in axis}
 
 
-def _factors(relation: Relation) -> set[int]:
+def _multiplied_operands(relation: Relation) -> set[int]:
     """The operands that are multiplied; of a recurrent call, its matrices."""
     if relation.back:
         return {k for k, axes in enumerate(relation.ins) if len(axes) == 2}
@@ -181,7 +181,7 @@ class AxisTies:
         for node in program.graph.nodes:
             self._add(node)
         self._force_lasting()
-        while any(self._align(move) for move in self.moves):
+        while any(self._align_move(move) for move in self.moves):
             pass
 
     def leaves(self, cells: Iterable[int]) -> list[int]:
@@ -210,23 +210,23 @@ class AxisTies:
     def _add(self, node: fx.Node) -> None:
         if node.op == "get_attr":
             self.weights.add(node)
-            self.value[node, 0] = self._constants.setdefault(str(node.target), self._fresh(fake(node)))
+            self.value[node, 0] = self._constants.setdefault(str(node.target), self._fresh_cell(fake(node)))
         elif node.op == "output":
             self._force_operands(node)
         elif node.op == "placeholder":
-            self._add_whole(node)
+            self._add_uncut(node)
         elif node.target is not operator.getitem:
             self._add_call(node)
         elif key_of(node)[0] in self.weights:
             self.weights.add(node)
 
-    def _fresh(self, tensor: Tensor) -> CellAxes:
+    def _fresh_cell(self, tensor: Tensor) -> CellAxes:
         return tuple((self.cells.new(size),) for size in schema.sizes(tensor))
 
-    def _add_whole(self, node: fx.Node) -> None:
+    def _add_uncut(self, node: fx.Node) -> None:
         for k, output in enumerate(schema.outputs(node)):
             if isinstance(output, Tensor):
-                self.value[node, k] = self._fresh(output)
+                self.value[node, k] = self._fresh_cell(output)
                 self._force(chain.from_iterable(self.value[node, k]), node)
 
     def _force(self, cells: Iterable[int], node: fx.Node) -> None:
@@ -249,7 +249,7 @@ class AxisTies:
         is_tensor = all(isinstance(output, Tensor) for output in outputs)
         relation = bind(node, self.table) if is_tensor else None
         if not isinstance(relation, Relation):
-            self._add_whole(node)
+            self._add_uncut(node)
             self._force_operands(node)
             return
         if node not in self.weights:
@@ -260,7 +260,7 @@ class AxisTies:
         letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}
         letters |= {letter: letters[letter.removesuffix("^")] for letter in relation.back}
         self.letters[node] = letters
-        self._force([letters[a] for a in self._whole(node, relation)], node)
+        self._force([letters[a] for a in self._uncut_letters(node, relation)], node)
         for k, axes in enumerate(relation.outs):
             self.value[node, k] = _cells_of(axes, letters)
         if relation.entry.free:
@@ -273,7 +273,7 @@ class AxisTies:
                         self._force((*a, *b), node)
         self._add_moves(relation, letters)
 
-    def _whole(self, node: fx.Node, relation: Relation) -> set[str]:
+    def _uncut_letters(self, node: fx.Node, relation: Relation) -> set[str]:
         """The letters that must stay whole. Weights are computed once, before anything is cut: what
         is normalized over there may be cut afterwards."""
         whole = whole_letters(relation)
@@ -304,12 +304,12 @@ class AxisTies:
             ]
             carried = (
                 {c for a in relation.letters(relation.outs[0]) - relation.mixed for c in leaves[a]}
-                if _combines(relation)
+                if _combines_operands(relation)
                 else set()
             )
             result: set[int] = set()
             for k, value in enumerate(values):
-                if not self._varies(value):
+                if not self._depends_on_inputs(value):
                     continue
                 mine = last[k] | (carried - operands[k])
                 for j in _factors_of(relation, k):
@@ -325,7 +325,7 @@ class AxisTies:
                 if schema.outputs(node)[k].is_floating_point():
                     lasting[node, k] = result & cells
 
-    def _varies(self, value: Any) -> bool:
+    def _depends_on_inputs(self, value: Any) -> bool:
         """Whether an operand has numbers that depend on inputs; conditions and indices select."""
         return isinstance(value, fx.Node) and value in self._dependent and fake(value).is_floating_point()
 
@@ -344,14 +344,14 @@ class AxisTies:
     def position_ties(self) -> Iterator[PositionTies]:
         """The ties position by position between final cells."""
         for move in self.moves:
-            for cut in self._cuts(move):
+            for cut in self._major_moves(move):
                 if not cut.is_tie:
                     continue
                 for k, cells in cut.ins.items():
                     taken = (cut.source == k).nonzero().squeeze(1)
                     yield PositionTies(cells[0], cut.out[0], cut.position[taken], taken)
 
-    def _cuts(self, move: Move) -> Iterator[Move]:
+    def _major_moves(self, move: Move) -> Iterator[Move]:
         """A move between the major cells of its axes, where the minor ones are tied or forced; the
         last ones cannot be cut further."""
         ins = {k: tuple(self.leaves(v)) for k, v in move.ins.items()}
@@ -364,11 +364,11 @@ class AxisTies:
             else:
                 stack += rest
 
-    def _align(self, move: Move) -> bool:
+    def _align_move(self, move: Move) -> bool:
         """Tie the minor cells that a move leaves in place, and force those that it separates;
         whether a cell was split or forced."""
         is_changed = False
-        for cut in self._cuts(move):
+        for cut in self._major_moves(move):
             if not cut.is_tie:
                 is_changed |= self._split_minor(cut)
         return is_changed
@@ -420,7 +420,7 @@ class AxisTies:
             m = self.cells.size(first) or 1
             others = [cells for cells in lists if cells[0] != first]
             if others and self._is_repeated(cut, m):
-                parts = [[first, self.cells.new(self._length(cells) // m)] for cells in others]
+                parts = [[first, self.cells.new(self._axis_length(cells) // m)] for cells in others]
                 if all(self.cells.unify(a, b) for a, b in zip(others, parts, strict=True)):
                     return True
         for k, cells in cut.ins.items():
@@ -431,10 +431,10 @@ class AxisTies:
         return self._force_fresh(c for cells in lists for c in cells)
 
     def _is_repeated(self, cut: Move, m: int) -> bool:
-        sizes = {k: self._length(cells) for k, cells in cut.ins.items()}
+        sizes = {k: self._axis_length(cells) for k, cells in cut.ins.items()}
         return m > 1 and len(sizes) == max(sizes, default=0) + 1 and cut.is_repeated(m, sizes)
 
-    def _length(self, cells: Iterable[int]) -> int:
+    def _axis_length(self, cells: Iterable[int]) -> int:
         return math.prod(self.cells.size(cell) or 1 for cell in cells)
 
     def _force_fresh(self, cells: Iterable[int]) -> bool:
@@ -444,7 +444,7 @@ class AxisTies:
         return bool(fresh)
 
 
-def _combines(relation: Relation) -> bool:
+def _combines_operands(relation: Relation) -> bool:
     """Whether each output is computed from numbers of all operands, at positions that broadcast."""
     entry = relation.entry
     is_expanded = relation.node.target in EXPANSIONS

@@ -232,7 +232,7 @@ def _any_along(mask: Tensor, axis: int) -> Tensor:
     return mask.movedim(axis, 0).reshape(mask.shape[axis], -1).any(1).cpu()
 
 
-def _weights(members: tuple[Member, ...], most: int = 3) -> str:
+def _weights_text(members: tuple[Member, ...], most: int = 3) -> str:
     names = list(dict.fromkeys(m.parameter for m in members if m.is_weight))
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -246,7 +246,9 @@ class Groups(tuple[Group, ...]):
         for head in ("kind", "computed by", "read by"):
             table.add_column(head, overflow="fold")
         for group in self:
-            table.add_row(group.name, str(group.size), group.kind, *map(_weights, (group.producers, group.readers)))
+            table.add_row(
+                group.name, str(group.size), group.kind, *map(_weights_text, (group.producers, group.readers))
+            )
         return render_text(table)
 
 
@@ -308,9 +310,9 @@ class Kinds:
             if relation.entry.fill == "mix":
                 self._add_attention(relation, ties.letters[node])
             elif relation.entry.fill == "sum" and relation.window:
-                self.convolved |= self._leaves(relation.size, ties.letters[node])
+                self.convolved |= self._cuttable_cells(relation.size, ties.letters[node])
             elif relation.entry.fill == "sum" and not self._reads_weight(relation):
-                self.features |= self._leaves(relation.contracted, ties.letters[node])
+                self.features |= self._cuttable_cells(relation.contracted, ties.letters[node])
 
     def of(self, cells: set[int]) -> str:
         """The kind of a group with these cells."""
@@ -325,12 +327,12 @@ class Kinds:
     def _add_attention(self, relation: Relation, letters: Mapping[str, int]) -> None:
         values = relation.letters(relation.ins[relation.entry.main])
         outputs = relation.letters(relation.outs[0])
-        heads = self._leaves(values & outputs & relation.letters(relation.ins[0]), letters)
+        heads = self._cuttable_cells(values & outputs & relation.letters(relation.ins[0]), letters)
         every = {a for axes in (*relation.ins, *relation.outs) for a in relation.letters(axes)}
         self.heads |= heads
-        self.features |= self._leaves(every, letters) - heads
+        self.features |= self._cuttable_cells(every, letters) - heads
 
-    def _leaves(self, names: Iterable[str], letters: Mapping[str, int]) -> set[int]:
+    def _cuttable_cells(self, names: Iterable[str], letters: Mapping[str, int]) -> set[int]:
         cells = self.ties.cells
         leaves = self.ties.leaves(letters[a] for a in names)
         return {c for c in leaves if not cells.forced(c) and cells.size(c) != 1}
@@ -379,7 +381,7 @@ class Coupling:
         """The slices of a network, computed on the CPU. Raises BadInput for a name in `skip` that
         does not exist, or for inputs that the model does not accept, NotExportable where it cannot
         be captured."""
-        skipped = _matching(skip, model)
+        skipped = _matching_names(skip, model)
         plain: Any = with_plain_weights(model)
         if device_of(plain, args, kwargs) != CPU:
             plain, args, kwargs = copy_to_cpu(plain, args, kwargs)
@@ -398,17 +400,17 @@ class Coupling:
     @property
     def groups(self) -> tuple[Group, ...]:
         """All groups, of every kind, in the order of the calls that read their parameters."""
-        return tuple(group for group, _ in self._numbered)
+        return tuple(group for group, _ in self._numbered_groups)
 
     @cached_property
     def numbers(self) -> dict[str, Tensor]:
         """By group, the numbers of its slices in `slice_of`, int64 [size]."""
-        return {group.name: numbers for group, numbers in self._numbered}
+        return {group.name: numbers for group, numbers in self._numbered_groups}
 
     @cached_property
-    def _numbered(self) -> list[tuple[Group, Tensor]]:
+    def _numbered_groups(self) -> list[tuple[Group, Tensor]]:
         """All groups, each with the numbers of its slices, int64 [size]."""
-        places = list(self._places())
+        places = list(self._parameter_cells())
         signatures: dict[int, list[tuple[int, int]]] = {}
         for k, place in enumerate(places):
             numbers, counts = torch.unique(place.slices[place.slices >= 0], return_counts=True)
@@ -427,8 +429,8 @@ class Coupling:
                 order = _in_order(rows[0].slices, numbers)
                 kind = kinds.of({p.cell for p in mine})
                 module = _module_of(rows[0].parameter)
-                members = tuple(_member(place, order) for place in mine)
-                groups.append((Group(_unused(module, names), len(order), members, kind), order))
+                members = tuple(_make_member(place, order) for place in mine)
+                groups.append((Group(_unused_name(module, names), len(order), members, kind), order))
         return groups
 
     @cached_property
@@ -481,7 +483,7 @@ class Coupling:
             reasons[path_of(node)] = "they share keys and values" if shared else reason
         return reasons
 
-    def _places(self) -> Iterator[_ParameterCell]:
+    def _parameter_cells(self) -> Iterator[_ParameterCell]:
         """The cells of all axes of parameters that have slices."""
         roles = find_roles(self.ties)
         for name in self.ties.names():
@@ -526,7 +528,7 @@ def _module_of(parameter: str) -> str:
     return parameter.rpartition(".")[0] or parameter
 
 
-def _unused(name: str, names: set[str]) -> str:
+def _unused_name(name: str, names: set[str]) -> str:
     k, unused = 1, name
     while unused in names:
         k, unused = k + 1, f"{name}#{k + 1}"
@@ -540,14 +542,14 @@ def _in_order(slices: Tensor, numbers: Sequence[int]) -> Tensor:
     return torch.tensor([n for n in dict.fromkeys(slices.tolist()) if n in mine])
 
 
-def _member(place: _ParameterCell, order: Tensor) -> Member:
+def _make_member(place: _ParameterCell, order: Tensor) -> Member:
     numbers, index = order.sort()
     near = torch.searchsorted(numbers, place.slices).clamp(max=len(numbers) - 1)
     slices = torch.where(numbers[near] == place.slices, index[near], -1)
     return Member(place.parameter, place.axis, slices, place.roles != {READS}, place.roles != {SHIFTS})
 
 
-def _matching(patterns: Sequence[str], model: nn.Module) -> set[str]:
+def _matching_names(patterns: Sequence[str], model: nn.Module) -> set[str]:
     """The names of parameters that are, or are in modules, that the patterns name. Raises BadInput
     for a pattern that names nothing."""
     names = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -555,7 +557,7 @@ def _matching(patterns: Sequence[str], model: nn.Module) -> set[str]:
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise BadInput(f"expected skip to be a list of names or globs, got {patterns!r:.60}")
     for pattern in patterns:
-        mine = {name for name in names if any(fnmatchcase(p, pattern) for p in _paths(name))}
+        mine = {name for name in names if any(fnmatchcase(p, pattern) for p in _module_paths(name))}
         if not mine:
             raise BadInput(
                 f"expected names or globs of modules or parameters in skip, got {pattern!r}, which "
@@ -565,7 +567,7 @@ def _matching(patterns: Sequence[str], model: nn.Module) -> set[str]:
     return matching
 
 
-def _paths(name: str) -> Iterator[str]:
+def _module_paths(name: str) -> Iterator[str]:
     """The name of a parameter, and those of the modules that contain it."""
     parts = name.split(".")
     return (".".join(parts[: k + 1]) for k in range(len(parts)))
@@ -582,7 +584,7 @@ def _find_slices(ties: AxisTies) -> dict[int, Tensor]:
         first[cell], total = total, total + (ties.cells.size(cell) or 0)
     left = [first[t.left] + t.a for t in links if {t.left, t.right} <= first.keys()]
     right = [first[t.right] + t.b for t in links if {t.left, t.right} <= first.keys()]
-    numbers = _components(total, _joined(left), _joined(right))
+    numbers = _components(total, _joined_cells(left), _joined_cells(right))
     whole = torch.zeros(total, dtype=torch.bool)
     for cell in sized:
         if ties.cells.forced(cell):
@@ -602,7 +604,7 @@ def _axes_of(ties: AxisTies) -> Iterator[Iterable[int]]:
         yield letters.values()
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _joined_cells(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 

@@ -74,7 +74,7 @@ class InputStatistics:
         if axis == 0:  # one vector of features
             values, axis = values.unsqueeze(0), 1
         parts = values.split(max(_PART // values[0].numel(), 1))
-        sums = torch.stack([_sums(part, axis) for part in parts]).cpu().double()
+        sums = torch.stack([_feature_sums(part, axis) for part in parts]).cpu().double()
         sizes = [part.numel() // part.shape[axis] for part in parts]
         counts = torch.tensor([self.count, *sizes], dtype=torch.float64).unsqueeze(1)
         offsets = sums[:, 1] / counts[1:]
@@ -92,7 +92,7 @@ class InputStatistics:
         return cls(0, *(torch.zeros(features, dtype=torch.float64) for _ in range(3)))
 
 
-def _sums(values: Tensor, axis: int) -> Tensor:
+def _feature_sums(values: Tensor, axis: int) -> Tensor:
     """About each feature, [4, features]: a number near the mean, the sum of differences from it,
     that of their squares, and the sum of absolute values."""
     values = values if values.dtype == torch.float64 else values.float()
@@ -112,7 +112,7 @@ class InputRecorder:
     def __init__(self, layers: Mapping[str, Iterable[Place]]):
         self.statistics: dict[str, InputStatistics] = {}
         self.is_active = True
-        self._features = {name: _features(next(iter(at)).module) for name, at in layers.items()}
+        self._input_features = {name: _input_features(next(iter(at)).module) for name, at in layers.items()}
         self._handles: list[RemovableHandle] = []
         for name, places in layers.items():
             for place in places:
@@ -142,20 +142,24 @@ class InputRecorder:
         BadInput for statistics of other layers."""
         if not isinstance(state, Mapping):
             raise BadInput(f"expected statistics of inputs by layer, got {state!r:.60}")
-        other = sorted(set(state) - set(self._features)) if self._features else []
+        other = sorted(set(state) - set(self._input_features)) if self._input_features else []
         if other:
             raise BadInput(
-                f"expected statistics of the layers {', '.join(self._features)}, got some of "
+                f"expected statistics of the layers {', '.join(self._input_features)}, got some of "
                 f"{other[0]!r}: this is the state of another pruner"
             )
-        return {name: _read(name, state[name], size) for name, size in self._features.items() if name in state}
+        return {
+            name: _layer_statistics(name, state[name], size)
+            for name, size in self._input_features.items()
+            if name in state
+        }
 
 
-def _features(module: Any) -> int | None:
+def _input_features(module: Any) -> int | None:
     return getattr(module, "in_channels", getattr(module, "in_features", None))
 
 
-def _read(name: str, stored: Any, features: int | None) -> InputStatistics:
+def _layer_statistics(name: str, stored: Any, features: int | None) -> InputStatistics:
     """The statistics of one layer. Raises BadInput for others."""
     values: list[Any] = [stored.get(key) for key in _STATE] if isinstance(stored, Mapping) else []
     sizes = {tuple(v.shape) if isinstance(v, Tensor) else None for v in values}
@@ -282,7 +286,7 @@ class ScoreView:
 Score = Callable[[ScoreView], Tensor]
 
 
-def _summed(view: ScoreView, members: tuple[Member, ...], values: Callable[[Member], Tensor]) -> Tensor:
+def _sum_over_members(view: ScoreView, members: tuple[Member, ...], values: Callable[[Member], Tensor]) -> Tensor:
     """The sum over members of values, reduced to units, float64 [units]."""
     total = torch.zeros(view.candidates.units, dtype=torch.float64)
     for member in members:
@@ -308,7 +312,7 @@ class L1:
 
     def __call__(self, view: ScoreView) -> Tensor:
         """The scores of the units, float64 [units]."""
-        return _summed(view, view.weights, lambda m: view.weight(m).abs())
+        return _sum_over_members(view, view.weights, lambda m: view.weight(m).abs())
 
 
 @dataclass(frozen=True)
@@ -328,7 +332,7 @@ class L2:
 
     def __call__(self, view: ScoreView) -> Tensor:
         """The scores of the units, float64 [units]."""
-        return _summed(view, view.weights, lambda m: view.weight(m).square()).sqrt()
+        return _sum_over_members(view, view.weights, lambda m: view.weight(m).square()).sqrt()
 
 
 @dataclass(frozen=True)
@@ -352,7 +356,7 @@ class Taylor:
     def __call__(self, view: ScoreView) -> Tensor:
         """The scores of the units, float64 [units]. Raises BadInput without gradients."""
         members = tuple(m for m in view.candidates.members if m.produces)
-        return _summed(view, members, lambda m: view.weight(m) * view.gradient(m)).square()
+        return _sum_over_members(view, members, lambda m: view.weight(m) * view.gradient(m)).square()
 
 
 @dataclass(frozen=True)
@@ -400,7 +404,7 @@ class ActivationScore:
                 return view.weight(member).double().cpu().abs() * inputs.norm[index]
             return inputs.mean_magnitude[index].expand(view.weight(member).shape)
 
-        return _summed(view, _needed(view, members), values)
+        return _sum_over_members(view, _require_members(view, members), values)
 
 
 @dataclass(frozen=True)
@@ -437,7 +441,7 @@ class Fluctuation:
             variance = view.inputs(member).variance[view.input_feature(member)]
             return view.weight(member).double().cpu().square() * variance
 
-        return _summed(view, _needed(view, view.readers), values)
+        return _sum_over_members(view, _require_members(view, view.readers), values)
 
     def compensate(self, view: ScoreView, gone: Tensor, masked: Mapping[str, InputStatistics]) -> dict[str, Tensor]:
         """By reading weight, what its layer's bias changes by, [outputs].
@@ -496,7 +500,7 @@ class Random:
         return torch.rand(view.candidates.units, dtype=torch.float64, generator=self._generator)
 
 
-def _needed(view: ScoreView, members: tuple[Member, ...]) -> tuple[Member, ...]:
+def _require_members(view: ScoreView, members: tuple[Member, ...]) -> tuple[Member, ...]:
     if not members:
         raise BadInput(f"{view.candidates.name} is read by no weight: score it by L1, L2, Taylor or Random, or skip it")
     return members

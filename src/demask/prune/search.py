@@ -68,15 +68,15 @@ class TrialStore:
         with quiet_optuna() as optuna:
             self._optuna = optuna
             try:
-                self._storage = None if path is None else _storage(optuna, path)
-                self._study = _study(optuna, self._storage, directions)
+                self._open_storage = None if path is None else _open_storage(optuna, path)
+                self._open_study = _open_study(optuna, self._open_storage, directions)
             except BadInput:
                 raise
             except Exception as error:  # of SQLAlchemy, JSON or Optuna: not such a file
                 raise _not_of_a_search(path or Path(), described(error)) from error
-        stored = self._study.user_attrs.get(IDENTITY)
+        stored = self._open_study.user_attrs.get(IDENTITY)
         if stored is None:
-            self._study.set_user_attr(IDENTITY, dict(identity))
+            self._open_study.set_user_attr(IDENTITY, dict(identity))
         elif stored != identity:
             names = [name for name in identity if stored.get(name) != identity[name]]
             raise BadInput(
@@ -87,7 +87,7 @@ class TrialStore:
     def trials(self) -> dict[int, SearchTrial]:
         """The finished trials by number; of two with one number, the first."""
         trials: dict[int, SearchTrial] = {}
-        for stored in self._study.get_trials(deepcopy=False):
+        for stored in self._open_study.get_trials(deepcopy=False):
             values = stored.user_attrs.get(TRIAL)
             if values is not None:
                 trials.setdefault(values["number"], SearchTrial(**values))
@@ -101,7 +101,7 @@ class TrialStore:
         most = {name: max(n, 1) for name, n in trial.removed.items()}
         space = {name: optuna.distributions.IntDistribution(0, n) for name, n in most.items()}
         state = optuna.trial.TrialState
-        self._study.add_trial(
+        self._open_study.add_trial(
             optuna.trial.create_trial(
                 state=state.COMPLETE if fits else state.PRUNED,
                 values=values if fits else None,
@@ -113,20 +113,20 @@ class TrialStore:
 
     def remember(self, name: str, values: dict[str, Any]) -> None:
         """Store JSON values by name."""
-        self._study.set_user_attr(name, values)
+        self._open_study.set_user_attr(name, values)
 
     def recall(self, name: str) -> dict[str, Any] | None:
         """The values stored by name, or None."""
-        return self._study.user_attrs.get(name)
+        return self._open_study.user_attrs.get(name)
 
     def close(self) -> None:
         """Close the connection to a database."""
-        engine = getattr(getattr(self._storage, "_backend", self._storage), "engine", None)
+        engine = getattr(getattr(self._open_storage, "_backend", self._open_storage), "engine", None)
         if engine is not None:
             engine.dispose()
 
 
-def _study(optuna: Any, storage: Any, directions: list[str]) -> Any:
+def _open_study(optuna: Any, storage: Any, directions: list[str]) -> Any:
     """The stored study, or a new one."""
     if storage is not None:
         try:
@@ -136,7 +136,7 @@ def _study(optuna: Any, storage: Any, directions: list[str]) -> Any:
     return optuna.create_study(study_name=STUDY, storage=storage, directions=directions)
 
 
-def _storage(optuna: Any, path: Path) -> Any:
+def _open_storage(optuna: Any, path: Path) -> Any:
     final = check_writable(path)
     if final.suffix in DATABASES:
         _check_database(final, path)
@@ -203,7 +203,7 @@ def run_on_client(
     from distributed.scheduler import KilledWorker
 
     lost = (CommClosedError, *_cancelled_errors())
-    data, run = _pickled(task), uuid4().hex[:8]
+    data, run = _pickle(task), uuid4().hex[:8]
     futures: dict[Any, Proposal] = {}
     tries: Counter[int] = Counter()
 
@@ -245,7 +245,7 @@ def _cancelled_errors() -> tuple[type[BaseException], ...]:
     return (CancelledError, *named)
 
 
-def _pickled(task: TrialTask) -> bytes:
+def _pickle(task: TrialTask) -> bytes:
     import cloudpickle  # which distributed brings: functions of notebooks, too
 
     try:
@@ -367,23 +367,23 @@ class Search(PageSource):
             (
                 TextTable(
                     head,
-                    [*map(_cells, [self.dense, *front])],
+                    [*map(_row_cells, [self.dense, *front])],
                     "Networks that no other beats",
-                    terminal_rows=[*map(_cells, [self.dense, *front[-SHOWN:]])],
+                    terminal_rows=[*map(_row_cells, [self.dense, *front[-SHOWN:]])],
                 ),
                 Lines([f"{words}. Removed: mean share of a group's slices."], is_wrapped=True, is_close=True),
                 OnPage(
                     [
                         chart,
                         TextTable(("group", "slices removed", "share"), best, "The best network"),
-                        TextTable(head, [*map(_cells, self.trials)], "All trials"),
+                        TextTable(head, [*map(_row_cells, self.trials)], "All trials"),
                     ]
                 ),
             ),
         )
 
 
-def _cells(trial: SearchTrial) -> tuple[str, ...]:
+def _row_cells(trial: SearchTrial) -> tuple[str, ...]:
     """A row of a table; without accuracy where the network was not evaluated."""
     mean = sum(trial.amounts.values()) / max(len(trial.amounts), 1)
     accuracy = "–" if trial.accuracy is None else f"{trial.accuracy:.4g}"
@@ -462,7 +462,7 @@ def search(
         >>> [trial.removed for trial in result.trials]
         [{'0': 2}, {'0': 4}, {'0': 5}]
     """
-    _check(trials, batch, amounts, cost, budget)
+    _check_options(trials, batch, amounts, cost, budget)
     if seed < 0:
         raise BadInput(f"expected a seed of 0 or more, got {seed}")
     _check_installed(client)
@@ -475,11 +475,11 @@ def search(
         raise BadInput(
             f"expected amounts of one {structure} or more, got {amounts} of groups of {sorted(set(sizes.values()))}"
         )
-    identity = _identity(task, sizes) | {"amounts": list(amounts), "seed": seed, "batch": batch}
+    identity = _storage_identity(task, sizes) | {"amounts": list(amounts), "seed": seed, "batch": batch}
     store = TrialStore(None if storage is None else Path(storage), identity)
     with closing(store), share_captures():  # copies differ in the values of weights alone
         time = PredictedTime(pruner) if cost == "ms" else None
-        dense = _dense(store, task, time)
+        dense = _measure_dense(store, task, time)
         run = _Run(task, store, ranges, sizes, client, seed, time)
         if budget is not None and cost != "ms":
             run.check_budget()
@@ -502,7 +502,7 @@ class _Run:
     def check_budget(self) -> None:
         """Raise BadInput for a budget of parameters or MACs that no network can fit: not even the
         one without all slices that may be removed."""
-        most = self._proposal(0, {name: largest for name, (_, largest) in self.ranges.items()})
+        most = self._next_proposal(0, {name: largest for name, (_, largest) in self.ranges.items()})
         least = cost_of(self.task.cost, run_trial(replace(self.task, budget=0.0), most))
         if self.task.budget is not None and least > self.task.budget:
             raise BadInput(
@@ -525,10 +525,10 @@ class _Run:
             for start in range(0, count, batch):
                 numbers = range(start, start + batch)  # all: proposals depend on their batch
                 if any(number not in done for number in numbers if number < count):
-                    self._batch([n for n in numbers if n < count], numbers, done, finished)
+                    self._run_batch([n for n in numbers if n < count], numbers, done, finished)
         return done
 
-    def _batch(
+    def _run_batch(
         self,
         wanted: list[int],
         numbers: range,
@@ -538,7 +538,7 @@ class _Run:
         history = [done[number] for number in range(numbers.start)]
         proposals = propose(self.ranges, history, numbers, cost=self.task.cost, budget=self.task.budget, seed=self.seed)
         tasks = [
-            self._proposal(number, removed)
+            self._next_proposal(number, removed)
             for number, removed in zip(numbers, proposals, strict=True)
             if number in wanted and number not in done
         ]
@@ -548,13 +548,13 @@ class _Run:
             finished(run_trial(self.task, proposal))
         return None
 
-    def _proposal(self, number: int, removed: Mapping[str, int]) -> Proposal:
+    def _next_proposal(self, number: int, removed: Mapping[str, int]) -> Proposal:
         amounts = {name: n / self.sizes[name] for name, n in removed.items()}
         milliseconds = None if self.time is None else self.time.milliseconds(removed)
         return Proposal(number, removed, amounts, milliseconds, mix(self.seed, number))
 
 
-def _dense(store: TrialStore, task: TrialTask, time: PredictedTime | None) -> SearchTrial:
+def _measure_dense(store: TrialStore, task: TrialTask, time: PredictedTime | None) -> SearchTrial:
     """The network as it is, without a budget; measured once for each storage."""
     values = store.recall(DENSE)
     if values is None:
@@ -567,7 +567,7 @@ def _dense(store: TrialStore, task: TrialTask, time: PredictedTime | None) -> Se
     return SearchTrial(**values)
 
 
-def _check(trials: int, batch: int, amounts: tuple[float, float], cost: str, budget: float | None) -> None:
+def _check_options(trials: int, batch: int, amounts: tuple[float, float], cost: str, budget: float | None) -> None:
     if trials < 1 or batch < 1:
         raise BadInput(f"expected trials and batch of 1 or more, got {trials} and {batch}")
     if len(amounts) != 2 or not 0 <= amounts[0] <= amounts[1] < 1:
@@ -591,7 +591,7 @@ def _check_installed(client: Any) -> None:
             raise BadInput(f"search needs {name} ({error}): {install_command('search')}") from error
 
 
-def _identity(task: TrialTask, sizes: Mapping[str, int]) -> dict[str, Any]:
+def _storage_identity(task: TrialTask, sizes: Mapping[str, int]) -> dict[str, Any]:
     """What a storage must have been created with, in JSON values."""
     digest = hashlib.sha256(type(task.model).__qualname__.encode())
     for name, tensor in task.model.state_dict().items():

@@ -101,7 +101,7 @@ class Sensitivity(PageSource):
         heads = [f"at {100 * a:.0f} %" for a in amounts] if few else ["at least", "at most"]
         dense, table = self.dense, list[tuple[str, ...]]()
         for name, rows in self.by_group.items():
-            cells = _at(rows, amounts) if few else _ends(rows)
+            cells = _accuracy_at(rows, amounts) if few else _ends(rows)
             last = rows[-1]
             table.append(
                 (
@@ -122,11 +122,11 @@ class Sensitivity(PageSource):
             (
                 TextTable(("accuracy", "slices", *heads, "MACs of all", "ms of all"), table, "Accuracy by group"),
                 Lines([line], is_wrapped=True, is_close=True),
-                OnPage([self._charts()]),
+                OnPage([self._accuracy_charts()]),
             ),
         )
 
-    def _charts(self) -> StepCharts:
+    def _accuracy_charts(self) -> StepCharts:
         """The accuracy of each group by the share of it that is removed, most lost first."""
         worst = sorted(self.by_group.items(), key=lambda group: group[1][-1].accuracy)
         curves = [
@@ -137,7 +137,7 @@ class Sensitivity(PageSource):
         return StepCharts(curves, 100.0, (), "What each group costs", words, "% removed")
 
 
-def _at(rows: Sequence[SensitivityRow], amounts: Sequence[float]) -> list[str]:
+def _accuracy_at(rows: Sequence[SensitivityRow], amounts: Sequence[float]) -> list[str]:
     """The accuracy at each amount; a group of few slices has not all of them."""
     by_amount = {round(row.amount, 2): f"{row.accuracy:.4g}" for row in rows}
     return [by_amount.get(amount, "") for amount in amounts]
@@ -199,7 +199,7 @@ def sensitivity(
     options = PruningOptions(score or L1(), structure, skip if isinstance(skip, str) else [*skip])
     with share_captures():  # copies differ in the values of weights alone
         pruner = pruner_of_copy(model, example_inputs, options)
-        tasks = [(c.name, c.units, n) for c in pruner.candidates for n in _counts(c.units, shares)]
+        tasks = [(c.name, c.units, n) for c in pruner.candidates for n in _unit_counts(c.units, shares)]
         time = PredictedTime(pruner)
         measure = _Measurement(model, evaluate, example_inputs, options, recover, time)
         with progress("sensitivity", len(tasks) + 1) as step:
@@ -210,7 +210,7 @@ def sensitivity(
     return Sensitivity(dense, rows)
 
 
-def _counts(units: int, shares: Sequence[float]) -> list[int]:
+def _unit_counts(units: int, shares: Sequence[float]) -> list[int]:
     """The distinct numbers that shares of some units are, from 1 to all but one."""
     return sorted({min(max(int(share * units + 1e-9), 1), units - 1) for share in shares} - {0})
 
@@ -235,12 +235,12 @@ class _Measurement:
             self.recover(copy)
         with torch.no_grad():
             accuracy = call_evaluate(self.evaluate, copy.eval(), words)
-        parameters, macs = self._sizes(copy, group)
+        parameters, macs = self._sizes_after_demask(copy, group)
         milliseconds = self.time.milliseconds(amounts)
         step(words)
         return SensitivityRow(group, size, removed, accuracy, parameters, macs, milliseconds)
 
-    def _sizes(self, copy: nn.Module, group: str) -> tuple[int, int]:
+    def _sizes_after_demask(self, copy: nn.Module, group: str) -> tuple[int, int]:
         """Parameters and MACs after `demask`. Single weights that leave no output and no input of
         their layer zero let it remove what it removes of the whole network, and no more."""
         weights = dict(copy.named_parameters())

@@ -45,7 +45,7 @@ def propose(
         directions = ["maximize", "minimize"] if several else ["maximize"]
         study = optuna.create_study(directions=directions)
         space = {n: optuna.distributions.IntDistribution(*r) for n, r in ranges.items()}
-        for trial, values in zip(history, _values(history, cost, budget), strict=True):
+        for trial, values in zip(history, _compared_values(history, cost, budget), strict=True):
             study.add_trial(optuna.trial.create_trial(params=dict(trial.removed), distributions=space, values=values))
         proposals = []
         for number in numbers:
@@ -60,7 +60,7 @@ def _uniform(ranges: Mapping[str, tuple[int, int]], share: float) -> dict[str, i
     return {name: least + round(share * (most - least)) for name, (least, most) in ranges.items()}
 
 
-def _values(history: Sequence[SearchTrial], cost: str, budget: float | None) -> list[list[float]]:
+def _compared_values(history: Sequence[SearchTrial], cost: str, budget: float | None) -> list[list[float]]:
     """What the sampler compares: accuracy and cost; or, under a budget, one number that orders the
     trials: by accuracy, and after all of these those over the budget, by how much they are."""
     if budget is None:

@@ -255,24 +255,24 @@ def spmm(w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activat
                 [0., 0.]])
     """
     act = act_of(activation)
-    right = _layout(x)
+    right = _matrix_layout(x)
     if isinstance(w, Tensor) and isinstance(x, Tensor) and w.layout == torch.strided:
         if right != torch.sparse_csc:
             raise BadInput(f"{_PAIRS}, got {w.layout} @ {right}; give {_advice(x, right)}")
         # w @ x = (x.T @ w.T).T, and the CSC arrays of x are the CSR arrays of x.T
         _check_product(w, x)
-        crow, col, values = _parts(x, x.ccol_indices(), x.row_indices())
+        crow, col, values = _csr_parts(x, x.ccol_indices(), x.row_indices())
         parts = (crow, col, values, None, (x.shape[1], x.shape[0]))
         return product(*parts, w.T, bias, act).T.contiguous()
-    if _layout(w) not in (torch.sparse_csr, "DCSR"):
-        raise BadInput(f"{_PAIRS}, got {_layout(w)} @ {right}; give w.to_sparse_csr()")
+    if _matrix_layout(w) not in (torch.sparse_csr, "DCSR"):
+        raise BadInput(f"{_PAIRS}, got {_matrix_layout(w)} @ {right}; give w.to_sparse_csr()")
     if isinstance(x, Tensor) and right == torch.strided:
         _check_product(w, x)
         if isinstance(w, DCSR):
             return product(w.crow, w.col, w.values, w.rows, w.size, x, bias, act)
         return product(*csr_parts(w), None, (w.shape[0], w.shape[1]), x, bias, act)
     if right not in (torch.sparse_csr, "DCSR"):
-        raise BadInput(f"{_PAIRS}, got {_layout(w)} @ {right}; give x.to_sparse_csr()")
+        raise BadInput(f"{_PAIRS}, got {_matrix_layout(w)} @ {right}; give x.to_sparse_csr()")
     w, x = (t.to_csr() if isinstance(t, DCSR) else t for t in (w, x))
     _check_product(w, x)
     if bias is not None or act is not None:
@@ -283,7 +283,7 @@ def spmm(w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activat
 _PAIRS = "expected sparse_csr or DCSR @ dense, sparse_csr or DCSR @ sparse_csr or DCSR, or dense @ sparse_csc"
 
 
-def _layout(matrix: Tensor | DCSR) -> torch.layout | str:
+def _matrix_layout(matrix: Tensor | DCSR) -> torch.layout | str:
     if isinstance(matrix, DCSR):
         return "DCSR"
     if not isinstance(matrix, Tensor):
@@ -333,13 +333,13 @@ def _needs_gradients(*tensors: Tensor) -> bool:
 
 def csr_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Row starts, columns and values of a sparse_csr matrix; raises BadInput for other tensors."""
-    if _layout(matrix) != torch.sparse_csr or matrix.ndim != 2:
+    if _matrix_layout(matrix) != torch.sparse_csr or matrix.ndim != 2:
         description = f"{tuple(matrix.shape)}, {matrix.layout}"
         raise BadInput(f"expected a sparse_csr matrix, as returned by to_sparse_csr(), got {description}")
-    return _parts(matrix, matrix.crow_indices(), matrix.col_indices())
+    return _csr_parts(matrix, matrix.crow_indices(), matrix.col_indices())
 
 
-def _parts(matrix: Tensor, starts: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _csr_parts(matrix: Tensor, starts: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values = matrix.values()
     if values.ndim != 1:
         raise BadInput(f"expected scalar values, got blocks {tuple(values.shape)}")

@@ -286,7 +286,7 @@ def _conv(step: ConvStep, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     if step.transposed:
         return _transposed(step, x, weight, bias)
     if padding_before != padding_after:
-        x, padding_before = F.pad(x, _ends(padding_before, padding_after)), (0,) * axes
+        x, padding_before = F.pad(x, _pad_ends(padding_before, padding_after)), (0,) * axes
     function = torch.conv1d if axes == 1 else torch.conv2d
     return function(x, weight, bias, stride, padding_before, dilation, step.groups)
 
@@ -301,11 +301,11 @@ def _transposed(step: ConvStep, x: Tensor, weight: Tensor, bias: Tensor | None) 
     if all(0 <= n < max(s, d) for n, s, d in zip(output_padding, stride, dilation, strict=True)):
         return function(x, weight, bias, stride, padding_before, output_padding, step.groups, dilation)
     full = function(x, weight, None, stride, 0, 0, step.groups, dilation)
-    cropped = F.pad(full, _ends([-n for n in padding_before], [-n for n in padding_after]))
+    cropped = F.pad(full, _pad_ends([-n for n in padding_before], [-n for n in padding_after]))
     return cropped if bias is None else cropped + bias.reshape(-1, *[1] * axes)
 
 
-def _ends(before: Sequence[int], after: Sequence[int]) -> list[int]:
+def _pad_ends(before: Sequence[int], after: Sequence[int]) -> list[int]:
     """Padding before and after each axis in the order of F.pad: the last axis first."""
     pairs = zip(reversed(before), reversed(after), strict=True)
     return [n for pair in pairs for n in pair]

@@ -338,7 +338,7 @@ LAST = 2**63 - 1  # end of a slice without an end
 MODES = ("reflect", "replicate", "circular")  # of pads
 
 
-def _ints(values: Sequence[Any]) -> Numbers | None:
+def _as_integers(values: Sequence[Any]) -> Numbers | None:
     return tuple(values) if all(type(n) is int for n in values) else None
 
 
@@ -372,7 +372,7 @@ def _match_slice(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     start, end, step = (arguments[key] for key in ("start", "end", "step"))
     numbers = arguments["dim"], 0 if start is None else start, LAST if end is None else end, step
     size = fake(arguments["self"]).shape[arguments["dim"]]
-    is_known = _ints(numbers) is not None and type(size) is int
+    is_known = _as_integers(numbers) is not None and type(size) is int
     return ((arguments["self"],), numbers, ()) if is_known else None
 
 
@@ -383,7 +383,7 @@ def _match_take(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
 def _match_pick(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     axis, index = arguments["dim"], arguments["index"]
     size = fake(arguments["self"]).shape[axis]
-    return ((arguments["self"],), (axis, index), ()) if _ints((index, size)) else None
+    return ((arguments["self"],), (axis, index), ()) if _as_integers((index, size)) else None
 
 
 def _match_expand(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
@@ -391,11 +391,11 @@ def _match_expand(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     before, after = fake(arguments["self"]).shape, fake(node).shape
     first = len(after) - len(before)
     sizes = [-1 if k >= first and same_size(n, before[k - first]) else n for k, n in enumerate(after)]
-    return ((arguments["self"],), tuple(sizes), ()) if _ints(sizes) else None
+    return ((arguments["self"],), tuple(sizes), ()) if _as_integers(sizes) else None
 
 
 def _match_pads(arguments: Mapping[str, Any]) -> Match | None:
-    pads = _ints(arguments["pad"])
+    pads = _as_integers(arguments["pad"])
     is_plain = pads is not None and min(pads, default=-1) >= 0
     return ((arguments["self"],), pads, ()) if is_plain and pads else None
 

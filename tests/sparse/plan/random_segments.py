@@ -293,7 +293,7 @@ def stays_within_memory(
         kept: list[Tensor] = []
         held_inputs = [guarded(x, end) for x in inputs]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tape.Tape, "_fields", held)
+            patch.setattr(tape.Tape, "_field_array", held)
             patch.setattr(segment_plan, "TapeArena", Guarded)
             plan = SegmentPlan.of(program, weights, held_inputs, threads, isa)
             made = [guarded(torch.zeros(shape), end) for shape in plan.shapes]

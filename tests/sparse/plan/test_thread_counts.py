@@ -105,7 +105,7 @@ def channels_in_reverse(real):
         (value_moves, "exponent", lambda _: lambda pixels: -30, lambda: test_means_of_values_of_all_sizes((37, 40))),
         (
             pack_weights,
-            "_ascending",
+            "_sort_columns",
             lambda _: lambda rows, columns, values: (columns, values),
             lambda: test_rows_with_columns_in_any_order("float32", 1),
         ),

@@ -165,10 +165,10 @@ def only_chain(network: fx.GraphModule) -> fx.Node | None:
     placeholder, call, output = nodes
     specs: Any = signature_of(network.graph)
     leaf = pytree.tree_structure(0)
-    whole = pytree.tree_structure(((0,), {}))
+    one_input = pytree.tree_structure(((0,), {}))
     if call.target is not CHAIN or call.args[0] is not placeholder:
         return None
-    if specs.in_spec != whole or specs.out_spec != leaf or list(output.args[0]) != [call]:
+    if specs.in_spec != one_input or specs.out_spec != leaf or list(output.args[0]) != [call]:
         return None
     return call
 
@@ -228,7 +228,7 @@ def find_chains(editor: GraphEditor) -> tuple[list[LinearChain], list[Decision]]
         if node in taken:
             continue
         name = layer_name(editor, node)
-        if reason := _unfit(editor, node):
+        if reason := _why_in_no_chain(editor, node):
             decisions.append(Decision(name, "as it was", reason))
             continue
         calls, relus, last = [node], [], node
@@ -239,7 +239,7 @@ def find_chains(editor: GraphEditor) -> tuple[list[LinearChain], list[Decision]]
             follower = _only_reader(last)
             if not relus[-1] or follower is None or follower.target is not LINEAR:
                 break
-            if follower.args[0] is not last or _unfit(editor, follower):
+            if follower.args[0] is not last or _why_in_no_chain(editor, follower):
                 break
             calls.append(follower)
             last = follower
@@ -279,7 +279,7 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _unfit(editor: GraphEditor, call: fx.Node) -> str:
+def _why_in_no_chain(editor: GraphEditor, call: fx.Node) -> str:
     """Why a linear call can be in no chain; "" where it can."""
     arguments = schema.arguments(call)
     tensors = [editor.tensor(w) for w in (arguments["weight"], arguments["bias"]) if w is not None]
@@ -520,17 +520,17 @@ def decided(
     if gain < GAIN and not always:
         why = f"predicted gain {gain:.2f} times, expected {GAIN} or more"
         return [
-            Decision(name, "as it was", f"{why}; {said}{_smooth(chain, name)}")
+            Decision(name, "as it was", f"{why}; {said}{_smooth_activation_note(chain, name)}")
             for name, said in zip(chain.names, picked.why, strict=True)
         ]
     replace_chain(editor, chain, picked.modes)
     return [
-        Decision(name, mode, f"{said}{_smooth(chain, name)}")
+        Decision(name, mode, f"{said}{_smooth_activation_note(chain, name)}")
         for name, mode, said in zip(chain.names, picked.modes, picked.why, strict=True)
     ]
 
 
-def _smooth(chain: LinearChain, name: str) -> str:
+def _smooth_activation_note(chain: LinearChain, name: str) -> str:
     """A note for a last layer before an activation that produces no zeros, else ""."""
     if name != chain.names[-1] or chain.relus[-1]:
         return ""
@@ -571,12 +571,12 @@ def choose(
             extra = machine.layer if mode in ("certified", "two") else 0.0
             # a dense layer counts no zeros: there are as many as "columns" counted
             shown = counts.get("columns", counts[mode])[k] if mode == "dense" else seen
-            choices.append((seconds + extra, mode, _words(layer, mode, shown), layer_reads))
+            choices.append((seconds + extra, mode, _describe_counts(layer, mode, shown), layer_reads))
         options.append(choices)
     best = [min(choices_of_layer, key=lambda one: one[0]) for choices_of_layer in options]
-    whole = [4.0 * layer.weight.numel() for layer in layers]
-    share = min(1.0, machine.cache / sum(whole))
-    dense = machine.seconds([Reads(dense=size) for size in whole], [share] * len(layers))
+    weight_bytes = [4.0 * layer.weight.numel() for layer in layers]
+    share = min(1.0, machine.cache / sum(weight_bytes))
+    dense = machine.seconds([Reads(dense=size) for size in weight_bytes], [share] * len(layers))
     layer_reads = tuple(one[3] for one in best)
     seconds = machine.call + sum(one[0] for one in best)
     modes, why = tuple(one[1] for one in best), tuple(one[2] for one in best)
@@ -599,7 +599,7 @@ def observed(layers: Sequence[ChainLayer], rows: Tensor, mode: str) -> list[Laye
     ]
 
 
-def _words(layer: ChainLayer, mode: str, seen: LayerCounts) -> str:
+def _describe_counts(layer: ChainLayer, mode: str, seen: LayerCounts) -> str:
     rows, columns = layer.weight.shape
     live = f"{seen.columns / max(columns, 1):.1%} of its inputs are not zero"
     if mode not in ("certified", "two"):

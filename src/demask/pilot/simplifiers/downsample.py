@@ -115,7 +115,7 @@ def split(axis: Axis, sizes: list[int | None]) -> list[Axis] | None:
                 return None
             rest = wanted // product
             if wanted % product == 0 and left[0].full > rest and left[0].full % rest == 0:
-                pair = _halved(left[0], rest)
+                pair = _split_factor(left[0], rest)
                 if pair is None:
                     return None
                 left[:1] = pair
@@ -127,7 +127,7 @@ def split(axis: Axis, sizes: list[int | None]) -> list[Axis] | None:
     return None if any(factor.full != 1 for factor in left) else parts
 
 
-def _halved(factor: Factor, major: int) -> list[Factor] | None:
+def _split_factor(factor: Factor, major: int) -> list[Factor] | None:
     """A factor as a major and a minor one: where it is scaled the minor one stays as it is (windows
     of a fixed size), if that divides."""
     assert factor.full is not None
@@ -146,10 +146,10 @@ def merged(axes: list[Axis]) -> Axis:
     """The product of axes."""
     if len(axes) == 1:
         return axes[0]
-    return (tuple(factor for axis in axes for factor in _factors(axis)),)
+    return (tuple(factor for axis in axes for factor in _axis_as_factors(axis)),)
 
 
-def _factors(axis: Axis) -> Segment:
+def _axis_as_factors(axis: Axis) -> Segment:
     """An axis as factors: one, where it runs over segments."""
     return axis[0] if len(axis) == 1 else (Factor(size(axis, full=True), size(axis), axis),)
 
@@ -311,14 +311,14 @@ class _Smaller:
     def build(self) -> Program:
         """The program for smaller images."""
         inputs = self.program.graph.find_nodes(op="placeholder")
-        if not any(_spatial(node, self.relations) for node in inputs):
+        if not any(_spatial_axes(node, self.relations) for node in inputs):
             raise BadInput(
                 f"downsample:{self.factor:g}: no input has spatial axes: expected images "
                 "(N, C, H, W), volumes, or sequences that windows read"
             )
         for node in self.program.graph.nodes:
             try:
-                self._node(node)
+                self._copy_node(node)
             except _CannotShorten as refused:
                 where = f"{node.name} ({op_name(node.target)})" if node.op != "output" else "output"
                 raise BadInput(
@@ -326,41 +326,41 @@ class _Smaller:
                 ) from refused
         return self.editor.finish()
 
-    def _node(self, node: fx.Node) -> None:
+    def _copy_node(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self._input(node)
+            self._copy_input(node)
         elif node.op == "get_attr":
             self.constants[str(node.target)] = self.program.constants[str(node.target)]
             self.env[node] = self.graph.node_copy(node)
-            self._plain(node)
+            self._set_full_axes(node)
         elif node.op == "output":
             self.graph.output(self._returned(node.args))
         elif node.target is operator.getitem:
             source: Any = node.args[0]
-            self.env[node] = self.editor.call(operator.getitem, self._mapped(source), node.args[1])
+            self.env[node] = self.editor.call(operator.getitem, self._new_node(source), node.args[1])
         else:
-            self._call(node)
+            self._copy_call(node)
 
     # ------------------------------------------------------------------------- inputs, outputs
 
-    def _input(self, node: fx.Node) -> None:
+    def _copy_input(self, node: fx.Node) -> None:
         self.env[node] = self.graph.node_copy(node)
-        self._plain(node)
+        self._set_full_axes(node)
         value = node.meta.get("val")
-        spatial = _spatial(node, self.relations)
+        spatial = _spatial_axes(node, self.relations)
         if not spatial or not isinstance(value, Tensor):
             return
         full = [value.shape[axis] for axis in spatial]
         if not all(isinstance(n, int) for n in full):
             raise _CannotShorten("its spatial sizes are dynamic; give an example of a fixed size")
         small = [max(1, round(n / self.factor)) for n in full]
-        self.env[node] = self._resized(self.env[node], small)
+        self.env[node] = self._resize_value(self.env[node], small)
         axes = list(self.axes[node, 0])
         for axis, n, m in zip(spatial, full, small, strict=True):
             axes[axis] = axis_of(n, m)
         self.axes[node, 0] = tuple(axes)
 
-    def _resized(self, x: fx.Node, sizes: list[int]) -> fx.Node:
+    def _resize_value(self, x: fx.Node, sizes: list[int]) -> fx.Node:
         rank = len(sizes) + 2
         if self.mode == "area" and fake(x).shape[-1] >= sizes[-1]:
             return self.editor.call(_AREA[rank], x, sizes)
@@ -371,19 +371,19 @@ class _Smaller:
         return self.editor.call(target, x, sizes, *([False] if corners else []), None)
 
     def _returned(self, args: Any) -> tuple[Any, ...]:
-        return tuple(self._output(v) if isinstance(v, fx.Node) else v for v in args[0])
+        return tuple(self._full_size_output(v) if isinstance(v, fx.Node) else v for v in args[0])
 
-    def _output(self, node: fx.Node) -> fx.Node:
-        output, axes = self._mapped(node), self.axes.get(key_of(node), ())
+    def _full_size_output(self, node: fx.Node) -> fx.Node:
+        output, axes = self._new_node(node), self.axes.get(key_of(node), ())
         changed = [k for k, axis in enumerate(axes) if scaled(axis)]
         plain = all(len(axes[k]) == len(axes[k][0]) == 1 for k in changed)
         if not changed:
             return output
         if plain and changed == list(range(2, len(axes))) and 3 <= len(axes) <= 5:
-            return self._resized(output, [size(axes[k], full=True) or 0 for k in changed])
+            return self._resize_value(output, [size(axes[k], full=True) or 0 for k in changed])
         for k in changed:
             matrix = full_matrix(axes[k], self.mode).to(fake(output).dtype)
-            read = self._constant(f"resampling_{len(self.constants)}", matrix, parameter=False)
+            read = self._add_constant(f"resampling_{len(self.constants)}", matrix, parameter=False)
             last = len(axes) - 1
             transposed = self.editor.call(aten.transpose.int, output, k, last) if k < last else output
             full = self.editor.call(aten.linear.default, transposed, read)
@@ -392,23 +392,23 @@ class _Smaller:
 
     # --------------------------------------------------------------------------------- calls
 
-    def _call(self, node: fx.Node) -> None:
+    def _copy_call(self, node: fx.Node) -> None:
         relation = self.relations.get(node)
         short = [n for n in node.all_input_nodes if any(map(scaled, self.axes.get(key_of(n), ())))]
         if not isinstance(relation, Relation) or not short:
             if short and not _reads_sizes(node):
                 reason = relation.text if isinstance(relation, Declined) else "it has no rule"
                 raise _CannotShorten(reason)
-            arguments = map_arg((node.args, node.kwargs), self._mapped)
+            arguments = map_arg((node.args, node.kwargs), self._new_node)
             self._call_with(node, arguments[0], arguments[1])
             for k in range(len(schema.outputs(node))):
-                self._plain(node, k)
+                self._set_full_axes(node, k)
             return
-        letters = self._letters(relation)
+        letters = self._shorter_letters(relation)
         self._check_moves(relation)
-        arguments = self._arguments(relation, letters)
+        arguments = self._new_arguments(relation, letters)
         self._call_with(node, *schema.bind_arguments(node.target, arguments))
-        self._out(relation, letters)
+        self._set_output_axes(relation, letters)
 
     def _call_with(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         try:
@@ -419,7 +419,7 @@ class _Smaller:
         call.meta |= {k: v for k, v in node.meta.items() if k != "val"}
         self.env[node] = call
 
-    def _letters(self, relation: Relation) -> dict[str, Axis]:
+    def _shorter_letters(self, relation: Relation) -> dict[str, Axis]:
         """The axis that each letter of the operands has become."""
         letters: dict[str, Axis] = {}
         for k, operand in enumerate(relation.operands):
@@ -452,20 +452,20 @@ class _Smaller:
                     continue
                 if name == "select" and arguments["index"] in (0, -1):
                     continue
-                if name == "slice" and _whole_end(arguments, operand.value, dim):
+                if name == "slice" and _reads_to_end(arguments, operand.value, dim):
                     start = arguments["start"] or 0
                     if start == 0 or (arguments["step"] == 1 and _leads(mine, start)):
                         continue
                 raise _CannotShorten("it picks positions along an axis that shrinks")
 
-    def _arguments(self, relation: Relation, letters: Mapping[str, Axis]) -> dict[str, Any]:
+    def _new_arguments(self, relation: Relation, letters: Mapping[str, Axis]) -> dict[str, Any]:
         node = relation.node
-        arguments = map_arg(schema.arguments(node), self._mapped)
-        values = [self._operand(relation, k, letters) for k in range(len(relation.operands))]
+        arguments = map_arg(schema.arguments(node), self._new_node)
+        values = [self._new_operand(relation, k, letters) for k in range(len(relation.operands))]
         arguments = schema.replace_operands(arguments, relation.operands, values)
         name = op_name(node.target).split(".")[1]
         if name in _SIZED and relation.entry.args is not None:
-            sizes = self._sizes(relation, letters, name)
+            sizes = self._output_sizes(relation, letters, name)
             every: Any = [sizes]
             arguments |= relation.entry.args(node, every)
         if "normalized_shape" in arguments:
@@ -473,12 +473,12 @@ class _Smaller:
             axes = self.axes[key_of(relation.operands[0].value)][-count:]
             arguments["normalized_shape"] = [size(axis) for axis in axes]
         if arguments.get("output_size") is not None and name.startswith(("upsample", "_upsample")):
-            arguments["output_size"] = self._enlarged(relation, arguments["output_size"])
+            arguments["output_size"] = self._upsampled_sizes(relation, arguments["output_size"])
         if "kernel_size" in arguments and relation.window:
-            arguments |= self._global_pool(relation, arguments)
+            arguments |= self._global_pool_arguments(relation, arguments)
         return arguments
 
-    def _sizes(self, relation: Relation, letters: Mapping[str, Axis], name: str) -> list[Any]:
+    def _output_sizes(self, relation: Relation, letters: Mapping[str, Axis], name: str) -> list[Any]:
         """Sizes of the output as arguments; dynamic ones as in the call, or inferred."""
         arguments: Any = schema.arguments(relation.node)
         arguments = arguments.get("size", arguments.get("shape"))
@@ -486,7 +486,7 @@ class _Smaller:
         value = fake(relation.node)
         for k, axis in enumerate(relation.outs[0]):
             full = value.shape[k]
-            new_axis = self._axis(relation, axis, letters, full if isinstance(full, int) else None)
+            new_axis = self._shorter_axis(relation, axis, letters, full if isinstance(full, int) else None)
             sizes.append(size(new_axis))
         dynamic = [k for k, n in enumerate(sizes) if n is None]
         for k in dynamic:
@@ -494,20 +494,20 @@ class _Smaller:
             sizes[k] = -1 if alone or arguments is None else self._mapped_any(arguments[k])
         return sizes
 
-    def _axis(self, relation: Relation, axis: Any, letters: Mapping[str, Axis], full: int | None) -> Axis:
+    def _shorter_axis(self, relation: Relation, axis: Any, letters: Mapping[str, Axis], full: int | None) -> Axis:
         """What an axis of letters has become; letters of no operand keep their size."""
         if not axis:
             return axis_of(full, full)
         parts = [letters.get(a) or axis_of(relation.size[a], relation.size[a]) for a in axis]
         return merged(parts)
 
-    def _enlarged(self, relation: Relation, sizes: list[Any]) -> list[int]:
+    def _upsampled_sizes(self, relation: Relation, sizes: list[Any]) -> list[int]:
         """Sizes of an upsampling call, smaller by as much as its input is."""
         axes = self.axes[key_of(relation.operands[0].value)][-len(sizes) :]
         ratios = [(size(axis) or 1) / (size(axis, full=True) or 1) for axis in axes]
         return [max(1, round(n * ratio)) for n, ratio in zip(sizes, ratios, strict=True)]
 
-    def _global_pool(self, relation: Relation, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _global_pool_arguments(self, relation: Relation, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a pool of the whole image, for the smaller one; {} for other pools."""
         kernel = list(arguments["kernel_size"])
         axes = self.axes[key_of(relation.operands[0].value)][-len(kernel) :]
@@ -515,27 +515,29 @@ class _Smaller:
             return {}
         return {"kernel_size": [size(axis) for axis in axes], "stride": []}
 
-    def _operand(self, relation: Relation, k: int, letters: Mapping[str, Axis]) -> Any:
+    def _new_operand(self, relation: Relation, k: int, letters: Mapping[str, Axis]) -> Any:
         """An operand of the new call: constants along axes that shrank are resampled."""
         value = relation.operands[k].value
         if not isinstance(value, fx.Node) or value.op != "get_attr":
-            return self._mapped(value) if isinstance(value, fx.Node) else value
+            return self._new_node(value) if isinstance(value, fx.Node) else value
         axes = []
         for dim, axis in enumerate(relation.ins[k]):
             full = fake(value).shape[dim]
             axes.append(
-                axis_of(full, full) if set(axis) & relation.window else self._axis(relation, axis, letters, full)
+                axis_of(full, full)
+                if set(axis) & relation.window
+                else self._shorter_axis(relation, axis, letters, full)
             )
         changed = [dim for dim, axis in enumerate(axes) if scaled(axis)]
         if not changed:
-            return self._mapped(value)
+            return self._new_node(value)
         key = (str(value.target), tuple(axes))
         if key not in self.reads:
             summed = {d for d in changed if set(relation.ins[k][d]) <= relation.contracted}
-            self.reads[key] = self._shorter(value, axes, changed, summed)
+            self.reads[key] = self._shorten_constant(value, axes, changed, summed)
         return self.reads[key]
 
-    def _shorter(self, read: fx.Node, axes: list[Axis], changed: list[int], summed: set[int]) -> fx.Node:
+    def _shorten_constant(self, read: fx.Node, axes: list[Axis], changed: list[int], summed: set[int]) -> fx.Node:
         constant = self.program.constants[str(read.target)]
         tensor = constant.tensor
         if not tensor.is_floating_point():
@@ -544,9 +546,9 @@ class _Smaller:
         for dim in changed:
             tensor = resampled(tensor, dim, axes[dim], self.mode, summed=dim in summed)
         self.resampled += 1
-        return self._constant(constant.name, tensor, parameter=constant.parameter)
+        return self._add_constant(constant.name, tensor, parameter=constant.parameter)
 
-    def _constant(self, name: str, tensor: Tensor, *, parameter: bool) -> fx.Node:
+    def _add_constant(self, name: str, tensor: Tensor, *, parameter: bool) -> fx.Node:
         """A new constant: under this name unless the full one is still read, else under another."""
         taken = self.constants.get(name)
         full = any(n.op == "get_attr" and n.target == name and n.users for n in self.graph.nodes)
@@ -554,7 +556,7 @@ class _Smaller:
         self.constants[key] = Constant(tensor, key, parameter)
         return self.editor.read_constant(key)
 
-    def _out(self, relation: Relation, letters: Mapping[str, Axis]) -> None:
+    def _set_output_axes(self, relation: Relation, letters: Mapping[str, Axis]) -> None:
         """What the axes of the call's outputs have become."""
         node = relation.node
         outputs = schema.outputs(self.env[node])
@@ -564,7 +566,7 @@ class _Smaller:
                 full, small = (v.shape[dim] if isinstance(v.shape[dim], int) else None for v in (old, new))
                 known = not set(axis) & (relation.window | relation.moved)
                 if known:
-                    new_axis = self._axis(relation, axis, letters, full)
+                    new_axis = self._shorter_axis(relation, axis, letters, full)
                 else:
                     new_axis = self._moved_axis(relation, dim, full, small)
                 if size(new_axis) != small:
@@ -590,19 +592,19 @@ class _Smaller:
     def _axes_of(self, node: fx.Node) -> tuple[Axis, ...]:
         return self.axes[key_of(node)]
 
-    def _plain(self, node: fx.Node, k: int = 0) -> None:
+    def _set_full_axes(self, node: fx.Node, k: int = 0) -> None:
         value = schema.outputs(node)[k]
         if isinstance(value, Tensor):
             self.axes[node, k] = tuple(axis_of(n, n) for n in schema.sizes(value))
 
-    def _mapped(self, node: fx.Node) -> fx.Node:
+    def _new_node(self, node: fx.Node) -> fx.Node:
         return self.env[node]
 
     def _mapped_any(self, value: Any) -> Any:
-        return map_arg(value, self._mapped)
+        return map_arg(value, self._new_node)
 
 
-def _spatial(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]) -> list[int]:
+def _spatial_axes(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]) -> list[int]:
     """The spatial axes of an input."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -618,7 +620,7 @@ def _reads_sizes(node: fx.Node) -> bool:
     return "sym_size" in str(node.target) or not isinstance(node.meta.get("val"), Tensor)
 
 
-def _whole_end(arguments: Mapping[str, Any], source: fx.Node, dim: int) -> bool:
+def _reads_to_end(arguments: Mapping[str, Any], source: fx.Node, dim: int) -> bool:
     full = fake(source).shape[dim]
     return arguments["end"] is None or (isinstance(arguments["end"], int) and arguments["end"] >= full)
 

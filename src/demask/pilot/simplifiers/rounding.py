@@ -155,11 +155,11 @@ def quantized(rows: Tensor, bits: int, group: int | None = None) -> Tensor:
     wide = rows if rows.dtype == torch.float64 else rows.float()
     columns = wide.shape[1]
     if bits == 1:
-        parts, filled = _parts(wide, group), _parts(torch.ones_like(wide), group)
+        parts, filled = _split_into_groups(wide, group), _split_into_groups(torch.ones_like(wide), group)
         rounded = parts.sign() * parts.abs().sum(-1, keepdim=True) / filled.sum(-1, keepdim=True)
     else:
         q, scale = levels(wide, bits, group)
-        rounded = torch.where(scale == 0, _parts(wide, group), q * scale)
+        rounded = torch.where(scale == 0, _split_into_groups(wide, group), q * scale)
     return rounded.flatten(1)[:, :columns]
 
 
@@ -172,12 +172,12 @@ def levels(rows: Tensor, bits: int, group: int | None = None) -> tuple[Tensor, T
     >>> q.tolist(), scale.flatten().tolist()
     ([[[1.0, -3.0, 2.0]]], [0.6666666865348816])
     """
-    parts = _parts(rows, group)
+    parts = _split_into_groups(rows, group)
     scale = parts.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
     return (parts / torch.where(scale == 0, torch.inf, scale)).round(), scale
 
 
-def _parts(rows: Tensor, group: int | None) -> Tensor:
+def _split_into_groups(rows: Tensor, group: int | None) -> Tensor:
     """[rows, columns] as [rows, groups, columns of a group], zeros after the last column."""
     count, columns = rows.shape
     width = max(columns if group is None else min(group, columns), 1)

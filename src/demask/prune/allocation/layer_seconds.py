@@ -130,14 +130,14 @@ class NetworkTimer:
         with torch.no_grad(), set_threads(threads):
             once = race(names, 1, 1, clock=clock)
             size = BLOCK if max(seconds[0] for seconds in once.values()) < SHORT else 1
-            blocks = {name: partial(_repeat, call, size) for name, call in names.items()}
+            blocks = {name: partial(_call_repeatedly, call, size) for name, call in names.items()}
             samples = race(blocks, CALLS, 0, seconds=SECONDS, clock=clock)
         rounds = sorted(zip(*samples.values(), strict=True), key=sum)
         fastest = rounds[: max(len(rounds) // 4, 1)]
         return [mean(seconds) / size for seconds in zip(*fastest, strict=True)]
 
 
-def _repeat(call: Callable[[], object], times: int) -> None:
+def _call_repeatedly(call: Callable[[], object], times: int) -> None:
     for _ in range(times):
         call()
 
@@ -218,7 +218,7 @@ class LayerSeconds:
         return self._at[own]
 
     def _interpolated(self, counts: Counts) -> float:
-        lines = [_around(w.knots(), w.at(counts)) for w in (self.inputs, self.outputs)]
+        lines = [_neighboring_knots(w.knots(), w.at(counts)) for w in (self.inputs, self.outputs)]
         return sum(a * b * self._seconds(m, n) for m, a in lines[0] for n, b in lines[1])
 
     def _seconds(self, inputs: int, outputs: int) -> float:
@@ -228,7 +228,7 @@ class LayerSeconds:
         return self._known[inputs, outputs]
 
 
-def _around(knots: tuple[int, ...], width: float) -> list[tuple[int, float]]:
+def _neighboring_knots(knots: tuple[int, ...], width: float) -> list[tuple[int, float]]:
     k = bisect_right(knots, width)
     if k in (0, len(knots)):
         return [(knots[max(k - 1, 0)], 1.0)]

@@ -259,7 +259,7 @@ class MoveWriter:
             picked = [np.flatnonzero(parts == thread) for thread in range(threads)]
         else:
             picked = [np.arange(begin, end) for begin, end in by_thread(lines.size, threads)]
-        self._write((out, 0), rows.reshape(-1, self.lanes), lines.reshape(-1), picked)
+        self._write_lines((out, 0), rows.reshape(-1, self.lanes), lines.reshape(-1), picked)
 
     def to_output(self, value: int, slot: int) -> None:
         """Write a value to an output."""
@@ -269,11 +269,11 @@ class MoveWriter:
         rows, tail = padded.reshape(-1, self.lanes), len(numbers) % self.lanes
         lines, full = np.arange(len(rows)), len(numbers) // self.lanes
         picked = [np.arange(*span) for span in by_thread(full, self.tape.threads)]
-        self._write((slot, 0), rows, lines, picked)
+        self._write_lines((slot, 0), rows, lines, picked)
         if tail:
-            self._write((slot, 0), rows, lines, [np.array([full])], tail)
+            self._write_lines((slot, 0), rows, lines, [np.array([full])], tail)
 
-    def _write(
+    def _write_lines(
         self,
         out: tuple[Buffer | int, int],
         rows: np.ndarray,

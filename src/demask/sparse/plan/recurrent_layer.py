@@ -102,12 +102,12 @@ class _RecurrentLayer:
         parameters = self._parameters()
         gates = self._write_gates(parameters)
         tape.phase()
-        flat_gates = self._memory(steps * batch * self.gate_count)
-        states = self._memory(batch * (2 + steps) * self.line)
+        flat_gates = self._new_memory(steps * batch * self.gate_count)
+        states = self._new_memory(batch * (2 + steps) * self.line)
         self._to_rows(gates, flat_gates, self.gate_count * np.arange(steps * batch))
-        places = [self._row(0), self._row(steps + 1)]
+        places = [self._state_row(0), self._state_row(steps + 1)]
         if self.backwards:
-            places[0] = self._row(steps)
+            places[0] = self._state_row(steps)
         for source, place in zip(self.sources[1:], places, strict=False):
             self._to_rows(source, states, place)
         tape.phase()
@@ -140,14 +140,14 @@ class _RecurrentLayer:
         emit_alone(tape, isa, pieces(conv, layer, x, None, gates))
         return gates
 
-    def _memory(self, elements: int) -> Buffer:
+    def _new_memory(self, elements: int) -> Buffer:
         """Memory for so many elements, and a vector after them: the last one may reach into it."""
         lanes = self.moves.isa.lanes
         if elements >= 2**29:
             raise NoPlan(f"a recurrent layer has {elements} elements")
         return Buffer(GridLayout((1, -(-elements // lanes) + 1, 1, 1), ONE_TILE, NO_BORDER, lanes))
 
-    def _row(self, number: int) -> np.ndarray:
+    def _state_row(self, number: int) -> np.ndarray:
         """The element of the state with a number of each row of the batch."""
         steps, batch = self.sizes
         return (np.arange(batch) * (2 + steps) + number) * self.line
@@ -155,7 +155,7 @@ class _RecurrentLayer:
     def _to_rows(self, source: Buffer, to: Buffer, places: np.ndarray) -> None:
         """Write the channels of each position of a value one after another. places: elements of
         the first channel of each."""
-        rows = self._table(source.layout, places)
+        rows = self._line_table(source.layout, places)
         pitches = self.moves.pitch(source), 4
         self.moves.moved(Scatter(), (source, 0), (to, 0), source.layout, pitches, rows)
 
@@ -167,13 +167,13 @@ class _RecurrentLayer:
         if self.step.call == "gru":
             last = 0 if self.backwards else steps
         numbers = [*range(first, first + steps), last]
-        places = np.stack([self._row(number) for number in numbers])  # [1 + steps, batch]
+        places = np.stack([self._state_row(number) for number in numbers])  # [1 + steps, batch]
         places = places.T if self.batch_first else places
-        rows = self._table(self.out.layout, places.reshape(-1))
+        rows = self._line_table(self.out.layout, places.reshape(-1))
         pitches = 4, self.moves.pitch(self.out)
         self.moves.moved(Gather(), (states, 0), (self.out, 0), self.out.layout, pitches, rows)
 
-    def _table(self, layout: GridLayout, places: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
+    def _line_table(self, layout: GridLayout, places: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
         """Positions of a value with the elements of their lanes."""
         at = at_array(layout.inside())
         _, _, x, is_inside = layout.pixels(at)
@@ -193,7 +193,7 @@ class _RecurrentLayer:
         if self.backwards:
             begin, gate_begin, cell = step * steps, gate_step * (steps - 1), step
             step, gate_step = -step, -gate_step
-        weights, biases = self._packed(parameters)
+        weights, biases = self._pack_recurrent(parameters)
         fields = {
             "gate_step": gate_step,
             "gate_row": gate_row,
@@ -212,7 +212,7 @@ class _RecurrentLayer:
                 places = {"gates": (gates, gate_begin + low * gate_row), "rows": (states, begin + low * row)}
                 tape.add(thread, KernelCall(kernel, recurrent.CALL, places, fields))
 
-    def _packed(self, parameters: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    def _pack_recurrent(self, parameters: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """W_hh as the kernel reads it, [blocks, units, gates, lanes], and the biases that it adds,
         [blocks, lanes]."""
         hidden, lanes, line = self.hidden, self.moves.isa.lanes, self.line

@@ -301,13 +301,14 @@ class _ValueProducts:
         x, out = self.sources[0], self.out
         shapes = [self.moved.shapes[v] for v in self.step.xs]
         factors = [
-            self._factors(k, transposed=k == 1 and self.step.call == "attention") for k in range(1, len(shapes[:3]))
+            self._factor_offsets(k, transposed=k == 1 and self.step.call == "attention")
+            for k in range(1, len(shapes[:3]))
         ]
         columns, out_columns = shapes[0][-1], out.layout.size[1] // max(prod(shapes[0][:-2]), 1)
-        for share in self._shares(prod(shapes[0][:-2])):
+        for share in self._row_shares(prod(shapes[0][:-2])):
             if self.step.call != "attention":
                 for item in share.items:
-                    self._product(
+                    self._write_product(
                         share,
                         _ColumnRange(x, item * columns),
                         (1, factors[0][item]),
@@ -315,16 +316,16 @@ class _ValueProducts:
                     )
                 continue
             keys = shapes[1][-2]
-            scaled, scores = self._scratch(columns), self._scratch(keys)
+            scaled, scores = self._thread_memory(columns), self._thread_memory(keys)
             for item in share.items:
                 add = _ColumnRange(self.sources[3], item * keys) if len(shapes) > 3 else None
                 first = _ColumnRange(scaled, 0), _ColumnRange(scores, 0)
-                self._times(share, _ColumnRange(x, item * columns), first[0], columns**-0.5)
-                self._product(share, first[0], (1, factors[0][item]), first[1], add)
-                self._softmax(share, scores)
-                self._product(share, first[1], (2, factors[1][item]), _ColumnRange(out, item * out_columns))
+                self._scale_columns(share, _ColumnRange(x, item * columns), first[0], columns**-0.5)
+                self._write_product(share, first[0], (1, factors[0][item]), first[1], add)
+                self._write_softmax(share, scores)
+                self._write_product(share, first[1], (2, factors[1][item]), _ColumnRange(out, item * out_columns))
 
-    def _shares(self, items: int) -> Iterator[_RowShare]:
+    def _row_shares(self, items: int) -> Iterator[_RowShare]:
         """The shares of threads: positions of their parts, or else whole matrices."""
         grid, threads = self.out.layout.grid, self.moves.tape.threads
         for thread in range(threads):
@@ -337,13 +338,13 @@ class _ValueProducts:
                 _, _, _, width = grid.part(part_number)
                 yield _RowShare(thread, part_number, 0, width, range(begin, end))
 
-    def _scratch(self, channels: int) -> Buffer:
+    def _thread_memory(self, channels: int) -> Buffer:
         layout = self.out.layout
         size = (1, channels, 1, layout.size[3])
         grid = replace(layout.grid, parts=1)
         return Buffer(GridLayout(size, grid, NO_BORDER, layout.lanes))
 
-    def _line(self, buffer: Buffer, share: _RowShare) -> int:
+    def _first_line(self, buffer: Buffer, share: _RowShare) -> int:
         """The first line of a share; memory of one thread starts with that."""
         layout = buffer.layout
         is_own = layout.grid == self.out.layout.grid
@@ -352,7 +353,7 @@ class _ValueProducts:
     def _location(self, columns: _ColumnRange) -> tuple[Buffer, int]:
         return columns.buffer, columns.first * self.moves.pitch(columns.buffer)
 
-    def _factors(self, operand: int, transposed: bool) -> list[_FactorOffsets]:
+    def _factor_offsets(self, operand: int, transposed: bool) -> list[_FactorOffsets]:
         """Bytes of the elements of a factor per matrix: for each term, and for each output."""
         value = self.step.xs[operand]
         source, numbers = self.moved.factor_source(value), self.moved.numbers(value)
@@ -365,7 +366,7 @@ class _ValueProducts:
         at = 4 * elements_of(self.sources[operand].layout, kind, shape, flat)
         return [(np.ascontiguousarray(a[:, 0]), a[0] - a[0, 0]) for a in at]
 
-    def _product(
+    def _write_product(
         self,
         share: _RowShare,
         x: _ColumnRange,
@@ -377,7 +378,7 @@ class _ValueProducts:
         tape, isa = self.moves.tape, self.moves.isa
         operand, (terms, outputs) = factor
         added = out if add is None else add
-        firsts = [self._line(c.buffer, share) for c in (x, out, added)]
+        firsts = [self._first_line(c.buffer, share) for c in (x, out, added)]
         most = WIDE if isa.registers >= 32 else WIDE // 2
         pieces = -(-(share.end - share.begin) // most)
         by_size: dict[int, list[int]] = {}
@@ -414,19 +415,21 @@ class _ValueProducts:
                 ),
             )
 
-    def _times(self, share: _RowShare, x: _ColumnRange, out: _ColumnRange, factor: float) -> None:
+    def _scale_columns(self, share: _RowShare, x: _ColumnRange, out: _ColumnRange, factor: float) -> None:
         count = share.end - share.begin
         table = np.zeros((count, 3), np.int32)
         for k, columns in enumerate((x, x, out)):
-            table[:, k] = self._line(columns.buffer, share) + np.arange(count)
-        self._call(PointwiseKernel("times", (factor,)), share, (x, out), table, out.buffer.layout.size[1])
+            table[:, k] = self._first_line(columns.buffer, share) + np.arange(count)
+        self._write_channel_call(PointwiseKernel("times", (factor,)), share, (x, out), table, out.buffer.layout.size[1])
 
-    def _softmax(self, share: _RowShare, scores: Buffer) -> None:
+    def _write_softmax(self, share: _RowShare, scores: Buffer) -> None:
         count, columns = share.end - share.begin, _ColumnRange(scores, 0)
-        table = self._line(scores, share) + np.arange(count, dtype=np.int32).repeat(2)
-        self._call(SoftmaxKernel(True), share, (columns, columns), table.reshape(-1, 2), scores.layout.size[1])
+        table = self._first_line(scores, share) + np.arange(count, dtype=np.int32).repeat(2)
+        self._write_channel_call(
+            SoftmaxKernel(True), share, (columns, columns), table.reshape(-1, 2), scores.layout.size[1]
+        )
 
-    def _call(
+    def _write_channel_call(
         self,
         kernel: Any,
         share: _RowShare,

@@ -145,10 +145,10 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
     n = x.shape[1]
     out = torch.empty(m.size[0], n)
     if m.names is not None:
-        _fill(out, bias, act)
+        _fill_empty_rows(out, bias, act)
     if m.crow.numel() <= 1 or not n:
         return out
-    x, padded = _padded(x, m.values.numel())
+    x, padded = _pad_rows(x, m.values.numel())
     m = CsrMatrix(*(None if t is None else t.contiguous() for t in m[:4]), m.size)  # type: ignore[arg-type]
     if m.values.data_ptr() % 4:  # external memory may be unaligned
         m = m._replace(values=m.values.clone())
@@ -173,7 +173,7 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
     raise BadInput(f"expected row starts that rise to {entries} and columns below {columns}")
 
 
-def _padded(x: Tensor, entries: int) -> tuple[Tensor, bool]:
+def _pad_rows(x: Tensor, entries: int) -> tuple[Tensor, bool]:
     """(x with contiguous rows, whether rows are padded to whole aligned vectors).
 
     x is copied into padded rows if each row is read often enough.
@@ -187,7 +187,7 @@ def _padded(x: Tensor, entries: int) -> tuple[Tensor, bool]:
     return (x.contiguous() if x.stride(1) != 1 or (n == 1 and x.stride(0) != 1) else x), False
 
 
-def _fill(out: Tensor, bias: Tensor | None, act: Act | None) -> None:
+def _fill_empty_rows(out: Tensor, bias: Tensor | None, act: Act | None) -> None:
     value = apply_activation(torch.zeros(1) if bias is None else bias, act)
     out.copy_(value.reshape(-1, 1).expand_as(out))
 

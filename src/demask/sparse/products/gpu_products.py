@@ -176,10 +176,10 @@ def recorded(choice: KernelChoice, m: CsrMatrix, formats: MatrixFormats, run: Ru
     with torch.cuda.graph(graph):
         for k in range(CALLS):
             run(choice, *copies[k % count])
-    return partial(_replayed, graph, copies)
+    return partial(_replay, graph, copies)
 
 
-def _replayed(graph: Any, _: object) -> None:
+def _replay(graph: Any, _: object) -> None:
     """Replay a graph. The second argument refers to its tensors, which must live as long."""
     graph.replay()
 
@@ -207,7 +207,7 @@ def spmm(
     out = like(x, m.size[0], x.shape[1])
     if not out.numel():
         return out
-    m = m._replace(values=_aligned(m.values))
+    m = m._replace(values=_align(m.values))
     return run(m, formats, x, bias, act, choice or select_kernel("spmm", m, x), out)
 
 
@@ -235,7 +235,7 @@ def spmm_transposed(m: CsrMatrix, x: Tensor, choice: KernelChoice | None = None)
     out = like(x, m.size[1], x.shape[1])
     if not out.numel():
         return out
-    m = m._replace(values=_aligned(m.values))
+    m = m._replace(values=_align(m.values))
     return run_transposed(m, formats, x, choice or select_kernel(TRANSPOSED, m, x), out)
 
 
@@ -289,9 +289,9 @@ def run(
 ) -> Tensor:
     """`spmm` with one kernel, into `out`."""
     if not m.col.numel():
-        return _empty(out, bias, act)
+        return _fill_empty_rows(out, bias, act)
     if choice.kind == "dense":
-        return _dense(densified(m, formats), x, bias, act, out)
+        return _dense_product(densified(m, formats), x, bias, act, out)
     if choice.kind == "bitmap":
         return _by_bitmap(m, formats, x, bias, act, choice, out, False)
     return _by_rows(m, formats, x, bias, act, choice, out)
@@ -302,7 +302,7 @@ def run_transposed(m: CsrMatrix, formats: MatrixFormats, x: Tensor, choice: Kern
     if not m.col.numel():
         return out.zero_()
     if choice.kind == "dense":
-        return _dense(densified(m, formats).t(), x, None, None, out)
+        return _dense_product(densified(m, formats).t(), x, None, None, out)
     if choice.kind == "bitmap":
         return _by_bitmap(m, formats, x, None, None, choice, out, True)
     transpose = formats.transposed(m)
@@ -324,7 +324,7 @@ def run_sddmm(m: CsrMatrix, formats: MatrixFormats, a: Tensor, b: Tensor, choice
             bitmap.sddmm_bitmap, grid,
             bits.masks, bits.starts, bits.high, a, a.stride(0), a.stride(1), b, b.stride(0),
             b.stride(1), out, m.size[0], m.size[1], k, HEIGHT=choice.height, STEP=choice.width,
-            WIDE=_interpreted(a), num_warps=choice.warps,
+            WIDE=_is_interpreted(a), num_warps=choice.warps,
         )  # fmt: skip
         return out
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
@@ -408,7 +408,7 @@ def _by_rows(
     first, second = (*numbers, 0.0, 0.0)[:2]
     x = x if x.stride(1) == 1 else x.contiguous()
     if m.names is not None:
-        _empty(out, bias, act)  # rows that are not stored
+        _fill_empty_rows(out, bias, act)  # rows that are not stored
     tasks = formats.tasks(m, choice.height)
     count = len(tasks.begins)
     if not count:
@@ -425,7 +425,7 @@ def _by_rows(
     )  # fmt: skip
     if tasks.slots:
         split_rows = tasks.rows, tasks.firsts, tasks.counts
-        _finish(partial, split_rows, len(tasks.rows), (0, 1), out, bias, act)
+        _sum_parts(partial, split_rows, len(tasks.rows), (0, 1), out, bias, act)
     return out
 
 
@@ -456,14 +456,14 @@ def _by_bitmap(
         bits.masks, bits.starts, m.values, bits.high, bits.tiles, x, x.stride(0), x.stride(1), out,
         out.stride(0), out.stride(1), partial, bias_or_any, float(first), float(second), x.shape[0],
         rows, n, share, HEIGHT=height, WIDTH=choice.width, TRANSPOSED=transposed, SPLIT=splits > 1,
-        BIASED=bias is not None, ACT=name, WIDE=_interpreted(x), num_warps=choice.warps,
+        BIASED=bias is not None, ACT=name, WIDE=_is_interpreted(x), num_warps=choice.warps,
     )  # fmt: skip
     if splits > 1:
-        _finish(partial, None, rows, (splits, rows), out, bias, act)
+        _sum_parts(partial, None, rows, (splits, rows), out, bias, act)
     return out
 
 
-def _finish(
+def _sum_parts(
     partial: Tensor,
     listed: tuple[Tensor, Tensor, Tensor] | None,
     count: int,
@@ -489,13 +489,13 @@ def _finish(
     )  # fmt: skip
 
 
-def _empty(out: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
+def _fill_empty_rows(out: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
     value = out.new_zeros(1) if bias is None else bias
     value = value if act is None else apply_activation(value.float(), act)
     return out.copy_(value.reshape(-1, 1).expand_as(out))
 
 
-def _dense(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tensor) -> Tensor:
+def _dense_product(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tensor) -> Tensor:
     if bias is None:
         torch.mm(w, x, out=out)
     else:
@@ -503,7 +503,7 @@ def _dense(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tens
     return out if act is None else out.copy_(apply_activation(out, act))
 
 
-def _aligned(values: Tensor) -> Tensor:
+def _align(values: Tensor) -> Tensor:
     """Values at an address that supports vector loads."""
     values = values.contiguous()
     return values.clone() if values.data_ptr() % 16 else values
@@ -519,5 +519,5 @@ def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, 
         kernel[grid](first, *arguments, **options)
 
 
-def _interpreted(x: Tensor) -> bool:
+def _is_interpreted(x: Tensor) -> bool:
     return not x.is_cuda

@@ -37,11 +37,11 @@ for _line in (
 
 def kernels(x: Tensor) -> ModuleType | None:
     """`gpu_products` for tensors on a GPU if Triton is installed, else None."""
-    return _loaded() if x.is_cuda else None
+    return _load_gpu_products() if x.is_cuda else None
 
 
 @lru_cache(maxsize=1)
-def _loaded() -> ModuleType | None:
+def _load_gpu_products() -> ModuleType | None:
     if find_spec("triton") is None:
         return None
     from demask.sparse.products import gpu_products as gpu
@@ -105,7 +105,7 @@ def _fake_sampled(crow: Tensor, col: Tensor, rows: Tensor | None, size: Any, a: 
     return a.new_empty(col.shape[0])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_transposed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     crow, col, values, rows, ctx.size, y = inputs
     ctx.save_for_backward(crow, col, values, rows, y)
 
@@ -139,5 +139,7 @@ _LIBRARY.impl("spmm_transposed", _transposed_product, "CompositeExplicitAutograd
 _LIBRARY.impl("sampled", _sampled, "CompositeExplicitAutograd")
 torch.library.register_fake("demask::spmm_transposed", _fake_transposed_product, lib=_LIBRARY)
 torch.library.register_fake("demask::sampled", _fake_sampled, lib=_LIBRARY)
-torch.library.register_autograd("demask::spmm_transposed", _transposed_gradients, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd(
+    "demask::spmm_transposed", _transposed_gradients, setup_context=_save_transposed, lib=_LIBRARY
+)
 torch.library.register_autograd("demask::sampled", _sampled_gradients, setup_context=_save_sampled, lib=_LIBRARY)

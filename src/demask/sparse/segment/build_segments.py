@@ -125,7 +125,7 @@ def segmented(
     replacements: dict[fx.Node, fx.Node] = {}  # node of a region -> output of its segment
     for region in regions(editor, dtype, core, allowed):
         replacements |= _replaced(editor, region, replacements, precision)
-    _in_order(editor.graph)
+    _sort_nodes(editor.graph)
     return editor.finish()
 
 
@@ -193,7 +193,7 @@ def _replaced(
     editor: GraphEditor, region: SegmentRegion, known: Mapping[fx.Node, fx.Node], precision: str | None
 ) -> dict[fx.Node, fx.Node]:
     """Replace a region by the call of a segment; returns region node -> output of the segment."""
-    nodes = _within(region, known)
+    nodes = _nodes_within(region, known)
     outputs = [c.node for c in region.calls if any(user not in nodes for user in c.node.users)]
     steps = _Steps(editor, region.calls, set(outputs), _WeightStore(editor, precision))
     program, reader = steps.program(outputs), region.calls[-1].node.next
@@ -211,7 +211,7 @@ def _replaced(
     return replacements
 
 
-def _within(region: SegmentRegion, known: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+def _nodes_within(region: SegmentRegion, known: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """The nodes of a region, and those between a call and what it reads: of rows, the recurrent
     call and its results. known: outputs of earlier segments, which are read in place of nodes."""
     nodes = region.nodes
@@ -227,7 +227,7 @@ def _within(region: SegmentRegion, known: Mapping[fx.Node, fx.Node]) -> set[fx.N
     return nodes
 
 
-def _in_order(graph: fx.Graph) -> None:
+def _sort_nodes(graph: fx.Graph) -> None:
     """Sort nodes after the nodes that they read, otherwise in the present order.
 
     Raises CycleError if a region was not convex.
@@ -281,14 +281,14 @@ class _Steps:
 
     def program(self, outputs: Sequence[fx.Node]) -> SegmentProgram:
         """The program that computes these values."""
-        for chain in self._chains():
+        for chain in self._layer_chains():
             self._append(chain)
         numbers = tuple(self.values[node] for node in outputs)
         static = tuple(k for (source, _), k in self.inputs.items() if source not in self.live)
         kinds = tuple(kind for _, kind in self.inputs)
         return SegmentProgram(kinds, tuple(self.steps), numbers, static)
 
-    def _chains(self) -> list[_LayerChain]:
+    def _layer_chains(self) -> list[_LayerChain]:
         """The calls in the order of the last node of each chain.
 
         If two layers are added, the sum is fused into the later one.
@@ -311,18 +311,18 @@ class _Steps:
     def _chain(self, call: MatchedCall, fused: set[fx.Node]) -> tuple[_LayerChain, set[fx.Node]]:
         """A layer or a sum with all calls that can be fused into it, and their nodes."""
         chain, members = _LayerChain(call, call.node), {call.node}
-        reader = self._reader(chain.last, fused)
+        reader = self._only_reader(chain.last, fused)
         while reader is not None and _can_select_rows(chain.call, reader):
             chain = _LayerChain(_selected_rows(chain.call, reader), reader.node)
             members.add(reader.node)
-            reader = self._reader(chain.last, fused)
+            reader = self._only_reader(chain.last, fused)
         if call.is_layer and reader is not None and isinstance(reader.step, AddStep):
             left, right = reader.reads
             if left is not right:
                 other = right if left is chain.last else left
                 chain = replace(chain, last=reader.node, add=other)
                 members.add(reader.node)
-                reader = self._reader(chain.last, fused)
+                reader = self._only_reader(chain.last, fused)
         if reader is not None and reader.act is not None:
             chain = replace(chain, last=reader.node, act=reader.act)
             members.add(reader.node)
@@ -331,14 +331,14 @@ class _Steps:
     def _selections(self, call: MatchedCall, fused: set[fx.Node]) -> tuple[_LayerChain, set[fx.Node]]:
         """A selection of channels with the selections that alone read its result, as one."""
         chain, members = _LayerChain(call, call.node), {call.node}
-        reader = self._reader(chain.last, fused)
+        reader = self._only_reader(chain.last, fused)
         while reader is not None and reader.channels is not None:
             chain = _LayerChain(_composed(chain.call, reader), reader.node)
             members.add(reader.node)
-            reader = self._reader(chain.last, fused)
+            reader = self._only_reader(chain.last, fused)
         return chain, members
 
-    def _reader(self, node: fx.Node, fused: set[fx.Node]) -> MatchedCall | None:
+    def _only_reader(self, node: fx.Node, fused: set[fx.Node]) -> MatchedCall | None:
         """The call that reads a value, if it is the only one. A recurrent call, which is known by
         one of its outputs, is none: nothing is fused with it."""
         if node in self.outputs or len(node.users) != 1:

@@ -79,27 +79,27 @@ def is_recurrent(editor: GraphEditor, node: fx.Node, dtype: torch.dtype) -> bool
         return False
     if arguments["train"] and arguments["dropout"] and arguments["num_layers"] > 1:
         return False
-    values = [x.meta.get("val") for x in (arguments["input"], *_states(node))]
-    return all(_is_plain(value, dtype) for value in (*values, *params))
+    values = [x.meta.get("val") for x in (arguments["input"], *_initial_states(node))]
+    return all(_is_dense_on_cpu(value, dtype) for value in (*values, *params))
 
 
 def _has_gates(node: fx.Node) -> bool:
     return GATES.get(str(node.target), 0) > 1
 
 
-def _is_plain(value: Any, dtype: torch.dtype) -> bool:
+def _is_dense_on_cpu(value: Any, dtype: torch.dtype) -> bool:
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     return is_dense and value.dtype is dtype and value.device.type == "cpu"
 
 
-def _states(node: fx.Node) -> list[fx.Node]:
+def _initial_states(node: fx.Node) -> list[fx.Node]:
     states = schema.arguments(node)["hx"]
     return list(states) if isinstance(states, (list, tuple)) else [states]
 
 
 def initial_states(node: fx.Node) -> list[fx.Node]:
     """The initial states of a call; none if all are zero."""
-    states = _states(node)
+    states = _initial_states(node)
     return [] if all(map(_is_zero, states)) else states
 
 
@@ -112,7 +112,7 @@ def _is_zero(state: Any) -> bool:
 def _read_rows(editor: GraphEditor, node: fx.Node) -> None:
     """Let readers of the results of a call read its rows, at the insertion point."""
     arguments = schema.arguments(node)
-    time, count = int(arguments["batch_first"]), 1 + len(_states(node))
+    time, count = int(arguments["batch_first"]), 1 + len(_initial_states(node))
     reads = [user for user in node.users if user.target is operator.getitem]
     flips = [user for read in reads if read.args[1] == 0 for user in read.users]
     is_flipped = _is_flip(arguments["input"], time)
@@ -159,7 +159,7 @@ def _are_rows(call: RecurrentCall, rows: fx.Node, last: Any) -> bool:
     """Whether a concatenation is of all outputs of a call and its last state."""
     arguments = schema.arguments(rows)
     out, end = arguments["tensors"]
-    is_last = isinstance(last, fx.Node) and last.args == (call.node, len(_states(call.node)))
+    is_last = isinstance(last, fx.Node) and last.args == (call.node, len(_initial_states(call.node)))
     is_transposed = end.target is aten.transpose.int and set(end.args[1:]) == {0, 1}
     is_flipped = not call.backwards or (
         _is_flip(out, call.time) and _is_flip(schema.arguments(call.node)["input"], call.time)

@@ -29,20 +29,20 @@ def convolved(step: ConvStep, m: CsrMatrix, x: Tensor, bias: Tensor | None) -> T
 
     m: the matrix of the kernel in float32, with int32 indices. Raises BadInput for invalid indices.
     """
-    m, g, offsets = _read(step, m, x)
+    m, g, offsets = _prepare_operands(step, m, x)
     bias = None if bias is None else bias.contiguous()
     if not g.transposed:
-        return _like(_down(m, g, offsets, g.to_planes(x), bias), x)
-    images = _up(m, g, offsets, g.spread(_image(x)))
-    return _like(images if bias is None else images.add_(bias[:, None, None]), x)
+        return _as_signal(_scatter_input(m, g, offsets, g.to_planes(x), bias), x)
+    images = _gather_gradients(m, g, offsets, g.spread(_as_image(x)))
+    return _as_signal(images if bias is None else images.add_(bias[:, None, None]), x)
 
 
 def gradient_of_x(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) -> Tensor:
     """The gradient of x, contiguous. grad: the gradient of the output."""
-    m, g, offsets = _read(step, m, x)
+    m, g, offsets = _prepare_operands(step, m, x)
     if g.transposed:
-        return _like(_down(m, g, offsets, g.to_planes(grad), None), x)
-    return _like(_up(m, g, offsets, g.spread(_image(grad))), x)
+        return _as_signal(_scatter_input(m, g, offsets, g.to_planes(grad), None), x)
+    return _as_signal(_gather_gradients(m, g, offsets, g.spread(_as_image(grad))), x)
 
 
 def gradient_of_values(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) -> Tensor:
@@ -50,28 +50,28 @@ def gradient_of_values(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) ->
 
     grad: the gradient of the output.
     """
-    m, g, offsets = _read(step, m, x)
+    m, g, offsets = _prepare_operands(step, m, x)
     spread_source, planes_source = (x, grad) if g.transposed else (grad, x)
-    spread, planes = g.spread(_image(spread_source)), g.to_planes(planes_source)
+    spread, planes = g.spread(_as_image(spread_source)), g.to_planes(planes_source)
     batch, isa, count = planes.shape[0], host(), m.col.numel()
-    threads = _threads(batch, count * g.length)
+    threads = _thread_count(batch, count * g.length)
     sums = torch.zeros(threads, count)
     table = CsrMatrix(offsets.starts, offsets.there, m.values, None, (g.rows, planes[0].numel()))
-    calls = _calls(sddmm.CALL, batch, table, offsets.rows)
+    calls = _row_calls(sddmm.CALL, batch, table, offsets.rows)
     image = np.arange(batch)
     calls["begin"], calls["end"] = 0, g.rows
     calls["a"] = spread.data_ptr() + 4 * (g.first + image * spread[0].numel())
     calls["a_pitch"] = 4 * g.spread_size
     calls["x"], calls["x_pitch"] = planes.data_ptr() + 4 * image * planes[0].numel(), 4
     calls["vectors"], calls["left"] = g.length // isa.lanes, g.length % isa.lanes
-    calls["out"] = sums.data_ptr() + 4 * count * _owners(batch, threads)
+    calls["out"] = sums.data_ptr() + 4 * count * _thread_of_images(batch, threads)
     kernel = sddmm.Sampled(g.length % isa.lanes > 0, more=True)
     _run(calls, np.full(batch, CODE.addresses([kernel])[kernel]), batch, threads)
     totals = sums.sum(0)
     return totals if offsets.sorted is None else torch.empty(count).index_copy_(0, offsets.sorted, totals)
 
 
-def _read(step: ConvStep, m: CsrMatrix, x: Tensor) -> tuple[CsrMatrix, ConvGeometry, Offsets]:
+def _prepare_operands(step: ConvStep, m: CsrMatrix, x: Tensor) -> tuple[CsrMatrix, ConvGeometry, Offsets]:
     g = ConvGeometry.of(step, tuple(x.shape))
     group_inputs = x.shape[1] // g.groups
     size = step.out, group_inputs * g.kernel[0] * g.kernel[1]
@@ -79,17 +79,17 @@ def _read(step: ConvStep, m: CsrMatrix, x: Tensor) -> tuple[CsrMatrix, ConvGeome
     return m, g, offsets_of(m, g)
 
 
-def _image(x: Tensor) -> Tensor:
+def _as_image(x: Tensor) -> Tensor:
     """Signals as images of one row."""
     return x.unsqueeze(2) if x.ndim == 3 else x
 
 
-def _like(images: Tensor, x: Tensor) -> Tensor:
+def _as_signal(images: Tensor, x: Tensor) -> Tensor:
     """Images as signals, if x is one."""
     return (images.squeeze(2) if x.ndim == 3 else images).contiguous()
 
 
-def _down(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, planes: Tensor, bias: Tensor | None) -> Tensor:
+def _scatter_input(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, planes: Tensor, bias: Tensor | None) -> Tensor:
     """Products from planes to outputs [batch, rows, *out]: the sum over the offsets of nonzeros."""
     batch, (height, width) = planes.shape[0], g.out
     values = m.values if offsets.sorted is None else m.values.index_select(0, offsets.sorted)
@@ -100,8 +100,8 @@ def _down(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, planes: Tensor, bias:
     return out.view(batch, g.rows, height, -1)[..., :width]
 
 
-def _up(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, spread: Tensor) -> Tensor:
-    """Products from spread gradients to images [batch, channels, *size]: transposes `_down`."""
+def _gather_gradients(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, spread: Tensor) -> Tensor:
+    """Products from spread gradients to images [batch, channels, *size]: transposes `_scatter_input`."""
     planes = torch.empty(spread.shape[0], g.planes, g.high, g.wide)
     values = m.values.index_select(0, offsets.order)
     table = CsrMatrix(offsets.crow, offsets.back, values, None, (g.planes, spread[0].numel()))
@@ -117,7 +117,7 @@ def _multiply(m: CsrMatrix, order: Tensor, x: Tensor, out: Tensor, length: int, 
     batch = x.shape[0]
     parts = csr.pieces(length, host(), {"biased": bias is not None})
     codes = CODE.addresses(part.kernel for part in parts)
-    calls = _calls(csr.CALL, batch * len(parts), m, order)
+    calls = _row_calls(csr.CALL, batch * len(parts), m, order)
     image = np.repeat(np.arange(batch), len(parts))
     first = np.tile([4 * part.first for part in parts], batch)
     side = np.tile([getattr(part.kernel, "side", 1) for part in parts], batch)
@@ -129,10 +129,10 @@ def _multiply(m: CsrMatrix, order: Tensor, x: Tensor, out: Tensor, length: int, 
     calls["tiles"] = np.tile([part.tiles for part in parts], batch)
     calls["left"] = np.tile([part.left for part in parts], batch)
     code = np.tile([codes[part.kernel] for part in parts], batch)
-    _run(calls, code, batch, _threads(batch, m.col.numel() * length))
+    _run(calls, code, batch, _thread_count(batch, m.col.numel() * length))
 
 
-def _calls(kind: np.dtype[Any], count: int, m: CsrMatrix, order: Tensor) -> np.ndarray:
+def _row_calls(kind: np.dtype[Any], count: int, m: CsrMatrix, order: Tensor) -> np.ndarray:
     """Calls for all rows of a matrix, in this order (int32)."""
     calls = np.zeros(count, kind)
     calls["crow"], calls["col"] = m.crow.data_ptr(), m.col.data_ptr()
@@ -141,17 +141,17 @@ def _calls(kind: np.dtype[Any], count: int, m: CsrMatrix, order: Tensor) -> np.n
     return calls
 
 
-def _threads(batch: int, work: int) -> int:
+def _thread_count(batch: int, work: int) -> int:
     return max(1, min(torch.get_num_threads(), batch, batch * work // WORK))
 
 
-def _owners(batch: int, threads: int) -> np.ndarray:
+def _thread_of_images(batch: int, threads: int) -> np.ndarray:
     return np.arange(batch) * threads // batch
 
 
 def _run(calls: np.ndarray, codes: np.ndarray, batch: int, threads: int) -> None:
     """Make the calls; every image has the same number."""
-    calls_per_image, owner = len(calls) // batch, _owners(batch, threads)
+    calls_per_image, owner = len(calls) // batch, _thread_of_images(batch, threads)
     bad = np.zeros(threads * LINE // 8, np.int64)
     calls["bad"] = bad.ctypes.data + LINE * np.repeat(owner, calls_per_image)
     entries = np.zeros(len(calls), ENTRY)

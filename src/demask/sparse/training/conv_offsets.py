@@ -179,17 +179,17 @@ def _offsets(m: CsrMatrix, g: ConvGeometry) -> Offsets:
     y, x = col // kernel_width % kernel_height * g.dilation[0], col % kernel_width * g.dilation[1]
     part = y % g.stride[0] * g.stride[1] + x % g.stride[1]
     plane, shift = part * g.channels + channel, y // g.stride[0] * g.wide + x // g.stride[1]
-    order, crow = _grouped(plane, g.planes)
+    order, crow = _sort_by_key(plane, g.planes)
     back = (row * g.spread_size + g.first - shift)[order]
     there, starts, sorted_ = plane * g.plane + shift, m.crow, None
     if g.transposed:
-        sorted_, starts = _grouped(row, g.rows)
+        sorted_, starts = _sort_by_key(row, g.rows)
         there = there[sorted_]
     longest = (torch.argsort(c.diff(), descending=True, stable=True) for c in (starts, crow))
     return Offsets(starts, there.int(), sorted_, crow, back.int(), order, *(t.int() for t in longest))
 
 
-def _grouped(key: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _sort_by_key(key: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The order (int64) that sorts the keys, and the start of each key (int32)."""
     counts = torch.bincount(key, minlength=count)
     return torch.argsort(key, stable=True), F.pad(counts.cumsum(0), (1, 0)).int()

@@ -90,7 +90,7 @@ def convolved(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor
     return torch.ops.demask.convolved.default(x, values, crow, col, bias, text)
 
 
-def _step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tuple[ConvStep, CsrMatrix]:
+def _checked_step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tuple[ConvStep, CsrMatrix]:
     """The convolution and its matrix, checked except for indices."""
     program = parsed(text)
     step = program.steps[0]
@@ -106,21 +106,21 @@ def _step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tu
     return step, CsrMatrix(crow, col, values, None, (step.out, 0))
 
 
-def _convolved(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
+def _convolve_on_cpu(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
     from demask.sparse.training.conv_kernels import convolved  # needs llvmlite
 
-    step, m = _step(text, x, values, crow, col)
+    step, m = _checked_step(text, x, values, crow, col)
     if bias is not None and (bias.shape != (step.out,) or bias.dtype != x.dtype):
         raise BadInput(f"expected a bias of shape ({step.out},), got {tuple(bias.shape)}")
     return convolved(step, m, x, bias)
 
 
-def _gradients(
+def _conv_gradients(
     grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str, of_x: bool, of_values: bool
 ) -> tuple[Tensor, Tensor]:
     from demask.sparse.training.conv_kernels import gradient_of_values, gradient_of_x
 
-    step, m = _step(text, x, values, crow, col)
+    step, m = _checked_step(text, x, values, crow, col)
     unused = x.new_empty(0), values.new_empty(0)
     return (
         gradient_of_x(step, m, x, grad) if of_x else unused[0],
@@ -128,8 +128,8 @@ def _gradients(
     )
 
 
-def _fake(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
-    _step(text, x, values, crow, col)
+def _fake_convolved(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    _checked_step(text, x, values, crow, col)
     return x.new_empty(parsed(text).shapes([x.shape])[1])
 
 
@@ -139,12 +139,12 @@ def _fake_gradients(
     return x.new_empty(x.shape if of_x else (0,)), values.new_empty(col.shape if of_values else (0,))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.text = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients_of_convolved(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, values, crow, col, bias = ctx.saved_tensors
     needed = ctx.needs_input_grad
     if torch.is_grad_enabled():
@@ -161,11 +161,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (of_x if needed[0] else None, of_values if needed[1] else None, None, None, of_bias, None)
 
 
-_LIBRARY.impl("convolved", _convolved, "CPU")
-_LIBRARY.impl("conv_gradients", _gradients, "CPU")
-torch.library.register_fake("demask::convolved", _fake, lib=_LIBRARY)
+_LIBRARY.impl("convolved", _convolve_on_cpu, "CPU")
+_LIBRARY.impl("conv_gradients", _conv_gradients, "CPU")
+torch.library.register_fake("demask::convolved", _fake_convolved, lib=_LIBRARY)
 torch.library.register_fake("demask::conv_gradients", _fake_gradients, lib=_LIBRARY)
-torch.library.register_autograd("demask::convolved", _backward, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd(
+    "demask::convolved", _gradients_of_convolved, setup_context=_save_for_gradients, lib=_LIBRARY
+)
 
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -181,9 +183,9 @@ def trained(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence
     (x,), step = inputs, program.steps[0]
     dense.check(program, inputs, weights)
     if isinstance(step, LinearStep):
-        z = _linear(step, x, weights)
+        z = _trained_linear(step, x, weights)
     elif isinstance(step, ConvStep):
-        z = _conv(step, program, x, weights)
+        z = _trained_conv(step, program, x, weights)
     else:
         return None
     return None if z is None else apply_activation(z, step.act)
@@ -202,7 +204,7 @@ def takes(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[T
     if step.weight.csr is None:
         return False
     spans = [*step.weight.csr, *([] if step.bias is None else [step.bias])]
-    if step.weight.scale is not None or not all(_whole(span, weights) for span in spans):
+    if step.weight.scale is not None or not all(_is_full_tensor(span, weights) for span in spans):
         return False
     values = weights[step.weight.values[0]]
     tensors = [x, values, *([] if step.bias is None else [weights[step.bias[0]]])]
@@ -214,12 +216,12 @@ def takes(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[T
     return llvm.is_installed()
 
 
-def _whole(span: Span, weights: Sequence[Tensor]) -> bool:
+def _is_full_tensor(span: Span, weights: Sequence[Tensor]) -> bool:
     number, first, end = span
     return number < len(weights) and first == 0 and weights[number].shape == (end,)
 
 
-def _linear(step: LinearStep, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def _trained_linear(step: LinearStep, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """x @ W.T + bias [..., out]."""
     values, crow, col = dense.matrix(step.weight, weights, x.shape[-1])
     tokens = x.reshape(-1, x.shape[-1])
@@ -229,7 +231,7 @@ def _linear(step: LinearStep, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return product_t.t().contiguous().reshape(*x.shape[:-1], step.out)
 
 
-def _conv(step: ConvStep, program: SegmentProgram, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
+def _trained_conv(step: ConvStep, program: SegmentProgram, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
     """The convolution, or None if offsets do not fit in 32 bits."""
     if ConvGeometry.of(step, tuple(x.shape)).too_large:
         return None

@@ -120,13 +120,15 @@ def split_outputs(outputs: int, rows: int) -> tuple[int, int] | None:
 @functools.cache
 def best_tiling(problem: DenseProblem, isa: Isa) -> tuple[float, DenseTiling]:
     """The tiling of least estimated cost with tiles of positions in lanes, and its cycles."""
-    tilings = [DenseTiling(tile, rows, _inner(problem, tile, isa)) for tile, rows in _tilings(problem, isa)]
-    costs = [_cost(problem, tiling) for tiling in tilings]
+    tilings = [
+        DenseTiling(tile, rows, _block_channels(problem, tile, isa)) for tile, rows in _candidate_tilings(problem, isa)
+    ]
+    costs = [_tiling_cost(problem, tiling) for tiling in tilings]
     least = min(range(len(costs)), key=costs.__getitem__)
     return costs[least], tilings[least]
 
 
-def _tilings(problem: DenseProblem, isa: Isa) -> Iterator[tuple[tuple[int, int], int]]:
+def _candidate_tilings(problem: DenseProblem, isa: Isa) -> Iterator[tuple[tuple[int, int], int]]:
     """Tiles that are parts of one row or whole rows, and rows of blocks whose sums, vectors and
     weight fit in the registers."""
     height, width = problem.parts[0]
@@ -141,7 +143,7 @@ def _tilings(problem: DenseProblem, isa: Isa) -> Iterator[tuple[tuple[int, int],
                 yield (h, w), rows
 
 
-def _inner(problem: DenseProblem, tile: tuple[int, int], isa: Isa) -> int:
+def _block_channels(problem: DenseProblem, tile: tuple[int, int], isa: Isa) -> int:
     """Input channels of a block: about equal blocks whose inputs stay in the L1 cache."""
     rows, columns = (
         (size - 1) * min(stride, reach + 1) + 1 + reach
@@ -152,7 +154,7 @@ def _inner(problem: DenseProblem, tile: tuple[int, int], isa: Isa) -> int:
     return -(-problem.channels // blocks)
 
 
-def _cost(problem: DenseProblem, tiling: DenseTiling) -> float:
+def _tiling_cost(problem: DenseProblem, tiling: DenseTiling) -> float:
     """Estimated cycles of the largest part."""
     blocks = split_outputs(problem.outputs, tiling.rows) or (0, 0)
 
@@ -221,7 +223,7 @@ def pack(weight: np.ndarray, tiling: DenseTiling) -> np.ndarray:
     blocks = [
         weight[a:b, c : c + tiling.inner].transpose(1, 2, 0).ravel()
         for c in range(0, weight.shape[1], tiling.inner)
-        for a, b in _ends(len(weight), tiling.rows)
+        for a, b in _block_ends(len(weight), tiling.rows)
     ]
     return np.concatenate(blocks) if blocks else np.zeros(1, np.float32)
 
@@ -229,12 +231,12 @@ def pack(weight: np.ndarray, tiling: DenseTiling) -> np.ndarray:
 def pack_channels(weight: np.ndarray, tiling: ChannelTiling, lanes: int) -> np.ndarray:
     """Float32 weights [outputs, channels, taps], whose outputs fill whole vectors, in the order in
     which the kernel reads them; they start at a cache line."""
-    ends = _ends(len(weight) // lanes, tiling.vectors)
+    ends = _block_ends(len(weight) // lanes, tiling.vectors)
     blocks = [weight[a * lanes : b * lanes].transpose(1, 2, 0).ravel() for a, b in ends]
     return aligned(np.concatenate(blocks))
 
 
-def _ends(outputs: int, rows: int) -> list[tuple[int, int]]:
+def _block_ends(outputs: int, rows: int) -> list[tuple[int, int]]:
     """(first, end) of each block of outputs."""
     wide, thin = split_outputs(outputs, rows) or (0, 0)
     return list(pairwise(np.cumsum([0] + [rows] * wide + [rows - 1] * thin).tolist()))

@@ -59,7 +59,7 @@ def emit_depthwise(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
                 tape.add(thread, _depthwise_call(kernel, piece, weight, share, tiles, isa))
             continue
         for part, (_, _, height, width) in areas.items():
-            edges, lanes = _edges(piece, needed, part)
+            edges, lanes = _permuted_edges(piece, needed, part)
             kernel = _depthwise_kernel(piece, (height, width), block)
             kernel = replace(kernel, edges=edges, lanes=lanes)
             tape.add(thread, _depthwise_call(kernel, piece, weight, share, [(part, 0, 0)], isa))
@@ -85,7 +85,9 @@ def _depthwise_kernel(piece: WindowPiece, size: Size, block: Size) -> DepthwiseT
     return DepthwiseTileKernel(blocks, taps, piece.window.stride, rows, piece.step.act)
 
 
-def _edges(piece: WindowPiece, border: Border, part: int) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
+def _permuted_edges(
+    piece: WindowPiece, border: Border, part: int
+) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
     """The rows and columns around a part of an input that are permuted; the permutations."""
     x, at = piece.x.layout, at_array([(part, 0, 0)])
     top, left = first_position(piece.window, x.grid, piece.out.layout.grid, at)[0].tolist()

@@ -114,14 +114,14 @@ def emit_alone(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> li
         tilings.append(tiling)
         areas = [(0, 0, *part) for part in piece.shape.parts]
         if not tiling.by_rows:
-            stream = _stream(piece, np.arange(piece.weight.count), tiling, isa)
+            stream = _stream_of_rows(piece, np.arange(piece.weight.count), tiling, isa)
             for part, area in enumerate(areas):
-                _emit(tape, part, piece, tiling, stream, {part: area})
+                _emit_areas(tape, part, piece, tiling, stream, {part: area})
             continue
         for thread, rows in enumerate(dealt(piece.weight.per_row() + 1, tape.threads)):
             if len(rows):
-                stream = _stream(piece, rows, tiling, isa)
-                _emit(tape, thread, piece, tiling, stream, dict(enumerate(areas)))
+                stream = _stream_of_rows(piece, rows, tiling, isa)
+                _emit_areas(tape, thread, piece, tiling, stream, dict(enumerate(areas)))
     return tilings
 
 
@@ -129,14 +129,14 @@ def emit_chain(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> li
     """Write layers of one grid as one phase, strip by strip; returns their tilings."""
     tilings = [best(piece.shape, tape.threads, isa, by_rows=False)[1] for piece in window_pieces]
     streams = [
-        _stream(piece, np.arange(piece.weight.count), tiling, isa)
+        _stream_of_rows(piece, np.arange(piece.weight.count), tiling, isa)
         for piece, tiling in zip(window_pieces, tilings, strict=True)
     ]
     position_bytes = sum(piece.weight.count for piece in window_pieces) * isa.line
     for part, size in enumerate(window_pieces[0].shape.parts):
         for area in strips(*size, CACHE // position_bytes, max(tiling.tile[0] for tiling in tilings)):
             for piece, tiling, stream in zip(window_pieces, tilings, streams, strict=True):
-                _emit(tape, part, piece, tiling, stream, {part: area})
+                _emit_areas(tape, part, piece, tiling, stream, {part: area})
     return tilings
 
 
@@ -149,19 +149,19 @@ def chain_pays(shapes: Sequence[TilingProblem], threads: int, isa: Isa) -> bool:
     return together <= alone + BARRIER * (len(shapes) - 1) * (threads > 1)
 
 
-def _stream(piece: WindowPiece, rows: np.ndarray, tiling: Tiling, isa: Isa) -> Stream:
+def _stream_of_rows(piece: WindowPiece, rows: np.ndarray, tiling: Tiling, isa: Isa) -> Stream:
     return packed(piece.weight, places_of(piece), rows, tiling.block, tiling.side, isa.line)
 
 
-def _emit(
+def _emit_areas(
     tape: Tape, thread: int, piece: WindowPiece, tiling: Tiling, stream: Stream, areas: Mapping[int, Area]
 ) -> None:
     """Write the calls for one area of each part, one call per tile size."""
     for size, tiles in tiles_by_size(areas, tiling.tile):
-        tape.add(thread, _call(piece, stream, tiles, size, tiling.side))
+        tape.add(thread, _tile_call(piece, stream, tiles, size, tiling.side))
 
 
-def _call(piece: WindowPiece, stream: Stream, tiles: Sequence[At], size: tuple[int, int], side: int) -> KernelCall:
+def _tile_call(piece: WindowPiece, stream: Stream, tiles: Sequence[At], size: tuple[int, int], side: int) -> KernelCall:
     """The call for tiles of one size."""
     x_lines, out_lines, add_lines, table = tile_lines(piece, tiles, size)
     kernel = SparseTileKernel(

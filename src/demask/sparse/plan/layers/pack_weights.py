@@ -46,7 +46,7 @@ def dense_blocks(matrix: Csr, channels: np.ndarray, count: int, taps: int) -> li
     reads[matrix.rows, channels] = True
     is_used, columns = reads.any(1), reads.any(0)
     one = len(matrix) >= DENSE * is_used.sum() * columns.sum() * taps
-    kinds = is_used.astype(np.int64) if one else _kinds(reads)
+    kinds = is_used.astype(np.int64) if one else _kinds_of_rows(reads)
     unique, number = np.unique(kinds, return_inverse=True)
     groups = [np.flatnonzero(kinds == kind) for kind in unique]
     supports = [np.flatnonzero(reads[rows].any(0)) for rows in groups]
@@ -75,7 +75,7 @@ def whole_block(matrix: Csr, channels: int, taps: int) -> DenseBlock:
     return DenseBlock(np.arange(matrix.count), np.arange(channels), weight)
 
 
-def _kinds(reads: np.ndarray) -> np.ndarray:
+def _kinds_of_rows(reads: np.ndarray) -> np.ndarray:
     """A number per row, equal for rows that read the same channels."""
     return np.unique(np.packbits(reads, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
 
@@ -111,27 +111,27 @@ def read(step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int) -
     """
     weight = step.weight
     dtypes = (torch.float32, torch.bfloat16) if weight.scale is None else (torch.int8,)
-    values = _span(weights, weight.values, dtypes)
+    values = _span_array(weights, weight.values, dtypes)
     if weight.csr is None:
-        rows, column_indices, values = _nonzeros(step, values, columns)
+        rows, column_indices, values = _nonzeros_of_dense(step, values, columns)
     else:
-        starts, column_indices = (_span(weights, span, (torch.int32,)) for span in weight.csr[1:])
+        starts, column_indices = (_span_array(weights, span, (torch.int32,)) for span in weight.csr[1:])
         starts, count = starts.astype(np.int64), len(column_indices)
         if starts[0] != 0 or starts[-1] != count or (np.diff(starts) < 0).any():
-            raise BadInput(f"expected row starts from 0 up to {count} in {_name(step)}")
+            raise BadInput(f"expected row starts from 0 up to {count} in {_dtype_name(step)}")
         if count and (column_indices.min() < 0 or column_indices.max() >= columns):
-            raise BadInput(f"expected columns below {columns} in {_name(step)}")
+            raise BadInput(f"expected columns below {columns} in {_dtype_name(step)}")
         rows = np.repeat(np.arange(step.out, dtype=np.int32), np.diff(starts))
-        column_indices, values = _ascending(rows, column_indices, values)
+        column_indices, values = _sort_columns(rows, column_indices, values)
     bias, scale = (
-        np.full(step.out, fill, np.float32) if span is None else _span(weights, span, (torch.float32,))
+        np.full(step.out, fill, np.float32) if span is None else _span_array(weights, span, (torch.float32,))
         for span, fill in ((step.bias, 0.0), (weight.scale, 1.0))
     )
     kind = {"int16": "bfloat16"}.get(values.dtype.name, values.dtype.name)
     return Csr(rows, column_indices, values, kind, bias, scale, step.out)
 
 
-def _ascending(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sort_columns(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Columns and values with ascending columns in each row, the order in which plans add them.
 
     Plans split columns into blocks, so that they would add others in different orders.
@@ -143,13 +143,13 @@ def _ascending(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> tup
     return columns[order], values[order]
 
 
-def _nonzeros(
+def _nonzeros_of_dense(
     step: ConvStep | LinearStep, values: np.ndarray, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows, columns and values of the nonzeros of a dense weight."""
     if len(values) != step.out * columns:
         shape = f"{step.out} x {columns}"
-        raise BadInput(f"expected a matrix {shape} in {_name(step)}, got {len(values)} values")
+        raise BadInput(f"expected a matrix {shape} in {_dtype_name(step)}, got {len(values)} values")
     if values.all():
         rows, places_in_row = np.indices((step.out, columns), np.int32).reshape(2, -1)
         return rows, places_in_row, values
@@ -163,13 +163,13 @@ def selected(step: SelectStep, weights: Sequence[Tensor], channels: int) -> np.n
 
     Raises BadInput for numbers out of range.
     """
-    numbers = _span(weights, step.index, (torch.int32,))
+    numbers = _span_array(weights, step.index, (torch.int32,))
     if numbers.min() < (-1 if step.padded else 0) or numbers.max() >= channels:
         raise BadInput(f"expected channel numbers below {channels}, got up to {numbers.max()}")
     return numbers
 
 
-def _span(weights: Sequence[Tensor], span: Span, dtypes: tuple[torch.dtype, ...]) -> np.ndarray:
+def _span_array(weights: Sequence[Tensor], span: Span, dtypes: tuple[torch.dtype, ...]) -> np.ndarray:
     """The elements of a span as an array. Raises NoPlan for other dtypes than `dtypes`."""
     number, begin, end = span
     if number >= len(weights) or end > weights[number].numel():
@@ -180,7 +180,7 @@ def _span(weights: Sequence[Tensor], span: Span, dtypes: tuple[torch.dtype, ...]
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
 
 
-def _name(step: ConvStep | LinearStep) -> str:
+def _dtype_name(step: ConvStep | LinearStep) -> str:
     return step.name or NAMES[type(step)]
 
 
@@ -242,8 +242,8 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
     for k in range(blocks):
         block_rows = np.flatnonzero((lengths[k] > 0) | (first == k))
         flags = (first[block_rows] == k) * FIRST + (last[block_rows] == k) * LAST
-        groups = _groups(block_rows, lengths[k][block_rows], flags, side)
-        block_records, read, written = _records(groups, lengths[k], starts[k], written)
+        groups = _group_rows(block_rows, lengths[k][block_rows], flags, side)
+        block_records, read, written = _block_records(groups, lengths[k], starts[k], written)
         if written > tile.MOST:
             raise NoPlan(f"a thread has more than {tile.MOST} nonzeros of one layer")
         group_rows = groups.ravel()
@@ -255,7 +255,7 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
         record_count = end
         records.append(block_records)
         source.append(read)
-    return _stream(
+    return _stream_arrays(
         weight,
         places,
         nonzeros[order],
@@ -301,7 +301,7 @@ def sliced(weight: Csr, rows: np.ndarray, lanes: int) -> Slices:
     return Slices(np.concatenate([[0], np.cumsum(longest)]).astype(np.int32), groups, source)
 
 
-def _groups(rows: np.ndarray, lengths: np.ndarray, flags: np.ndarray, side: int) -> np.ndarray:
+def _group_rows(rows: np.ndarray, lengths: np.ndarray, flags: np.ndarray, side: int) -> np.ndarray:
     """Rows computed together [groups, side], with equal flags and similar lengths.
 
     The last row of an incomplete group repeats: it is computed twice with the same result.
@@ -317,7 +317,7 @@ def _groups(rows: np.ndarray, lengths: np.ndarray, flags: np.ndarray, side: int)
     return np.concatenate(groups)
 
 
-def _records(
+def _block_records(
     groups: np.ndarray, lengths: np.ndarray, starts: np.ndarray, written: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Records of a block, the nonzero of each stream position (-1: none), the end of the stream."""
@@ -334,7 +334,7 @@ def _records(
     return records, np.where(valid, nonzeros, -1).ravel(), int(ends[-1]) if len(ends) else written
 
 
-def _stream(
+def _stream_arrays(
     weight: Csr,
     places: Places,
     order: np.ndarray,

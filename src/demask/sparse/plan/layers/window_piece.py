@@ -47,11 +47,11 @@ def read_weight(step: ConvStep, weights: Sequence[Tensor], channels: int) -> Ste
     of = group * (channels // step.groups) + matrix.columns // math.prod(step.kernel)
     depthwise = is_depthwise(step, channels, weights)
     is_dense = not depthwise and matrix.kind == "float32"
-    blocks = _blocks(step, matrix, of, channels) if is_dense else ()
+    blocks = _dense_blocks(step, matrix, of, channels) if is_dense else ()
     return StepWeight(matrix, of, depthwise, blocks)
 
 
-def _blocks(step: ConvStep, matrix: Csr, of: np.ndarray, channels: int) -> Sequence[DenseBlock]:
+def _dense_blocks(step: ConvStep, matrix: Csr, of: np.ndarray, channels: int) -> Sequence[DenseBlock]:
     """The dense blocks of a weight. of: input channel of each nonzero."""
     taps = math.prod(step.kernel)
     is_whole = step.weight.csr is None and len(matrix) == matrix.count * channels * taps
@@ -88,14 +88,16 @@ class WindowPiece:
 
 def pieces(step: ConvStep, layer: StepWeight, x: Buffer, add: Buffer | None, out: Buffer) -> list[WindowPiece]:
     """The windows of a layer."""
-    return [_piece(step, window, layer, x, add or x, out) for window in windows(step)]
+    return [_window_nonzeros(step, window, layer, x, add or x, out) for window in windows(step)]
 
 
-def _piece(step: ConvStep, window: OutputWindow, layer: StepWeight, x: Buffer, add: Buffer, out: Buffer) -> WindowPiece:
+def _window_nonzeros(
+    step: ConvStep, window: OutputWindow, layer: StepWeight, x: Buffer, add: Buffer, out: Buffer
+) -> WindowPiece:
     """The nonzeros that a window reads."""
     weight, channels = layer.matrix, layer.channels
     if any(tap is None for taps in window.taps for tap in taps):
-        dy, dx = _taps(step, window, weight)
+        dy, dx = _tap_of_nonzeros(step, window, weight)
         is_used = (dy < UNREAD) & (dx < UNREAD)
         weight = replace(
             weight, rows=weight.rows[is_used], columns=weight.columns[is_used], values=weight.values[is_used]
@@ -105,7 +107,7 @@ def _piece(step: ConvStep, window: OutputWindow, layer: StepWeight, x: Buffer, a
     return WindowPiece(step, window, layer, weight, channels, shape, x, add, out)
 
 
-def _taps(step: ConvStep, window: OutputWindow, weight: Csr) -> list[np.ndarray]:
+def _tap_of_nonzeros(step: ConvStep, window: OutputWindow, weight: Csr) -> list[np.ndarray]:
     """The row and column of the window that each nonzero reads; UNREAD for none."""
     kernel, width = math.prod(step.kernel), step.kernel[1]
     positions = weight.columns % kernel // width, weight.columns % width
@@ -118,7 +120,7 @@ def _taps(step: ConvStep, window: OutputWindow, weight: Csr) -> list[np.ndarray]
 def places_of(piece: WindowPiece) -> Places:
     """Where the nonzeros and rows of a window are, for the kernels of sparse weights."""
     x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
-    dy, dx = _taps(piece.step, piece.window, piece.weight)
+    dy, dx = _tap_of_nonzeros(piece.step, piece.window, piece.weight)
     lines = (dy + x.border[0]) * x.row + dx + x.border[2]
     rows = np.arange(piece.weight.count)
     return Places(piece.channels, lines, rows * out.pitch, rows * add.pitch, x.pitch)

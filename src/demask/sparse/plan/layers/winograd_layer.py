@@ -59,10 +59,10 @@ def filtered_block(step: Step, blocks: Sequence[DenseBlock]) -> DenseBlock | Non
     own = [block for block in blocks if len(block.channels)]
     if window != ((3, 3), (1, 1), (1, 1)) or len(own) != 1:
         return None
-    return own[0] if _ratio(own[0]) < PAYS else None
+    return own[0] if _cycles_ratio(own[0]) < PAYS else None
 
 
-def _ratio(block: DenseBlock) -> float:
+def _cycles_ratio(block: DenseBlock) -> float:
     return (FILTERED + IN / len(block.rows) + OUT / len(block.channels)) / DIRECT
 
 
@@ -83,7 +83,7 @@ def filtered_sizes(
         if block is not None:
             sizes.add(size)
         direct[size] += products
-        filtered[size] += products * (1.0 if block is None else _ratio(block))
+        filtered[size] += products * (1.0 if block is None else _cycles_ratio(block))
     grids = {size: [grid_for(1, *size, lanes, 1, unit=unit) for unit in (1, SIDE)] for size in sizes}
     return frozenset(
         size
@@ -114,14 +114,14 @@ def best_winograd(squares: int, channels: int, outputs: int, isa: Isa) -> Winogr
         if blocks is None:
             continue
         for block in range(group, -(-squares // group) * group + 1, group):
-            cost = _cost((squares, channels), blocks, WinogradTiling(rows, group, block), isa.line)
+            cost = _tiling_cost((squares, channels), blocks, WinogradTiling(rows, group, block), isa.line)
             if best is None or cost < best[0]:
                 best = cost, WinogradTiling(rows, group, block)
     assert best is not None
     return best[1]
 
 
-def _cost(sizes: tuple[int, int], blocks: tuple[int, int], tiling: WinogradTiling, line: int) -> float:
+def _tiling_cost(sizes: tuple[int, int], blocks: tuple[int, int], tiling: WinogradTiling, line: int) -> float:
     """Estimated cycles. sizes: squares and input channels. blocks: wide and thin ones."""
     squares, channels = sizes
     passes, rest = divmod(squares, tiling.block)
@@ -169,7 +169,7 @@ def emit_winograd(tape: Tape, isa: Isa, piece: WindowPiece, block: DenseBlock) -
         if share not in packs:
             tiling = best_winograd(len(squares), len(own.channels), len(own.rows), isa)
             packs[share] = tiling, pack_winograd(own.weight, tiling.rows)
-        tape.add(thread, _call(piece, own, squares, packs[share], isa))
+        tape.add(thread, _thread_call(piece, own, squares, packs[share], isa))
     tiling = next(iter(packs.values()))[0]
     is_shared = len(piece.shape.parts) != tape.threads
     tilings = [Tiling((SIDE, SIDE * tiling.group), len(block.channels), tiling.rows, is_shared)]
@@ -180,7 +180,7 @@ def emit_winograd(tape: Tape, isa: Isa, piece: WindowPiece, block: DenseBlock) -
     return tilings
 
 
-def _call(
+def _thread_call(
     piece: WindowPiece, block: DenseBlock, squares: Sequence[At], packed: tuple[WinogradTiling, np.ndarray], isa: Isa
 ) -> KernelCall:
     """The call of a thread."""
