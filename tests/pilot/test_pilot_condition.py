@@ -77,7 +77,7 @@ def put(value: Tensor, index: Tensor, other: float | Tensor) -> Tensor:
 def test_targets_end_before_sums(net: Net, x: Tensor):
     found, left = targets_of(Analysis(canonicalize(capture_program(net, (x,), None, None), TABLE), TABLE))
     assert [(t.layer, t.node.name, t.axis, t.size) for t in found] == [("a", "relu", 1, 8), ("b", "conv2d_1", 1, 8)]
-    assert left == (Decision("end", "dense", "the network's output is returned whole"),)
+    assert left == (Decision("end", "dense", "the network's output is returned in full"),)
 
 
 def test_skip_sets_what_is_unimportant_to_zero(net: Net, x: Tensor):

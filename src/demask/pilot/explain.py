@@ -364,7 +364,7 @@ def _plain(layers: Sequence[ChainLayer], x: Tensor) -> Tensor:
 
 
 def _rest(editor: GraphEditor, where: Sequence[LinearChain], args: tuple[Any, ...], table: Table) -> nn.Module | None:
-    """The network with a constant in place of each chain, None where nothing else is left of it.
+    """The network with a constant instead of each chain, None where nothing else is left of it.
     The editor is used up."""
     before = editor.program
     for chain, value in zip(where, values_of(editor, [c.last for c in where], args, None), strict=True):
@@ -383,7 +383,7 @@ def _timed(
     clock: Callable[[], float],
 ) -> tuple[float, list[float], float]:
     """Median seconds of the network, of each chain in torch, and of what is in no chain."""
-    calls = {"whole": _cycled(model, inputs)}
+    calls = {"network": _cycled(model, inputs)}
     if rest is not None:
         calls["rest"] = _cycled(rest, inputs)
     for k, chain in enumerate(chains):
@@ -392,7 +392,7 @@ def _timed(
     samples = race(calls, CALLS, WARMUP, clock=clock)
     taken = {name: median(one) for name, one in samples.items()}
     each = [taken.get(f"{k}", 0.0) for k in range(len(chains))]
-    return taken["whole"], each, taken.get("rest", 0.0)
+    return taken["network"], each, taken.get("rest", 0.0)
 
 
 def _cycled(call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> Callable[[], Any]:
@@ -464,7 +464,7 @@ def picked_here(layers: Sequence[ChainLayer], rows: Tensor, allowed: Sequence[st
 
 
 def _uses(layer: ChainLayer, mode: str, moved: Reads, x: Tensor, y: Tensor) -> list[Uses]:
-    """What calls on the rows of x, which gave y, read of a layer: columns, or all of its whole
+    """What calls on the rows of x, which gave y, read of a layer: columns, or all of its full
     numbers and rows, those the most often that are the most often above zero."""
     count, columns = layer.weight.shape
     if mode == "dense":
@@ -499,7 +499,7 @@ def _tried(network: _ExplainedNetwork, pilot: str, condition: str, allowed: floa
 def _run_alternately(conditioned: nn.Module, network: _ExplainedNetwork) -> tuple[float, int]:
     """The median seconds of a call over the network's, alternately on the inputs (twice, if they
     are few), and how many answers differ."""
-    mine, whole, changed, clock = [], [], 0, network.clock
+    mine, network_seconds, changed, clock = [], [], 0, network.clock
     for _ in range(1 if len(network.inputs) > CALLS else 2):
         changed = 0
         for args in network.inputs:
@@ -509,10 +509,10 @@ def _run_alternately(conditioned: nn.Module, network: _ExplainedNetwork) -> tupl
             expected = network.model(*args)
             looks.append(clock())
             mine.append(looks[1] - looks[0])
-            whole.append(looks[2] - looks[1])
+            network_seconds.append(looks[2] - looks[1])
             changed += _answer(got) != _answer(expected)
     skipped = WARMUP if len(mine) > WARMUP else 0
-    return median(mine[skipped:]) / median(whole[skipped:]), changed
+    return median(mine[skipped:]) / median(network_seconds[skipped:]), changed
 
 
 def _answer(out: Any) -> list[int]:

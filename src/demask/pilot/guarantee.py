@@ -170,8 +170,8 @@ def difference_at_most(most: int, n: int, changes: float, loss: float) -> float:
     counts, chance = _masses(n, down)
     low, above = _masses(n, up)
     sums = above.cumsum(0)
-    place = (counts + most - low[0]).clamp(-1, len(sums) - 1).long()
-    reached = torch.where(place < 0, 0.0, sums[place.clamp(min=0)])
+    index = (counts + most - low[0]).clamp(-1, len(sums) - 1).long()
+    reached = torch.where(index < 0, 0.0, sums[index.clamp(min=0)])
     cut = 2 - float(chance.sum()) - float(above.sum())  # of both sums: counted against us
     return float((chance * reached).sum()) + max(0.0, cut)
 

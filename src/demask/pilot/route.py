@@ -52,7 +52,7 @@ class Calibrated:
         reason: why routing is refused, in words; "" where it is not.
         pays: whether single calls are expected to be faster than those of the full network.
         gain: expected speed of a single call, as a multiple of the full network's.
-        stream_gain: the same for `Router.stream`, which fills whole batches for the full network.
+        stream_gain: the same for `Router.stream`, which fills full batches for the full network.
 
     Example:
         >>> import torch
@@ -87,7 +87,7 @@ class Calibrated:
     def stream_gain(self) -> float:
         """Expected speed of `Router.stream`, as a multiple of the full network's.
 
-        In a stream, the rows for the full network fill whole batches.
+        In a stream, the rows for the full network fill full batches.
         """
         return self.full / (self.pilot + self.share * self.full)
 

@@ -71,7 +71,7 @@ def align(
     Raises:
         BadInput: an unknown structure, a name in `skip` that does not exist, or inputs that the
             model does not accept.
-        NotExportable: the model cannot be captured as a whole.
+        NotExportable: the model cannot be captured in full.
 
     Example:
         >>> import torch, demask

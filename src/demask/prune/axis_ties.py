@@ -2,8 +2,8 @@
 
 Every axis is a list of cells, major first (`Cells`): the letters of a relation tie the axes of a
 call cell by cell, and a view splits them. A call that moves positions (cat, slice, pad, index) ties
-two cells position by position. Cells that must stay whole are forced: those of inputs and outputs,
-of windows, of axes that a call normalizes over or reads as a whole, of dynamic sizes, and of ops
+two cells position by position. Cells that must stay uncut are forced: those of inputs and outputs,
+of windows, of axes that a call normalizes over or reads in full, of dynamic sizes, and of ops
 without an entry.
 
 Roles of a constant's axes: what the calls that read it do with its slices.
@@ -120,14 +120,14 @@ class Move:
         return all(len(cells) == 1 for cells in (self.out, *self.ins.values()))
 
     def has_blocks(self, n: int) -> bool:
-        """Whether whole blocks of n positions are moved, in order."""
+        """Whether full blocks of n positions are moved, in order."""
         if len(self.source) % n:
             return False
         source, position = self.source.reshape(-1, n), self.position.reshape(-1, n)
         real = source[:, 0] >= 0
         steps = position[:, :1] + torch.arange(n)
-        whole = bool((source == source[:, :1]).all()) and not bool((position[real, 0] % n).any())
-        return whole and bool((position[real] == steps[real]).all())
+        is_one_block = bool((source == source[:, :1]).all()) and not bool((position[real, 0] % n).any())
+        return is_one_block and bool((position[real] == steps[real]).all())
 
     def is_repeated(self, m: int, sizes: Mapping[int, int]) -> bool:
         """Whether m equal parts of the axes, of so many positions, are moved in the same way."""
@@ -193,7 +193,7 @@ class AxisTies:
         return self._constants[name]
 
     def cause(self, cell: int) -> fx.Node | None:
-        """The first call for which a cell stays whole; None for one that another rule forces."""
+        """The first call for which a cell stays uncut; None for one that another rule forces."""
         return next((n for cells, n in self._forced_by if cell in self.leaves(cells)), None)
 
     def names(self) -> Iterator[str]:
@@ -201,7 +201,7 @@ class AxisTies:
         return iter(self._constants)
 
     def force(self, name: str) -> None:
-        """Require a constant to stay whole."""
+        """Require a constant to stay uncut."""
         for axis in self._constants[name]:
             self.cells.force(axis)
 
@@ -230,7 +230,7 @@ class AxisTies:
                 self._force(chain.from_iterable(self.value[node, k]), node)
 
     def _force(self, cells: Iterable[int], node: fx.Node) -> None:
-        """Require cells to stay whole. node: the call that needs it."""
+        """Require cells to stay uncut. node: the call that needs it."""
         mine = tuple(cells)
         self.cells.force(mine)
         self._forced_by.append((mine, node))
@@ -274,12 +274,12 @@ class AxisTies:
         self._add_moves(relation, letters)
 
     def _uncut_letters(self, node: fx.Node, relation: Relation) -> set[str]:
-        """The letters that must stay whole. Weights are computed once, before anything is cut: what
+        """The letters that must stay uncut. Weights are computed once, before anything is cut: what
         is normalized over there may be cut afterwards."""
-        whole = whole_letters(relation)
+        uncut = whole_letters(relation)
         if node in self.weights:
-            return whole - relation.complete | {a for a in whole if relation.size[a] is None}
-        return whole
+            return uncut - relation.complete | {a for a in uncut if relation.size[a] is None}
+        return uncut
 
     def _force_lasting(self) -> None:
         """Force the cells of slices that depend on inputs where they are read, although all that

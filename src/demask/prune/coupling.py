@@ -55,7 +55,7 @@ def groups(model: nn.Module, example_inputs: Any, *, structure: str = "channel",
 
     A slice is a position of an axis (a channel) or several (the rows of a head): where it is zero
     in all weights that compute it, `demask.demask` removes it there and in all weights that read
-    it. What reaches the inputs or outputs of the network, or a call that needs the whole axis (a
+    it. What reaches the inputs or outputs of the network, or a call that needs the full axis (a
     layer norm, a softmax), cannot be removed and is in no group.
 
     Args:
@@ -64,7 +64,7 @@ def groups(model: nn.Module, example_inputs: Any, *, structure: str = "channel",
         structure: "channel" (default): outputs of convolutions and linear layers, features of
             attention heads among them; "unit": of linear layers outside of attention (feed-forward)
             alone; "head": heads of attention, with the keys and values that several queries share.
-        skip: names or globs of modules and parameters that are to remain whole.
+        skip: names or globs of modules and parameters that are to remain uncut.
 
     Returns:
         A tuple of `Group`, in the order of calls; no position is in two of them. `print` shows it
@@ -73,7 +73,7 @@ def groups(model: nn.Module, example_inputs: Any, *, structure: str = "channel",
     Raises:
         BadInput: an unknown structure, a name in `skip` that does not exist, or inputs that the
             model does not accept.
-        NotExportable: the model cannot be captured as a whole.
+        NotExportable: the model cannot be captured in full.
 
     Example:
         >>> import torch
@@ -209,7 +209,7 @@ class Group:
         """The slices that masks make zero, bool [size].
 
         Args:
-            masks: by parameter, bool of its shape, True where it stays; others stay whole.
+            masks: by parameter, bool of its shape, True where it stays; others stay uncut.
         """
         live = torch.zeros(self.size, dtype=torch.bool)
         for member in self.producers:
@@ -356,16 +356,16 @@ class _ParameterCell(NamedTuple):
 class Coupling:
     """The slices of a captured network.
 
-    ties: its axes. slice_of: by final cell that need not stay whole, the slice of each position,
-    int64 [size], -1 for positions that must stay. whole: the size of its tensors, with 0 MACs;
-    constants that it computes from others are stored in their place. skipped: names of parameters
-    that stay whole.
+    ties: its axes. slice_of: by final cell that need not stay uncut, the slice of each position,
+    int64 [size], -1 for positions that must stay. total: the size of its tensors, with 0 MACs;
+    constants that it computes from others are stored instead of them. skipped: names of parameters
+    that stay uncut.
     """
 
     program: Program
     ties: AxisTies
     slice_of: Mapping[int, Tensor]
-    whole: Sizes
+    total: Sizes
     skipped: frozenset[str] = frozenset()
 
     @classmethod
@@ -388,12 +388,12 @@ class Coupling:
         programs = programs_of(plain, args, kwargs, None, fold_parameters=False)
         captured = next(programs)
         program = canonicalize(split_recurrent(captured), table, fold_parameters=False)
-        whole = measure_program(fold_constants(captured), {})
+        total = measure_program(fold_constants(captured), {})
         ties = AxisTies(program, table)
         for name in ties.names():
             if skipped & {name, *program.constants[name].aliases}:
                 ties.force(name)
-        return cls(program, ties, _find_slices(ties), whole, frozenset(skipped))
+        return cls(program, ties, _find_slices(ties), total, frozenset(skipped))
 
     # --- groups -----------------------------------------------------------------------------------
 
@@ -574,7 +574,7 @@ def _module_paths(name: str) -> Iterator[str]:
 
 
 def _find_slices(ties: AxisTies) -> dict[int, Tensor]:
-    """By final cell that need not stay whole, the slice of each position, a number below that of
+    """By final cell that need not stay uncut, the slice of each position, a number below that of
     all positions; -1 where it must stay."""
     links = list(ties.position_ties())
     cells = sorted({leaf for axis in _axes_of(ties) for leaf in ties.leaves(axis)})
@@ -585,11 +585,11 @@ def _find_slices(ties: AxisTies) -> dict[int, Tensor]:
     left = [first[t.left] + t.a for t in links if {t.left, t.right} <= first.keys()]
     right = [first[t.right] + t.b for t in links if {t.left, t.right} <= first.keys()]
     numbers = _components(total, _joined_cells(left), _joined_cells(right))
-    whole = torch.zeros(total, dtype=torch.bool)
+    is_uncut = torch.zeros(total, dtype=torch.bool)
     for cell in sized:
         if ties.cells.forced(cell):
-            whole[numbers[first[cell] : first[cell] + (ties.cells.size(cell) or 0)]] = True
-    numbers = torch.where(whole[numbers], -1, numbers)
+            is_uncut[numbers[first[cell] : first[cell] + (ties.cells.size(cell) or 0)]] = True
+    numbers = torch.where(is_uncut[numbers], -1, numbers)
     return {
         cell: numbers[first[cell] : first[cell] + (ties.cells.size(cell) or 0)]
         for cell in sized

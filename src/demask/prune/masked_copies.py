@@ -25,7 +25,7 @@ from demask.tune.layer_costs import LayerCosts
 class PerGroup:
     """The allocation that masks a certain number of units of each group, whatever the fraction.
 
-    removed: by name of a group or weight, units to mask in all; others stay whole.
+    removed: by name of a group or weight, units to mask in all; others stay uncut.
     """
 
     removed: Mapping[str, int]

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 COLORS = "viridis"  # from the first group to the last
 DENSE, CHOSEN, OTHERS = "#8c8c8c", "#d1661f", "#2a78b5"
-NAMED = 14  # groups: more have a color bar in place of a legend
+NAMED = 14  # groups: more have a color bar instead of a legend
 COSTS = {"macs": "MACs", "ms": "predicted milliseconds", "parameters": "parameters"}
 WORST = 4  # groups that then are named at their lines
 
 
 def draw_sensitivity(sensitivity: Any, path: Path) -> None:
-    """Write the picture of a `Sensitivity` to `path`, whole or not at all: accuracy, MACs and
+    """Write the picture of a `Sensitivity` to `path`, completely or not at all: accuracy, MACs and
     milliseconds by the share of each group that is removed."""
     check_picture(path)
     from matplotlib.figure import Figure
@@ -73,7 +73,7 @@ def _name_lines(figure: Figure, axes: Axes, lines: dict[str, list[Any]]) -> None
 
 
 def draw_search(search: Any, path: Path) -> None:
-    """Write the picture of a `Search` to `path`, whole or not at all: the accuracy of every trial
+    """Write the picture of a `Search` to `path`, completely or not at all: the accuracy of every trial
     by its cost, those that no other beats, and the network as it is."""
     check_picture(path)
     from matplotlib.figure import Figure

@@ -116,7 +116,7 @@ class Pruner:
             how many units stay, or which, a bool tensor.
         schedule: the fraction of all units that is masked after each step: `OneShot(0.5)`
             (default), `Cubic`, `Iterative`, or a callable that takes the number of the step.
-        skip: names or globs of modules and parameters that are to remain whole.
+        skip: names or globs of modules and parameters that are to remain uncut.
 
     Attributes:
         model: the model, without `DistributedDataParallel` and `torch.compile`.
@@ -130,7 +130,7 @@ class Pruner:
         BadInput: an unknown structure, one that the network has nothing of, a name in `skip` that
             does not exist, inputs that the model does not accept, a score, allocation or schedule
             that is no function, or an optimized network.
-        NotExportable: the model cannot be captured as a whole.
+        NotExportable: the model cannot be captured in full.
 
     Example:
         >>> import demask, torch

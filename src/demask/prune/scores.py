@@ -11,7 +11,7 @@ magnitude. They are gathered while the model runs on whatever data, and averaged
 scores are.
 
 Sums of some megabyte of values are float32, around the mean of these values; those of all are
-float64. So no input is converted as a whole, and a variance is right where the mean is large.
+float64. So no input is converted in full, and a variance is right where the mean is large.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Trials on the workers of a `dask.distributed` client; those of a worker that dies run again.
 
-The trials of a search, in a file that a killed process leaves whole.
+The trials of a search, in a file that a killed process leaves complete.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STUDY, IDENTITY, TRIAL = "demask prune", "demask search", "demask trial"  # name
 
 
 class TrialStore:
-    """An Optuna study that holds finished trials alone: each is added at once, whole.
+    """An Optuna study that holds finished trials alone: each is added at once, complete.
 
     What ran when a process was killed is not in it, and runs again.
     """

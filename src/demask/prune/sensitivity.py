@@ -171,7 +171,7 @@ def sensitivity(
         model: an `nn.Module`, trained.
         evaluate: takes a network in eval mode and returns a number, higher for a better network.
         example_inputs: as of `Pruner`; MACs and milliseconds are those of one call on them.
-        amounts: shares of a group's slices, above 0 and below 1; rounded down to whole slices, at
+        amounts: shares of a group's slices, above 0 and below 1; rounded down to full slices, at
             least one. Default: (0.1, 0.25, 0.5, 0.75, 0.9).
         structure, score, skip: as of `Pruner`. Default: channels by L1.
         recover: called with each masked copy before it is evaluated, such as
@@ -242,10 +242,10 @@ class _Measurement:
 
     def _sizes_after_demask(self, copy: nn.Module, group: str) -> tuple[int, int]:
         """Parameters and MACs after `demask`. Single weights that leave no output and no input of
-        their layer zero let it remove what it removes of the whole network, and no more."""
+        their layer zero let it remove what it removes of the full network, and no more."""
         weights = dict(copy.named_parameters())
-        is_whole = self.recover is None and group in weights and not _has_zero_slice(weights[group])
-        if self.dense is not None and is_whole:
+        is_dense_group = self.recover is None and group in weights and not _has_zero_slice(weights[group])
+        if self.dense is not None and is_dense_group:
             return self.dense.parameters, self.dense.macs
         slim = demask(copy, *as_arguments(self.example_inputs), check=False, result="graph")
         after = provenance_of(slim).after

@@ -194,7 +194,7 @@ def find_candidates(structure: str, coupling: Coupling, shapes: Mapping[str, tor
     if not candidates:
         raise BadInput(
             f"this network has no {structure} that can be removed: all of them reach its inputs or "
-            "outputs, a call that needs whole axes, or what `skip` names; see demask.prune.groups"
+            "outputs, a call that needs full axes, or what `skip` names; see demask.prune.groups"
         )
     return candidates
 

@@ -129,7 +129,7 @@ class DCSR:
             [r + 1], dtype of `rows`.
         col: column of each stored element, shape [n], dtype of `rows`, in any order within a row.
         values: stored elements, shape [n]. `spmm` requires a floating-point dtype.
-        size: (number of rows, number of columns) of the whole matrix, each from 0 to 2^31 - 1.
+        size: (number of rows, number of columns) of the full matrix, each from 0 to 2^31 - 1.
 
     Raises:
         BadInput: `rows`, `crow` and `col` differ in dtype or are neither int32 nor int64; a shape

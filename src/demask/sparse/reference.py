@@ -1,6 +1,6 @@
 """The reference implementation of a program in ATen ops, which defines the result of plans.
 
-It supports any floating dtype, autograd and tracing. `run` executes a whole program. A graph pass
+It supports any floating dtype, autograd and tracing. `run` executes a full program. A graph pass
 that replaces a program by ATen calls creates the weights once (`weight`, `bias`) and uses `call`
 for every step, with its own values.
 """

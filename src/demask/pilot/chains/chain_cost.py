@@ -3,7 +3,7 @@
 A chain of one vector reads each weight once, so its seconds are bytes over bandwidth, plus a
 constant per call and per layer. Bandwidth depends on whether the bytes come from the last-level
 cache or from memory (`cached_shares`), and on the access pattern: all columns in order, some
-columns of each tile (pieces of 1 KB), weights of few bits as whole numbers, single rows. Each is
+columns of each tile (pieces of 1 KB), weights of few bits as integers, single rows. Each is
 measured with the kernels themselves, once per machine and number of threads, and stored with the
 other measurements of `machine.cost`.
 """
@@ -165,7 +165,7 @@ def measured(costs: Costs) -> ChainRates:
     """This machine's rates from `costs`: measured now or earlier, or estimated from its bandwidth.
 
     Rates that no machine has (`plausible`) come from a busy machine: they are measured once more,
-    and replaced by `NOMINAL` where that does not help. From memory, whole numbers and rows take as
+    and replaced by `NOMINAL` where that does not help. From memory, integers and rows take as
     long as from the cache, or as long as all or some columns from memory, whichever is longer.
     """
     for _ in range(2):
@@ -232,8 +232,8 @@ def _small_call(costs: Costs, layers: int) -> Question:
 
 def _large_layer(costs: Costs, kind: str, room: int) -> Question:
     """A measurement of a layer that reads `room` bytes of weights in turn: all columns ("dense"),
-    one of SHARE, scattered, others in each call ("columns"), whole numbers ("whole"), or whole
-    numbers and then half of the rows ("rows": 1 to 2 of the bytes)."""
+    one of SHARE, scattered, others in each call ("columns"), integers ("whole"), or
+    integers and then half of the rows ("rows": 1 to 2 of the bytes)."""
     rows = 4096
     columns = room // rows if kind == "whole" else room // (4 * rows)
     columns = columns // 3 * 4 if kind == "rows" else columns

@@ -207,13 +207,13 @@ class ChainPlanBuilder:
         if second is not None:
             first_lists, first_counts = open_lists, open_counts
             open_lists, open_counts = slots.lists(self.threads, list_bytes)
-            for t, (u0, u1, _, _, numbers, whole) in enumerate(inputs):
+            for t, (u0, u1, _, _, numbers, input_sums) in enumerate(inputs):
                 self.call(t, certify.SecondProofKernel(dot), certify.SECOND_PROOF,
                           lists=first_lists, counts=first_counts, first=sums[0], second=sums[1],
                           threads=self.threads, thread=t, weights=self.keep_alive(second.weights),
                           constants=self.keep_alive(second.constants),
                           pitch=second.weights.shape[1], blocks=second.weights.shape[1] // 64,
-                          u0=u0, u1=u1, numbers=numbers, sums=whole, list=open_lists + t,
+                          u0=u0, u1=u1, numbers=numbers, sums=input_sums, list=open_lists + t,
                           left=open_counts + t)  # fmt: skip
             self.tape.phase()
         self.seen[-1][2].extend(range(open_counts, open_counts + self.threads))
@@ -247,7 +247,7 @@ class ChainPlanBuilder:
             )
 
     def quantised(self, thread: int, x: int, columns: int, width: int, largest: float) -> tuple[int, ...]:
-        """Slots of an input as whole numbers: (u0, u1, groups, group count, constants, sums)."""
+        """Slots of an input as integers: (u0, u1, groups, group count, constants, sums)."""
         slots, room = self.slots, -(-columns // 128) * 128 + 256
         u0, u1 = slots.new(room), slots.new(room)
         groups = slots.new(4 * (-(-columns // width) + gemv.SLACK))

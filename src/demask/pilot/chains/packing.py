@@ -1,4 +1,4 @@
-"""Weights as the kernels of chains read them: tiles of columns, whole numbers with their bounds.
+"""Weights as the kernels of chains read them: tiles of columns, integers with their bounds.
 
 Arrays have memory of their own in pages of 2 MB where the system has them: a chain reads tens of
 megabytes in an order that pages of 4 KB would slow down.
@@ -62,7 +62,7 @@ def pad_bias(bias: np.ndarray | None, rows: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """Weights as whole numbers q and the constants of the bound: weight ~ scale q + center.
+    """Weights as integers q and the constants of the bound: weight ~ scale q + center.
 
     weights: in the order of the kernel; constants: [vectors of rows, CONSTANTS, lanes], or [rows,
     CONSTANTS] for a second level. See `kernels.cpu.zero_proof`.
@@ -111,7 +111,7 @@ def bound_constants(
 
 
 def _bound_constants(w: np.ndarray, n: np.ndarray, scale: tuple[np.ndarray, np.ndarray], b: np.ndarray) -> np.ndarray:
-    """float32 [rows, CONSTANTS] from weights w, whole numbers n, (scale, center) and bias b."""
+    """float32 [rows, CONSTANTS] from weights w, integers n, (scale, center) and bias b."""
     s, c = scale
     off = w - s[:, None] * n - c[:, None]
     named = {

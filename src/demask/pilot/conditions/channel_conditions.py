@@ -120,7 +120,7 @@ class Supported(nn.Module):
         analysis = Analysis(copy_tensors(program), table)
         self.network: Demasked = build_sharing(analysis, emit_indexed(analysis, picks), ())
         # torch has no convolution of no channels: where an index is empty all is computed.
-        self.whole: Demasked = build_sharing(analysis, emit_masked(analysis, picks), ())
+        self.full: Demasked = build_sharing(analysis, emit_masked(analysis, picks), ())
         self.pilot = None
         if observer is not None:
             self.pilot = build_uncut(Analysis(observer, table), observer, ())
@@ -162,7 +162,7 @@ class Supported(nn.Module):
     ) -> Any:
         """The outputs for indices of your own, int64 [k] of distinct positions per layer."""
         self.last = tuple(indices)
-        network = self.network if all(len(index) for index in indices) else self.whole
+        network = self.network if all(len(index) for index in indices) else self.full
         return network(*args, *indices, *values, **dict(kwargs or {}))
 
     def _piloted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -192,7 +192,7 @@ def targets_of(analysis: Analysis) -> tuple[tuple[ConditionedValue, ...], tuple[
         why = _unfit(layer)
         node = _end(layer.node, analysis.relations)
         if not why and any(reader.op == "output" for reader in node.users):
-            why = "the network's output is returned whole"
+            why = "the network's output is returned in full"
         if why:
             declined.append(Decision(layer.name, "dense", why))
             continue
@@ -204,7 +204,7 @@ def targets_of(analysis: Analysis) -> tuple[tuple[ConditionedValue, ...], tuple[
 def _unfit(layer: WeightLayer) -> str:
     """Why a layer is not conditioned; "" where it can be."""
     if layer.axis is None:
-        return "a recurrent call reads its whole output"
+        return "a recurrent call reads its full output"
     if not layer.relation.contracted:
         return "it works on each channel alone, and follows what it reads"
     size = fake(layer.node).shape[layer.axis]

@@ -107,7 +107,7 @@ def outlined(model: nn.Module | str | os.PathLike[str], weights: Any) -> Outline
     path = Path(model)
     if path.suffix == ".pt2":
         raise BadInput(
-            f"{path}: a .pt2 is read as a whole; to run it slice by slice, write it "
+            f"{path}: a .pt2 is read in full; to run it slice by slice, write it "
             "as .demask once: demask.save(demask.demask(program), path)"
         )
     return outline(path)

@@ -306,7 +306,7 @@ class PacketReader:
         holders = np.unique(self.holders(name)[wanted.numpy()])
         self._fetch(holders[self._pending[holders]].tolist())
         if not len(wanted):
-            self._place(number)
+            self._allocate_tensor(number)
         return self._state.values[name][wanted]
 
     def _number(self, name: str) -> int:
@@ -337,7 +337,7 @@ class PacketReader:
 
     def _partial(self) -> Partial:
         for number in range(len(self.index.tensors)):
-            self._place(number)
+            self._allocate_tensor(number)
         state = self._state
         read = {name: rows.clone() for name, rows in state.read.items()}
         return Partial(dict(state.values), read, dict(state.pilot), self.index.aliases)
@@ -401,9 +401,9 @@ class PacketReader:
     def _runs(self, chosen: list[int]) -> Iterator[list[int]]:
         """Groups of adjacent packets, at most `RUN_BYTES` together or a single one."""
         packets, pages = self.index.packets, self.index.pages()
-        by_place = sorted(chosen, key=lambda k: (packets["file"][k], packets["page"][k]))
+        by_address = sorted(chosen, key=lambda k: (packets["file"][k], packets["page"][k]))
         run: list[int] = []
-        for k in by_place:
+        for k in by_address:
             if run:
                 last = packets[run[-1]]
                 near = packets["file"][k] == last["file"]
@@ -431,12 +431,12 @@ class PacketReader:
         self._checked(checksum == crc, file, f"packet {k} ({tensor.name})")
         values = torch.frombuffer(data, dtype=tensor.dtype, offset=HEADER_BYTES)
         rows = torch.from_numpy(tensor.order[marker.first : marker.first + marker.count])
-        self._place(int(packet["tensor"]))
+        self._allocate_tensor(int(packet["tensor"]))
         self._state.values[tensor.name][rows] = values.view(-1, *tensor.shape[1:])
         self._state.read[tensor.name][rows] = True
         self._pending[k] = False
 
-    def _place(self, number: int) -> None:
+    def _allocate_tensor(self, number: int) -> None:
         """Memory for a tensor, at its first packet."""
         tensor = self.index.tensors[number]
         if tensor.name not in self._state.values:

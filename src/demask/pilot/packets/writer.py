@@ -57,7 +57,7 @@ def write(
     A packet is a block of rows of one tensor after a header with their priority. `PacketReader`
     reads the packets up to a number of bytes or down to a priority, or single rows. Tensors of
     floating-point numbers with two or more axes and at least `block` bytes are stored in packets of
-    whole rows (first axis: output units, filters); all other tensors are stored ahead of the
+    full rows (first axis: output units, filters); all other tensors are stored ahead of the
     packets. The file appears completely or not at all.
 
     Args:
@@ -249,13 +249,13 @@ def _written(final: Path, index: PacketIndex, blocked: list[Tensor], plain: Mapp
             # Left in reverse: shards are renamed before the file that names them.
             files = [stack.enter_context(atomic.write(path)) for path in (final, *shards)]
             begun = os.fstat(files[0].fileno()).st_mtime_ns
-            whole = _filled(files, final.name, index, blocked, plain)
+            complete = _filled(files, final.name, index, blocked, plain)
     except BaseException:
         for path in added:
             path.unlink(missing_ok=True)
         raise
     _remove_old_shards(final, index.shards, begun)
-    return whole
+    return complete
 
 
 def _filled(
@@ -276,9 +276,9 @@ def _filled(
     for k, packet in enumerate(packets):
         data, packets["crc"][k] = _packet(packet, index, blocked[packet["tensor"]])
         _put(files[packet["file"]], starts[packet["file"]] + int(packet["page"]) * PAGE, data)
-    whole = replace(index, tensors=tuple(tensors), rest=(index.rest[0], crc), packets=packets)
-    _put(first, 0, whole.encoded())
-    return whole
+    complete = replace(index, tensors=tuple(tensors), rest=(index.rest[0], crc), packets=packets)
+    _put(first, 0, complete.encoded())
+    return complete
 
 
 def _shard_head(name: str, number: int) -> bytes:

@@ -1,4 +1,4 @@
-"""A network run on smaller images: every spatial axis shrinks, through the whole graph.
+"""A network run on smaller images: every spatial axis shrinks, through the full graph.
 
 Spatial axes of the inputs are interpolated down, and the graph is written again for the sizes that
 follow. The table says which axis of each value a spatial axis has become (a row of tokens, a part
@@ -508,7 +508,7 @@ class _Smaller:
         return [max(1, round(n * ratio)) for n, ratio in zip(sizes, ratios, strict=True)]
 
     def _global_pool_arguments(self, relation: Relation, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a pool of the whole image, for the smaller one; {} for other pools."""
+        """The arguments of a pool of the full image, for the smaller one; {} for other pools."""
         kernel = list(arguments["kernel_size"])
         axes = self.axes[key_of(relation.operands[0].value)][-len(kernel) :]
         if any(arguments.get("padding") or [0]) or kernel != [size(a, full=True) for a in axes]:

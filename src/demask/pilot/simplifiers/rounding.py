@@ -40,7 +40,7 @@ class Bits:
         bits: bits per weight, an integer from 1 to 16. With 1 bit, a weight becomes its sign times
             the mean magnitude of its row or group.
         group: number of columns that share a scale, an integer of 1 or more; default None: the
-            whole row. The columns of a filter are its weights in the order of `weight.flatten(1)`;
+            full row. The columns of a filter are its weights in the order of `weight.flatten(1)`;
             the last group of a row may have fewer.
 
     Raises:
@@ -165,7 +165,7 @@ def quantized(rows: Tensor, bits: int, group: int | None = None) -> Tensor:
 
 def levels(rows: Tensor, bits: int, group: int | None = None) -> tuple[Tensor, Tensor]:
     """(q [rows, groups, columns of a group], scale [rows, groups, 1]) of a matrix [rows, columns],
-    floating point: whole numbers in its dtype, so that q times scale are the rounded weights. q is
+    floating point: integers in its dtype, so that q times scale are the rounded weights. q is
     0 where the scale is, and in the padding of the last group. bits: 2 or more.
 
     >>> q, scale = levels(torch.tensor([[0.5, -2.0, 1.0]]), 3)

@@ -31,11 +31,11 @@ class ScheduledPruner:
             )
         self.pruner, self.history = pruner, list[Pruned]()
         self._start, self._every, self._rounds = start, every, rounds
-        whole = pruner.state_dict()
+        state = pruner.state_dict()
         for candidates in pruner.candidates:
             masks = candidates.expand(torch.ones(candidates.units, dtype=torch.bool))
-            whole["masks"] = masks | whole["masks"]
-        pruner.load_state_dict(whole)
+            state["masks"] = masks | state["masks"]
+        pruner.load_state_dict(state)
 
     def before_update(self, updates: int) -> Pruned | None:
         """Take the pruner's step if one is due, and return what it masked. Gradients of the coming

@@ -36,7 +36,7 @@ class NetworkContext:
     """The network of a pruner.
 
     left: by group, of any kind, which slices are left, bool [size]. names: of the groups to prune.
-    progress: the share of the way from the whole network to the last step of the schedule.
+    progress: the share of the way from the full network to the last step of the schedule.
     """
 
     pruner: Pruner
@@ -185,9 +185,9 @@ class MACs:
         """
         context = NetworkContext.of(pruner, fraction)
         cost = pruner.removal_cost
-        whole = cost.macs({})
-        final = self.budget * whole if self._is_share else self.budget
-        budget = exact = whole + (final - whole) * context.progress
+        original = cost.macs({})
+        final = self.budget * original if self._is_share else self.budget
+        budget = exact = original + (final - original) * context.progress
         problem = Problem.of(scores, context, self.floor, MOST_COUNTS)
         counted = CountedProducts.of(cost.products, context.left)
         while True:

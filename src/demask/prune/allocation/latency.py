@@ -165,11 +165,11 @@ class _LatencySearch:
 
     def run(self) -> LatencyPlan:
         """The plan; raises BadInput if the least network takes longer than the budget."""
-        whole = self.problem.most()
-        original = self._measure_network(whole)
+        unpruned = self.problem.most()
+        original = self._measure_network(unpruned)
         budget = self._seconds_of_step(original)
         if original <= budget:
-            self.trials.append(Trial(whole, 1e3 * original, 1e3 * original))
+            self.trials.append(Trial(unpruned, 1e3 * original, 1e3 * original))
         aim, least = MARGIN * budget, self.problem.least()
         while not self.trials or not self._is_done(budget):
             prediction = self._prediction_near(budget)

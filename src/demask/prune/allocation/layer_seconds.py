@@ -2,7 +2,7 @@
 
 Each layer is measured at `KNOTS` widths of its inputs and outputs, when first needed, and the cost
 model stores the answers. Between these widths seconds are interpolated. The sum lacks what happens
-between layers; `budgets.Latency` calibrates it with whole networks.
+between layers; `budgets.Latency` calibrates it with full networks.
 
 Measured seconds of networks, as `demask.optimize` runs them.
 """
@@ -256,11 +256,11 @@ def resized(layer: Layer, inputs: int, outputs: int) -> Layer:
 class NetworkSeconds:
     """The seconds of all layers of a network as a function of counts of slices (a `CountedCost`).
 
-    whole: by group, how many slices are left, for those without a count. products: of calls without
+    current: by group, how many slices are left, for those without a count. products: of calls without
     a weight, such as queries times keys, by the machine's best rate.
     """
 
-    whole: Mapping[str, int]
+    current: Mapping[str, int]
 
     layers: tuple[LayerSeconds, ...]
     products: tuple[tuple[Width, float], ...]  # the multiply-adds, seconds of each
@@ -272,12 +272,12 @@ class NetworkSeconds:
         measure = partial(layer_seconds, asker, runner)
         layers = {call.relation.node: _layer_of(call, asker, measure) for call in cost.calls if is_layer(call.relation)}
         products = [p for p in cost.products if p.node not in layers]
-        whole = {name: int(mask.sum()) for name, mask in left.items()}
-        return cls(whole, tuple(layers.values()), tuple(_product_of(p, asker) for p in products))
+        current = {name: int(mask.sum()) for name, mask in left.items()}
+        return cls(current, tuple(layers.values()), tuple(_product_of(p, asker) for p in products))
 
     def total(self, counts: Counts) -> float:
         """The seconds of all layers for these counts."""
-        counts = {**self.whole, **counts}
+        counts = {**self.current, **counts}
         products = sum(width.at(counts) * seconds for width, seconds in self.products)
         return products + sum(layer.at(counts) for layer in self.layers)
 

@@ -105,11 +105,11 @@ class _RecurrentLayer:
         flat_gates = self._new_memory(steps * batch * self.gate_count)
         states = self._new_memory(batch * (2 + steps) * self.line)
         self._to_rows(gates, flat_gates, self.gate_count * np.arange(steps * batch))
-        places = [self._state_row(0), self._state_row(steps + 1)]
+        elements = [self._state_row(0), self._state_row(steps + 1)]
         if self.backwards:
-            places[0] = self._state_row(steps)
-        for source, place in zip(self.sources[1:], places, strict=False):
-            self._to_rows(source, states, place)
+            elements[0] = self._state_row(steps)
+        for source, row in zip(self.sources[1:], elements, strict=False):
+            self._to_rows(source, states, row)
         tape.phase()
         self._write_recurrence(parameters, flat_gates, states)
         tape.phase()
@@ -152,10 +152,10 @@ class _RecurrentLayer:
         steps, batch = self.sizes
         return (np.arange(batch) * (2 + steps) + number) * self.line
 
-    def _to_rows(self, source: Buffer, to: Buffer, places: np.ndarray) -> None:
-        """Write the channels of each position of a value one after another. places: elements of
+    def _to_rows(self, source: Buffer, to: Buffer, elements: np.ndarray) -> None:
+        """Write the channels of each position of a value one after another. elements: those of
         the first channel of each."""
-        rows = self._line_table(source.layout, places)
+        rows = self._line_table(source.layout, elements)
         pitches = self.moves.pitch(source), 4
         self.moves.moved(Scatter(), (source, 0), (to, 0), source.layout, pitches, rows)
 
@@ -167,17 +167,17 @@ class _RecurrentLayer:
         if self.step.call == "gru":
             last = 0 if self.backwards else steps
         numbers = [*range(first, first + steps), last]
-        places = np.stack([self._state_row(number) for number in numbers])  # [1 + steps, batch]
-        places = places.T if self.batch_first else places
-        rows = self._line_table(self.out.layout, places.reshape(-1))
+        elements = np.stack([self._state_row(number) for number in numbers])  # [1 + steps, batch]
+        elements = elements.T if self.batch_first else elements
+        rows = self._line_table(self.out.layout, elements.reshape(-1))
         pitches = 4, self.moves.pitch(self.out)
         self.moves.moved(Gather(), (states, 0), (self.out, 0), self.out.layout, pitches, rows)
 
-    def _line_table(self, layout: GridLayout, places: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
+    def _line_table(self, layout: GridLayout, elements: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
         """Positions of a value with the elements of their lanes."""
         at = at_array(layout.inside())
         _, _, x, is_inside = layout.pixels(at)
-        return rows_of(layout, at, np.where(is_inside, places[np.where(is_inside, x, 0)], -1))
+        return rows_of(layout, at, np.where(is_inside, elements[np.where(is_inside, x, 0)], -1))
 
     def _write_recurrence(self, parameters: Sequence[Tensor], gates: Buffer, states: Buffer) -> None:
         """Write the recurrence: tiles of rows of the batch, shared by the threads."""
@@ -209,8 +209,8 @@ class _RecurrentLayer:
         for thread, (first, end) in enumerate(by_thread(len(tiles), tape.threads)):
             for low, high in tiles[first:end]:
                 kernel = RecurrentKernel(self.step.call, high - low, len(self.sources) == 1)
-                places = {"gates": (gates, gate_begin + low * gate_row), "rows": (states, begin + low * row)}
-                tape.add(thread, KernelCall(kernel, recurrent.CALL, places, fields))
+                locations = {"gates": (gates, gate_begin + low * gate_row), "rows": (states, begin + low * row)}
+                tape.add(thread, KernelCall(kernel, recurrent.CALL, locations, fields))
 
     def _pack_recurrent(self, parameters: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """W_hh as the kernel reads it, [blocks, units, gates, lanes], and the biases that it adds,

@@ -86,7 +86,7 @@ class StaticInputs:
     def __init__(self, numbers: Sequence[int], inputs: Sequence[Tensor], tape: EncodedTape, size: int, first: int):
         self.numbers, self.tape, self.size, self.first = numbers, tape, size, first
         self.layouts = [(inputs[k].shape, inputs[k].stride()) for k in numbers]
-        self.converted: ConvertedInputs | None = None  # replaced as a whole: read without a lock
+        self.converted: ConvertedInputs | None = None  # replaced in full: read without a lock
 
     def arena(self, inputs: Sequence[Tensor], threads: int) -> TapeArena:
         """Memory with the converted inputs of a call.
@@ -139,7 +139,7 @@ class SegmentMemory:
 class Batch:
     """Images of a batch computed by one tape: `runs` times `images`, starting at image `first`.
 
-    alone: whether each thread computes whole runs; otherwise all threads share the only run.
+    alone: whether each thread computes full runs; otherwise all threads share the only run.
     static: the inputs that are converted once.
     """
 

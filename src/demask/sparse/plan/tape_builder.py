@@ -70,33 +70,33 @@ def find_parts(moved: MovedValues, channels: Sequence[int], grids: Sequence[Tile
     program, weights = moved.program, moved.weights
     parts: dict[int, Place] = {}
 
-    def place(value: int, whole: int, first: int) -> None:
-        owner = owner_of(parts, whole)[0]
+    def share_memory(value: int, container: int, first: int) -> None:
+        owner = owner_of(parts, container)[0]
         is_static = value in program.static or owner in program.static
-        if grids[value] == grids[whole] and value not in parts and owner != value and not is_static:
-            parts[value] = whole, first
+        if grids[value] == grids[container] and value not in parts and owner != value and not is_static:
+            parts[value] = container, first
 
     steps = list(enumerate(program.steps, len(program.inputs)))
     joins = [(value, step) for value, step in steps if isinstance(step, ConcatStep)]
     for value, step in sorted(joins, key=lambda join: -len(join[1].xs)):
         firsts = np.cumsum([0] + [channels[x] for x in step.xs]).tolist()[:-1]
-        places = [parts.get(x, (x, 0)) for x in step.xs]
-        whole, first = places[0]
-        if len(places) > 1 and places == [(whole, first + shift) for shift in firsts]:
-            place(value, whole, first)
+        locations = [parts.get(x, (x, 0)) for x in step.xs]
+        container, first = locations[0]
+        if len(locations) > 1 and locations == [(container, first + shift) for shift in firsts]:
+            share_memory(value, container, first)
             continue
         for x, shift in zip(step.xs, firsts, strict=True):
             if step.xs.count(x) == 1:
-                place(x, value, shift)
+                share_memory(x, value, shift)
     for value, step in steps:
         if isinstance(step, SelectStep) and step.stride == (1, 1):
             numbers = selected(step, weights, channels[step.x])
             if numbers[0] >= 0 and (np.diff(numbers) == 1).all():
-                place(value, step.x, int(numbers[0]))
+                share_memory(value, step.x, int(numbers[0]))
         elif is_move(step) and value in moved.written:
-            whole = moved.place(value)
-            if whole is not None:
-                place(value, *whole)
+            container = moved.location(value)
+            if container is not None:
+                share_memory(value, *container)
     return parts
 
 
@@ -496,7 +496,7 @@ class TapeBuilder:
         """Write one step."""
         if is_move(step) and value not in self.moved.written:
             return
-        if is_move(step) and self.parts.get(value, 0) == self.moved.place(value):
+        if is_move(step) and self.parts.get(value, 0) == self.moved.location(value):
             self.main(value)
             return
         grid = self.grids[value]

@@ -1,4 +1,4 @@
-"""Moves and combinations of whole values on a tape: layout conversion, borders, pools, means."""
+"""Moves and combinations of full values on a tape: layout conversion, borders, pools, means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, at_array, 
 from demask.sparse.segment_steps import ConvStep, PoolStep, SelectStep, SparseWeight
 
 NO_WEIGHT = SparseWeight((0, 0, 0))
-ANY_VALUE = -2  # in the place of the number of an element of a lane that nothing reads
+ANY_VALUE = -2  # instead of the number of an element of a lane that nothing reads
 Row = tuple[int, int, np.ndarray]  # part, line, elements of its lanes
 
 
@@ -53,14 +53,16 @@ class Moves:
             table = np.stack([rows[k][2] for k in picked]).astype(np.int32)
             lines = np.array([rows[k][1] for k in picked], np.int32)
             if isinstance(x[0], Buffer) and isinstance(out[0], Buffer):
-                whole = _whole_lines(table)
-                copied = whole >= 0
-                self._copied((x, out), (thread, begin, end), pitches, np.stack([whole, whole, lines], 1)[copied])
+                full_lines = _full_line_numbers(table)
+                copied = full_lines >= 0
+                self._copied(
+                    (x, out), (thread, begin, end), pitches, np.stack([full_lines, full_lines, lines], 1)[copied]
+                )
                 table, lines = table[~copied], lines[~copied]
                 if not len(table):
                     continue
-            whole_channels = (end - begin) // self.isa.lanes * self.isa.lanes if is_channels_last else 0
-            middle = begin + whole_channels
+            full_channels = (end - begin) // self.isa.lanes * self.isa.lanes if is_channels_last else 0
+            middle = begin + full_channels
             calls: list[tuple[Any, ...]] = []
             calls.append((move.TransposedKernel(is_out), begin, middle, table, lines))
             starts, rest = _split_runs(table)
@@ -95,7 +97,7 @@ class Moves:
         pitches: tuple[int, int],
         table: np.ndarray,
     ) -> None:
-        """Write copies of whole lines, for the share of a thread (thread, begin, end)."""
+        """Write copies of full lines, for the share of a thread (thread, begin, end)."""
         (x, out), (thread, begin, end) = places, share
         if len(table):
             kernel = move.Pointwise(None, False)
@@ -284,22 +286,22 @@ class Moves:
         at = at_array(x.layout.inside())
         is_inside = x.layout.pixels(at)[3]
         partial = ~is_inside[:, : batch * tiles].all(1)
-        order = np.argsort(partial, kind="stable")  # whole lines first
-        count, whole = len(at), len(at) - int(partial.sum())
+        order = np.argsort(partial, kind="stable")  # full lines first
+        count, full_count = len(at), len(at) - int(partial.sum())
         table = x.layout.line(*at[order].T).astype(np.int32)
         lines = tuple(table.tolist()) if count <= FEW else ()
         fields = {
             "x_pitch": self.pitch(x),
             "out_pitch": self.pitch(out),
-            "whole": whole,
+            "whole": full_count,
             "count": count,
             "table": table,
-            "masks": aligned(-is_inside[order[whole:]].astype(np.int32), np.int32),
+            "masks": aligned(-is_inside[order[full_count:]].astype(np.int32), np.int32),
             "outs": self._pixel_elements(out, batch).astype(np.int32),
             "pixels": height * width,
             "exponent": exponent(height * width),
         }
-        kernel, buffers = MeanKernel(groups, lines, whole if lines else 0), {"x": x, "out": out}
+        kernel, buffers = MeanKernel(groups, lines, full_count if lines else 0), {"x": x, "out": out}
         for thread, (begin, end) in enumerate(by_thread(channels, self.tape.threads)):
             if begin < end:
                 self.tape.add(
@@ -353,8 +355,8 @@ def rows_of(layout: GridLayout, at: np.ndarray, elements: np.ndarray) -> list[Ro
     return list(zip(at[:, 0].tolist(), layout.line(*at.T).tolist(), elements, strict=True))
 
 
-def _whole_lines(table: np.ndarray) -> np.ndarray:
-    """The line whose elements are those of each row [n, lanes], or are in its place where nothing
+def _full_line_numbers(table: np.ndarray) -> np.ndarray:
+    """The line whose elements are those of each row [n, lanes], or would be where nothing
     reads them; -1 for other rows."""
     lanes = table.shape[1]
     first = table - np.arange(lanes)

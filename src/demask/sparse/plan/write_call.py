@@ -326,7 +326,7 @@ class _ValueProducts:
                 self._write_product(share, first[1], (2, factors[1][item]), _ColumnRange(out, item * out_columns))
 
     def _row_shares(self, items: int) -> Iterator[_RowShare]:
-        """The shares of threads: positions of their parts, or else whole matrices."""
+        """The shares of threads: positions of their parts, or else full matrices."""
         grid, threads = self.out.layout.grid, self.moves.tape.threads
         for thread in range(threads):
             if grid.parts == threads:

@@ -174,7 +174,7 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
 
 
 def _pad_rows(x: Tensor, entries: int) -> tuple[Tensor, bool]:
-    """(x with contiguous rows, whether rows are padded to whole aligned vectors).
+    """(x with contiguous rows, whether rows are padded to full aligned vectors).
 
     x is copied into padded rows if each row is read often enough.
     """

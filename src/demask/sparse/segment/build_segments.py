@@ -2,7 +2,7 @@
 
     fc2(gelu(fc1(x))) == segment([x], [values, index], program)
 
-One call replaces a whole region of a graph (`convex_groups`): intermediate values stay in the
+One call replaces a full region of a graph (`convex_groups`): intermediate values stay in the
 layout of the kernels, and activations and sums are fused into the layers.
 
 Calls of a graph rewritten as calls that segments can hold, before regions are sought.
@@ -180,12 +180,12 @@ def _recurrent_layer(step: CallStep, x: Sequence[int]) -> SegmentLayer:
     return SegmentLayer(step.name, weights, weights, weights * x[0] * x[1])
 
 
-def layers_of(whole: Whole) -> list[SegmentLayer]:
+def layers_of(network: Whole) -> list[SegmentLayer]:
     """The layers of all segments of a program, for the sizes of the example inputs."""
     segment_layers = []
-    for node, program in segments_of(whole.graph):
+    for node, program in segments_of(network.graph):
         inputs = schema.arguments(node)["inputs"]
-        segment_layers += layers(program, [list(whole.example.shape(x)) for x in inputs])
+        segment_layers += layers(program, [list(network.example.shape(x)) for x in inputs])
     return segment_layers
 
 
@@ -213,7 +213,7 @@ def _replaced(
 
 def _nodes_within(region: SegmentRegion, known: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """The nodes of a region, and those between a call and what it reads: of rows, the recurrent
-    call and its results. known: outputs of earlier segments, which are read in place of nodes."""
+    call and its results. known: outputs of earlier segments, which are read instead of nodes."""
     nodes = region.nodes
     reads = {known.get(source, source) for call in region.calls for source in call.reads}
     for call in region.calls:

@@ -1,6 +1,6 @@
 """Candidates of a network whose layers run in segments.
 
-`demask.optimize` measures whole candidates, as all others. The cost model predicts the seconds of
+`demask.optimize` measures complete candidates, as all others. The cost model predicts the seconds of
 layers: the dense ones tell whether other candidates can be as fast, the sparse ones which layers
 should be sparse.
 """

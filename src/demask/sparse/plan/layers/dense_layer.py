@@ -28,11 +28,11 @@ from demask.sparse.plan.layers.tiling import Tiling, rect_counts
 from demask.sparse.plan.layers.window_piece import (
     Share,
     WindowPiece,
+    full_parts,
     shares,
     tap_lines,
     tile_lines,
     tiles_by_size,
-    whole_parts,
 )
 from demask.sparse.plan.tape import Buffer, KernelCall, Tape, aligned
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, TileGrid
@@ -129,7 +129,7 @@ def best_tiling(problem: DenseProblem, isa: Isa) -> tuple[float, DenseTiling]:
 
 
 def _candidate_tilings(problem: DenseProblem, isa: Isa) -> Iterator[tuple[tuple[int, int], int]]:
-    """Tiles that are parts of one row or whole rows, and rows of blocks whose sums, vectors and
+    """Tiles that are parts of one row or full rows, and rows of blocks whose sums, vectors and
     weight fit in the registers."""
     height, width = problem.parts[0]
     tiles = {(1, -(-width // n)) for n in range(1, width + 1)}
@@ -229,7 +229,7 @@ def pack(weight: np.ndarray, tiling: DenseTiling) -> np.ndarray:
 
 
 def pack_channels(weight: np.ndarray, tiling: ChannelTiling, lanes: int) -> np.ndarray:
-    """Float32 weights [outputs, channels, taps], whose outputs fill whole vectors, in the order in
+    """Float32 weights [outputs, channels, taps], whose outputs fill full vectors, in the order in
     which the kernel reads them; they start at a cache line."""
     ends = _block_ends(len(weight) // lanes, tiling.vectors)
     blocks = [weight[a * lanes : b * lanes].transpose(1, 2, 0).ravel() for a, b in ends]
@@ -270,7 +270,7 @@ def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
     """Write a dense layer as a phase of its own; returns the tiling of its first block.
 
     Lanes are tiles of positions, or output channels where many lanes would be empty; all of them,
-    or as many as fill whole vectors.
+    or as many as fill full vectors.
     """
     blocks = [_restrict_to_window(piece, block) for block in piece.layer.blocks]
     counts = [len(block.rows) for block in blocks]
@@ -323,7 +323,7 @@ def _emit_tiles(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Share
 def _thread_shares(tape: Tape, piece: WindowPiece, blocks: Sequence[DenseBlock], step: int) -> Iterator[Share]:
     """The shares of all threads of some blocks.
 
-    Threads share positions where the layout has a part for each, otherwise whole blocks if there
+    Threads share positions where the layout has a part for each, otherwise full blocks if there
     are many, otherwise the rows of each, in multiples of `step`.
     """
     deals = len(piece.shape.parts) != tape.threads and len(blocks) >= 2 * tape.threads
@@ -332,7 +332,7 @@ def _thread_shares(tape: Tape, piece: WindowPiece, blocks: Sequence[DenseBlock],
         if deals:
             thread = busy.index(min(busy))
             busy[thread] += block.weight.size + len(block.rows)
-            yield thread, whole_parts(piece), block
+            yield thread, full_parts(piece), block
             continue
         for thread, areas, share in shares(tape, piece, len(block.rows), step):
             yield thread, areas, _block_rows(block, *share)
@@ -458,7 +458,7 @@ def emit_channels(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Sha
 
 
 def _pack_rows(piece: WindowPiece, block: DenseBlock, tiling: ChannelTiling, isa: Isa) -> PackedRows:
-    """The arrays of a block, whose last row is repeated until rows fill whole vectors."""
+    """The arrays of a block, whose last row is repeated until rows fill full vectors."""
     count = -(-len(block.rows) // isa.lanes) * isa.lanes
     numbers = np.minimum(np.arange(count), len(block.rows) - 1)
     rows = block.rows[numbers].astype(np.int64)

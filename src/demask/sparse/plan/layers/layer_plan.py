@@ -27,7 +27,7 @@ from demask.sparse.plan.layers.window_piece import (
     StepWeight,
     WindowPiece,
     is_depthwise,
-    places_of,
+    line_offsets_of,
     read_weight,
     tile_lines,
     tiles_by_size,
@@ -150,7 +150,7 @@ def chain_pays(shapes: Sequence[TilingProblem], threads: int, isa: Isa) -> bool:
 
 
 def _stream_of_rows(piece: WindowPiece, rows: np.ndarray, tiling: Tiling, isa: Isa) -> Stream:
-    return packed(piece.weight, places_of(piece), rows, tiling.block, tiling.side, isa.line)
+    return packed(piece.weight, line_offsets_of(piece), rows, tiling.block, tiling.side, isa.line)
 
 
 def _emit_areas(

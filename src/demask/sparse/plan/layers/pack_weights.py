@@ -69,7 +69,7 @@ def dense_blocks(matrix: Csr, channels: np.ndarray, count: int, taps: int) -> li
     return blocks
 
 
-def whole_block(matrix: Csr, channels: int, taps: int) -> DenseBlock:
+def full_block(matrix: Csr, channels: int, taps: int) -> DenseBlock:
     """The only block of a weight without zeros, with its values row by row."""
     weight = matrix.values.reshape(matrix.count, channels, taps)
     return DenseBlock(np.arange(matrix.count), np.arange(channels), weight)
@@ -151,11 +151,11 @@ def _nonzeros_of_dense(
         shape = f"{step.out} x {columns}"
         raise BadInput(f"expected a matrix {shape} in {_dtype_name(step)}, got {len(values)} values")
     if values.all():
-        rows, places_in_row = np.indices((step.out, columns), np.int32).reshape(2, -1)
-        return rows, places_in_row, values
-    places = np.flatnonzero(values)
-    rows, places_in_row = np.divmod(places, columns)
-    return rows.astype(np.int32), places_in_row.astype(np.int32), values[places]
+        rows, columns_in_row = np.indices((step.out, columns), np.int32).reshape(2, -1)
+        return rows, columns_in_row, values
+    nonzero_positions = np.flatnonzero(values)
+    rows, columns_in_row = np.divmod(nonzero_positions, columns)
+    return rows.astype(np.int32), columns_in_row.astype(np.int32), values[nonzero_positions]
 
 
 def selected(step: SelectStep, weights: Sequence[Tensor], channels: int) -> np.ndarray:
@@ -195,7 +195,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class LineOffsets:
     """Positions of nonzeros and rows, in lines.
 
     channels, lines: of each nonzero its input channel and its line within the channel; out, add: of
@@ -219,7 +219,7 @@ def dealt(counts: np.ndarray, threads: int) -> list[np.ndarray]:
     return np.split(np.arange(len(counts)), np.minimum(ends + 1, len(counts)))
 
 
-def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int, line: int) -> Stream:
+def packed(weight: Csr, offsets: LineOffsets, rows: np.ndarray, block: int, side: int, line: int) -> Stream:
     """The stream of some rows, in blocks of `block` input channels, `side` rows together.
 
     line: bytes of a vector.
@@ -227,7 +227,7 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
     number = np.full(weight.count, -1, np.int64)
     number[rows] = np.arange(len(rows))
     nonzeros = np.flatnonzero(number[weight.rows] >= 0)
-    row, channel = number[weight.rows[nonzeros]], places.channels[nonzeros]
+    row, channel = number[weight.rows[nonzeros]], offsets.channels[nonzeros]
     blocks = int(channel.max()) // block + 1 if len(channel) else 1
     count = len(rows)
     block_number = (channel // block).astype(np.int64)
@@ -249,15 +249,15 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
         group_rows = groups.ravel()
         flags = (first[group_rows] == k) * FIRST + (last[group_rows] == k) * LAST
         block_records["end"] = block_records["end"] * 4 + flags
-        _set_row_fields(block_records, rows[group_rows], weight, places)
+        _set_row_fields(block_records, rows[group_rows], weight, offsets)
         end = record_count + len(block_records)
-        table[k] = (k * block * places.pitch * line, record_count, end)
+        table[k] = (k * block * offsets.pitch * line, record_count, end)
         record_count = end
         records.append(block_records)
         source.append(read)
     return _stream_arrays(
         weight,
-        places,
+        offsets,
         nonzeros[order],
         np.concatenate(source),
         table,
@@ -266,8 +266,8 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
     )
 
 
-def _set_row_fields(records: np.ndarray, rows: np.ndarray, weight: Csr, places: Places) -> None:
-    records["out"], records["add"] = places.out[rows], places.add[rows]
+def _set_row_fields(records: np.ndarray, rows: np.ndarray, weight: Csr, offsets: LineOffsets) -> None:
+    records["out"], records["add"] = offsets.out[rows], offsets.add[rows]
     records["bias"], records["scale"] = weight.bias[rows], weight.scale[rows]
 
 
@@ -336,7 +336,7 @@ def _block_records(
 
 def _stream_arrays(
     weight: Csr,
-    places: Places,
+    offsets_of_lines: LineOffsets,
     order: np.ndarray,
     source: np.ndarray,
     table: np.ndarray,
@@ -349,7 +349,7 @@ def _stream_arrays(
     is_nonzero = source >= 0
     nonzero = order[source[is_nonzero]]
     values[is_nonzero] = weight.values[nonzero]
-    channels = (places.channels[nonzero] % block).astype(np.int64)  # offsets may have 32 bits
-    offsets[is_nonzero] = channels * places.pitch + places.lines[nonzero]
+    channels = (offsets_of_lines.channels[nonzero] % block).astype(np.int64)  # offsets may have 32 bits
+    offsets[is_nonzero] = channels * offsets_of_lines.pitch + offsets_of_lines.lines[nonzero]
     largest = int(offsets.max()) if len(offsets) else 0
     return Stream(table, records, offsets.astype(np.uint16 if largest < WIDE else np.uint32), values)

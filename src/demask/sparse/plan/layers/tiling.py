@@ -92,7 +92,7 @@ def _piece_lengths(size: int, most: int) -> list[tuple[int, int]]:
 
 
 def strips(rows: int, columns: int, most: int, tile: int) -> Iterator[Area]:
-    """Strips of whole rows with about `most` positions, at least as high as a tile."""
+    """Strips of full rows with about `most` positions, at least as high as a tile."""
     yield from ((i, 0, h, columns) for i, h in _even_pieces(0, rows, max(tile, most // columns)))
 
 
@@ -144,7 +144,7 @@ def best(shape: TilingProblem, threads: int, isa: Isa, by_rows: bool | None = No
 
 
 def cuts(shape: TilingProblem, threads: int, isa: Isa) -> Iterator[Tiling]:
-    """Candidate tilings: tiles of one row, or of several whole rows if these are short."""
+    """Candidate tilings: tiles of one row, or of several full rows if these are short."""
     registers = isa.registers - 4
     is_split = len(shape.parts) == threads
     for by_rows in (True, False) if is_split and threads > 1 else (not is_split,):
@@ -163,7 +163,7 @@ def _row_counts(positions: int, most: int) -> Iterator[int]:
 
 
 def _tile_sizes(shape: TilingProblem, most: int) -> Iterator[tuple[int, int]]:
-    """Sizes of tiles: parts of a row, or several whole rows if these are short."""
+    """Sizes of tiles: parts of a row, or several full rows if these are short."""
     rows, columns = shape.parts[0]
     for count in range(1, columns + 1):
         w = -(-columns // count)
