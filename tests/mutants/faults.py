@@ -332,7 +332,7 @@ WRITTEN = (
     fault("broken-line-stays", "prune/search.py", "_drop_broken_line(final)", "pass",
           "search"),
     fault("masks-after-the-optimizer", "prune/adapters/__init__.py",
-          'whole["masks"] = masks | whole["masks"]', "pass", "adapters"),
+          'state["masks"] = masks | state["masks"]', "pass", "adapters"),
     fault("small-network-without-carry", "cli/pruning/prune.py",
           "demask.carry(slim, training.optimizer)", "pass", "cli_prune"),
     # budgets of prune

@@ -193,7 +193,7 @@ PLACES: tuple[tuple, ...] = (
     ("pilot/packets/writer.py", "pilot_packets",
      ("rounding", "each = min(-(-least // tensor.row_bytes), tensor.rows)")),
     ("pilot/guarantee.py", "pilot_guarantee",
-     ("off by one", "reached = torch.where(place < 0, 0.0, sums[place.clamp(min=0)])")),
+     ("off by one", "reached = torch.where(index < 0, 0.0, sums[index.clamp(min=0)])")),
     ("pilot/route.py", "pilot_route",
      ("connective", "if len(sizes) != 1 or 0 in sizes:")),
     ("pilot/simplifiers/downsample.py", "pilot_simplify",

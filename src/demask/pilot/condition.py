@@ -23,7 +23,7 @@ from demask.graph.provenance import WHOLE
 from demask.machine.clock import PAIRS, is_faster, race
 from demask.ops import TABLE, Table
 from demask.pilot.chains.exact_conditions import Certified, Columns
-from demask.pilot.conditions.base import Condition, Conditioned, Decision, parsed
+from demask.pilot.conditions.base import Args, Condition, Conditioned, Decision, Kwargs, parsed
 from demask.pilot.conditions.channel_conditions import ConstantChannels, PilotValue, Precision, Skip
 from demask.pilot.conditions.regions import Regions
 from demask.pilot.data.execution_data import ExecutionData
@@ -42,8 +42,8 @@ WARMUP = 3
 @public
 def condition(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
+    args: Args,
+    kwargs: Kwargs = None,
     *,
     pilot: str | Simplifier | nn.Module | ExecutionData | None = None,
     condition: str | Condition = "columns",

@@ -52,7 +52,7 @@ from demask.pilot.chains.exact_conditions import (
     values_of,
 )
 from demask.pilot.condition import condition_of
-from demask.pilot.conditions.base import text
+from demask.pilot.conditions.base import Args, text
 from demask.pilot.router import call_copy
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
@@ -363,7 +363,7 @@ def _plain(layers: Sequence[ChainLayer], x: Tensor) -> Tensor:
     return x
 
 
-def _rest(editor: GraphEditor, where: Sequence[LinearChain], args: tuple[Any, ...], table: Table) -> nn.Module | None:
+def _rest(editor: GraphEditor, where: Sequence[LinearChain], args: Args, table: Table) -> nn.Module | None:
     """The network with a constant instead of each chain, None where nothing else is left of it.
     The editor is used up."""
     before = editor.program

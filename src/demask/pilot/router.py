@@ -23,7 +23,7 @@ from demask.graph.module_copy import structural_copy
 from demask.machine.clock import Timing, median_seconds, race
 from demask.numerics import is_number
 from demask.ops import TABLE, Table
-from demask.pilot.conditions.base import Conditioned, Decision, text
+from demask.pilot.conditions.base import Args, Conditioned, Decision, Kwargs, text
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
 
 SMALL = torch.finfo(torch.float32).tiny
@@ -168,7 +168,7 @@ class Queue:
         yield from self._complete_batches(tagged)
         self._report()
 
-    def _enter_call(self, number: int, args: tuple[Any, ...]) -> None:
+    def _enter_call(self, number: int, args: Args) -> None:
         since, router = perf_counter(), self.router
         if router.whole:
             outputs = router.full(*args)
@@ -268,14 +268,7 @@ class ThresholdRoute:
         if self.answer not in ANSWERS:
             raise BadInput(f"expected an answer of {ANSWERS}, got {self.answer!r}")
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> Router:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> Router:
         """A network with the same inputs that runs `model` only where `pilot` is not confident.
 
         The full network alone is run where routing is not sound (rows depend on each other, or on
@@ -456,7 +449,7 @@ def call_copy(model: nn.Module) -> nn.Module:
 
 
 def pilot_network(
-    pilot: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], table: Table
+    pilot: Any, model: nn.Module, args: Args, kwargs: dict[str, Any], table: Table
 ) -> tuple[nn.Module, str]:
     """The pilot as a network, and what it is called."""
     if isinstance(pilot, nn.Module):
@@ -469,7 +462,7 @@ def pilot_network(
     )
 
 
-def _why_rows_depend(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _why_rows_depend(router: Router, args: Args, kwargs: dict[str, Any]) -> str:
     """Why rows cannot be run separately, in words; "" where they can."""
     whole, cheap = router.full(*args, **kwargs), router.pilot(*args, **kwargs)
     rows = len(scores(whole))
@@ -499,7 +492,7 @@ def _why_rows_depend(router: Router, args: tuple[Any, ...], kwargs: dict[str, An
     return ""
 
 
-def _why_slower(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _why_slower(router: Router, args: Args, kwargs: dict[str, Any]) -> str:
     """Why routing does not pay, in words; "" where it does."""
     if router.whole:
         return ""

@@ -279,7 +279,7 @@ def stays_within_memory(
 ) -> None:
     """Inputs, outputs, weights, tables and the arena end (or begin) at pages without access, which
     would stop the process; `near` compares outputs with those of the program."""
-    fields = tape.Tape._fields
+    fields = tape.Tape._field_array
 
     def held(self: Any, call: Any, offsets: Any) -> Any:
         for key, value in list(call.fields.items()):

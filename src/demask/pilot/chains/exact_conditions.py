@@ -19,7 +19,7 @@ threads, gradients, hooks, modes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -41,7 +41,7 @@ from demask.ops import TABLE, Table, op_name, schema
 from demask.pilot.chains.chain_cost import ChainRates, Reads, here, reads
 from demask.pilot.chains.chain_op import CHAIN, ROWS, ChainPlans, ChainStep
 from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
-from demask.pilot.conditions.base import Condition, Conditioned, Decision
+from demask.pilot.conditions.base import Args, Condition, Conditioned, Decision, Kwargs
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
 from demask.sparse.plan.tape import NoPlan
@@ -348,14 +348,7 @@ class Columns:
 
     name: ClassVar[str] = "columns"
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> Chained:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> Chained:
         """The module in which zero inputs are skipped; raises BadInput for a pilot other than None.
 
         Arguments are those of `Condition.applied`.
@@ -411,14 +404,7 @@ class Certified:
                 f"levels={self.levels}; fewer bits alone prove too little"
             )
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> Chained:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> Chained:
         """The module in which proved rows are skipped; raises BadInput for a pilot other than None.
 
         Arguments are those of `Condition.applied`; the weights' own upper bits are the pilot.
@@ -431,9 +417,7 @@ class Certified:
         return chained(model, args, kwargs, self, ("dense", "columns", proving), table)
 
 
-def unconditioned(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, table: Table = TABLE
-) -> Chained:
+def unconditioned(model: nn.Module, args: Args, kwargs: Kwargs = None, *, table: Table = TABLE) -> Chained:
     """A reference network for `Columns` and `Certified`: the same order of sums, nothing skipped.
 
     Networks to which `condition` applied `Columns` or `Certified` return the outputs of this
@@ -472,8 +456,8 @@ def unconditioned(
 
 def chained(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
+    args: Args,
+    kwargs: Kwargs,
     condition: Condition,
     allowed: Sequence[str],
     table: Table,
@@ -620,16 +604,14 @@ def layers_of(editor: GraphEditor, chain: LinearChain) -> list[ChainLayer]:
 
 
 def inputs_of_chains(
-    editor: GraphEditor, chains: Sequence[LinearChain], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    editor: GraphEditor, chains: Sequence[LinearChain], args: Args, kwargs: Kwargs
 ) -> list[Tensor | None]:
     """The inputs of the chains, computed from the example inputs."""
     firsts = [schema.arguments(chain.calls[0])["input"] for chain in chains]
     return values_of(editor, firsts, args, kwargs)
 
 
-def values_of(
-    editor: GraphEditor, nodes: Sequence[fx.Node], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-) -> list[Tensor | None]:
+def values_of(editor: GraphEditor, nodes: Sequence[fx.Node], args: Args, kwargs: Kwargs) -> list[Tensor | None]:
     """The values of nodes on the example inputs, None for those that do not run."""
     program = replace(editor.program, graph=editor.graph, constants=editor.constants)
     flat = pytree.tree_leaves((args, dict(kwargs or {})))

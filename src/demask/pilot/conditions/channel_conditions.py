@@ -41,7 +41,7 @@ from demask.graph.result.demasked_module import Demasked
 from demask.numerics import is_integer, is_number
 from demask.ops import TABLE, Declined, Relation, Table
 from demask.ops.schema import fake
-from demask.pilot.conditions.base import Conditioned, Decision
+from demask.pilot.conditions.base import Args, Conditioned, Decision, Kwargs
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.data.measured_values import batch_axis
 from demask.pilot.data.sliced_run import LoadedConstants, flat, walk
@@ -153,19 +153,13 @@ class Supported(nn.Module):
         magnitudes, values = self._piloted(args, kwargs)
         return self.run(self.chosen.indices(magnitudes), args, kwargs, values)
 
-    def run(
-        self,
-        indices: Sequence[Tensor],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None = None,
-        values: Sequence[Tensor] = (),
-    ) -> Any:
+    def run(self, indices: Sequence[Tensor], args: Args, kwargs: Kwargs = None, values: Sequence[Tensor] = ()) -> Any:
         """The outputs for indices of your own, int64 [k] of distinct positions per layer."""
         self.last = tuple(indices)
         network = self.network if all(len(index) for index in indices) else self.full
         return network(*args, *indices, *values, **dict(kwargs or {}))
 
-    def _piloted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def _piloted(self, args: Args, kwargs: Mapping[str, Any]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         count = len(self.chosen.layers)
         if self.pilot is None:
             return [getattr(self, f"magnitude_{k}") for k in range(count)], ()
@@ -352,14 +346,7 @@ class Skip(_Selective):
 
     name: ClassVar[str] = "skip"
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> Supported:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> Supported:
         """The module in which channels that are not computed are 0.
 
         Arguments are those of `Condition.applied`.
@@ -412,14 +399,7 @@ class ConstantChannels(_Selective):
         if self.value != "mean" and (not is_number(self.value) or math.isinf(float(self.value))):
             raise BadInput(f"expected a finite number or 'mean' for value, got {self.value!r}")
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> Supported:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> Supported:
         """The module with constants in the other channels.
 
         Arguments are those of `Condition.applied`.
@@ -468,14 +448,7 @@ class PilotValue(_Selective):
 
     name: ClassVar[str] = "value"
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> Supported:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> Supported:
         """The module with the pilot's values in the other channels.
 
         Arguments are those of `Condition.applied`.
@@ -527,14 +500,7 @@ class Precision(_Selective):
         if not is_integer(self.bits) or not 1 <= self.bits <= 16:
             raise BadInput(f"expected 1 to 16 bits, got {self.bits!r}; such as 8")
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> Supported:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> Supported:
         """The module with rounded weights in the other channels.
 
         Arguments are those of `Condition.applied`.
@@ -548,7 +514,7 @@ Kind = Skip | ConstantChannels | PilotValue | Precision
 class _Draft:
     """A condition that is being applied: the program, its conditioned values, and the pilot."""
 
-    def __init__(self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any, table: Table):
+    def __init__(self, kind: Kind, model: nn.Module, args: Args, kwargs: Any, pilot: Any, table: Table):
         self.kind, self.args, self.kwargs = kind, args, dict(kwargs or {})
         self.program = canonicalize(capture_program(model, args, kwargs, None), table)
         self.analysis = Analysis(self.program, table)

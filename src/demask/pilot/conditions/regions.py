@@ -14,7 +14,7 @@ largest value of those that it touches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from demask.errors import BadInput
 from demask.numerics import is_integer, is_number
 from demask.ops import TABLE, Table
 from demask.ops.schema import fake
-from demask.pilot.conditions.base import Conditioned, Decision
+from demask.pilot.conditions.base import Args, Conditioned, Decision, Kwargs
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.execution.rectangles import Rectangle, rectangles
@@ -244,14 +244,7 @@ class Regions:
                 f"expected fill={PILOT!r}, a number or a function of the network's arguments, got {self.fill!r}"
             )
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> InRegions:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> InRegions:
         """The module that runs the model in regions, for inference on the CPU.
 
         The module shares the model's weights.
@@ -302,7 +295,7 @@ class Regions:
 
 
 def _pilot(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any, table: Table
+    model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table
 ) -> tuple[nn.Module | Answers | None, str]:
     """What runs first, and its name."""
     if pilot is None:

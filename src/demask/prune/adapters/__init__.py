@@ -1,3 +1,8 @@
+"""Thin callbacks that let training engines prune, each with its engine, an extra; and what they share: when
+to prune, and what is removed at the end."""
+
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,9 +59,3 @@ class ScheduledPruner:
         for optimizer in optimizers:
             carry(slim, optimizer)
         return slim.train(model.training)
-
-
-"""Thin callbacks that let training engines prune; each needs its engine, an extra.
-
-What the adapters share: when to prune, and what is removed at the end.
-"""

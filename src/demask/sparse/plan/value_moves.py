@@ -55,9 +55,20 @@ class Moves:
             if isinstance(x[0], Buffer) and isinstance(out[0], Buffer):
                 full_lines = _full_line_numbers(table)
                 copied = full_lines >= 0
-                self._copied(
-                    (x, out), (thread, begin, end), pitches, np.stack([full_lines, full_lines, lines], 1)[copied]
-                )
+                if copied.any():
+                    line_table = np.stack([full_lines, full_lines, lines], 1)[copied].astype(np.int32)
+                    copy, buffers = move.Pointwise(None, False), {"x": x, "z": x, "out": out}
+                    x_pitch, out_pitch = pitches
+                    self.add_call(
+                        thread,
+                        copy,
+                        buffers,
+                        (begin, end),
+                        line_table,
+                        x_pitch=x_pitch,
+                        z_pitch=x_pitch,
+                        out_pitch=out_pitch,
+                    )
                 table, lines = table[~copied], lines[~copied]
                 if not len(table):
                     continue
@@ -72,52 +83,22 @@ class Moves:
             calls.append((kernel, middle, end, table[rest], lines[rest]))
             for chosen, first, last, numbers, at in calls:
                 if first < last and len(numbers):
-                    self.tape.add(
-                        thread,
-                        KernelCall(
-                            chosen,
-                            move.CALL,
-                            {"x": x, "out": out},
-                            {
-                                "x_pitch": pitches[0],
-                                "out_pitch": pitches[1],
-                                "begin": first,
-                                "end": last,
-                                "count": len(numbers),
-                                "table": numbers,
-                                "lines": at,
-                            },
-                        ),
-                    )
+                    fields = {"x_pitch": pitches[0], "out_pitch": pitches[1], "lines": at}
+                    self.add_call(thread, chosen, {"x": x, "out": out}, (first, last), numbers, **fields)
 
-    def _copied(
+    def add_call(
         self,
-        places: tuple[Location, Location],
-        share: tuple[int, int, int],
-        pitches: tuple[int, int],
+        thread: int,
+        kernel: Any,
+        buffers: dict[str, Location],
+        channels: tuple[int, int],
         table: np.ndarray,
+        **fields: Any,
     ) -> None:
-        """Write copies of full lines, for the share of a thread (thread, begin, end)."""
-        (x, out), (thread, begin, end) = places, share
-        if len(table):
-            kernel = move.Pointwise(None, False)
-            self.tape.add(
-                thread,
-                KernelCall(
-                    kernel,
-                    move.CALL,
-                    {"x": x, "z": x, "out": out},
-                    {
-                        "x_pitch": pitches[0],
-                        "z_pitch": pitches[0],
-                        "out_pitch": pitches[1],
-                        "begin": begin,
-                        "end": end,
-                        "count": len(table),
-                        "table": table.astype(np.int32),
-                    },
-                ),
-            )
+        """Write the call of a kernel for the channels from one to another, by one thread."""
+        pitches = {f"{key}_pitch": self.pitch(x) for key, (x, _) in buffers.items() if isinstance(x, Buffer)}
+        shared = {"begin": channels[0], "end": channels[1], "count": len(table), "table": table}
+        self.tape.add(thread, KernelCall(kernel, move.CALL, buffers, {**pitches, **shared, **fields}))
 
     def _work(self, layout: GridLayout, parts: Sequence[int]) -> Iterator[MovePart]:
         """The share of each thread of work on all channels of positions in these parts.
@@ -164,25 +145,9 @@ class Moves:
         rows = [(x.layout.line(*at), z.layout.line(*at), out.layout.line(*at)) for at in out.layout.inside()]
         table = np.array(rows, np.int32)
         parts = [at[0] for at in out.layout.inside()]
+        buffers: dict[str, Location] = {"x": (x, 0), "z": (z, 0), "out": (out, 0)}
         for thread, picked, begin, end in self._work(x.layout, parts):
-            buffers = {"x": (x, 0), "z": (z, 0), "out": (out, 0)}
-            self.tape.add(
-                thread,
-                KernelCall(
-                    kernel,
-                    move.CALL,
-                    buffers,
-                    {
-                        "x_pitch": self.pitch(x),
-                        "z_pitch": self.pitch(z),
-                        "out_pitch": self.pitch(out),
-                        "begin": begin,
-                        "end": end,
-                        "count": len(picked),
-                        "table": table[picked],
-                    },
-                ),
-            )
+            self.add_call(thread, kernel, buffers, (begin, end), table[picked])
 
     def over_channels(
         self, kernel: Any, x: Buffer, out: Buffer, groups: int = 1, factors: np.ndarray | None = None
@@ -192,6 +157,7 @@ class Moves:
         groups: of channels that are independent. factors: float32, which the kernel reads.
         """
         fields = {} if factors is None else {"weights": factors}
+        buffers: dict[str, Location] = {"x": (x, 0), "out": (out, 0)}
         count = x.layout.size[1] // groups
         at, threads, grid = at_array(out.layout.inside()), self.tape.threads, out.layout.grid
         table = np.stack([x.layout.line(*at.T), out.layout.line(*at.T)], 1).astype(np.int32)
@@ -199,8 +165,7 @@ class Moves:
             is_own = at[:, 0] == thread if grid.parts == threads else slice(begin, end)
             if len(table[is_own]):
                 for first in range(0, x.layout.size[1], count):
-                    share = thread, first, first + count
-                    self._add(kernel, x, out, share, table[is_own], fields)
+                    self.add_call(thread, kernel, buffers, (first, first + count), table[is_own], **fields)
 
     def pool(self, step: PoolStep, x: Buffer, out: Buffer) -> None:
         """Write a pool."""
@@ -216,8 +181,9 @@ class Moves:
         kernel, parts = move.PoolKernel(tuple(taps), step.mean), at[:, 0].tolist()
         table = np.stack([reads, out_layout.line(*at.T)], 1).astype(np.int32)
         scale = np.where(is_inside, 1 / np.maximum(counts, 1), 0)
+        buffers: dict[str, Location] = {"x": (x, 0), "out": (out, 0)}
         for thread, picked, begin, end in self._work(out_layout, parts):
-            self._add(kernel, x, out, (thread, begin, end), table[picked], {"weights": aligned(scale[picked])})
+            self.add_call(thread, kernel, buffers, (begin, end), table[picked], weights=aligned(scale[picked]))
 
     def scale(self, act: Any, factors: tuple[Buffer, Buffer], out: Buffer) -> None:
         """Write act(x * z). factors: x and z; z: images of one pixel."""
@@ -233,25 +199,9 @@ class Moves:
         kernel = move.ScaleKernel(act, spread)
         positions = list(out.layout.inside())
         table = np.array([(x.layout.line(*at), out.layout.line(*at)) for at in positions], np.int32)
+        buffers: dict[str, Location] = {"x": (x, 0), "z": (z, line * self.isa.line), "out": (out, 0)}
         for thread, picked, begin, end in self._work(x.layout, [at[0] for at in positions]):
-            buffers = {"x": (x, 0), "z": (z, line * self.isa.line), "out": (out, 0)}
-            self.tape.add(
-                thread,
-                KernelCall(
-                    kernel,
-                    move.CALL,
-                    buffers,
-                    {
-                        "x_pitch": self.pitch(x),
-                        "z_pitch": self.pitch(z),
-                        "out_pitch": self.pitch(out),
-                        "begin": begin,
-                        "end": end,
-                        "count": len(picked),
-                        "table": table[picked],
-                    },
-                ),
-            )
+            self.add_call(thread, kernel, buffers, (begin, end), table[picked])
 
     def select(self, step: SelectStep, channels: np.ndarray, x: Buffer, out: Buffer) -> None:
         """Write the selected channels of x. channels: int32, -1 for zeros."""
@@ -259,24 +209,10 @@ class Moves:
         first = x.layout.line(0, 0, 0)
         at = at_array(out.layout.inside())
         reads = first + first_read(window, x.layout, out.layout, at)
+        buffers: dict[str, Location] = {"x": (x, 0), "out": (out, 0)}
         table = np.stack([reads, out.layout.line(*at.T)], 1).astype(np.int32)
         for thread, picked, begin, end in self._work(out.layout, at[:, 0].tolist()):
-            self._add(move.SelectKernel(), x, out, (thread, begin, end), table[picked], {"lines": channels})
-
-    def _add(
-        self,
-        kernel: Any,
-        x: Buffer,
-        out: Buffer,
-        share: tuple[int, int, int],
-        table: np.ndarray,
-        fields: dict[str, Any],
-    ) -> None:
-        """Write one call of a kernel for the share of a thread (thread, begin, end)."""
-        thread, begin, end = share
-        self.tape.add(thread, KernelCall(kernel, move.CALL, {"x": (x, 0), "out": (out, 0)}, {
-            "x_pitch": self.pitch(x), "out_pitch": self.pitch(out), "begin": begin, "end": end,
-            "count": len(table), "table": table, **fields}))  # fmt: skip
+            self.add_call(thread, move.SelectKernel(), buffers, (begin, end), table[picked], lines=channels)
 
     def mean(self, x: Buffer, out: Buffer) -> None:
         """Write the means of images."""

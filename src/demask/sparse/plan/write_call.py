@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from demask.kernels.cpu.tiles.called import NormKernel, PointwiseKernel, SoftmaxKernel
-from demask.kernels.cpu.tiles.relayout import CALL, Gather
+from demask.kernels.cpu.tiles.relayout import Gather
 from demask.kernels.cpu.tiles.resize import CALL as RESIZE_CALL
 from demask.kernels.cpu.tiles.resize import ResizeKernel
 from demask.kernels.cpu.tiles.value_product import CALL as PRODUCT_CALL
@@ -440,22 +440,5 @@ class _ValueProducts:
         """Write a call of a kernel of all channels."""
         x, out = columns
         buffers = {"x": self._location(x), "z": self._location(x), "out": self._location(out)}
-        pitches = self.moves.pitch(x.buffer), self.moves.pitch(out.buffer)
         if len(table):
-            self.moves.tape.add(
-                share.thread,
-                KernelCall(
-                    kernel,
-                    CALL,
-                    buffers,
-                    {
-                        "x_pitch": pitches[0],
-                        "z_pitch": pitches[0],
-                        "out_pitch": pitches[1],
-                        "begin": 0,
-                        "end": channels,
-                        "count": len(table),
-                        "table": table.astype(np.int32),
-                    },
-                ),
-            )
+            self.moves.add_call(share.thread, kernel, buffers, (0, channels), table.astype(np.int32))
