@@ -166,7 +166,8 @@ class Queue:
         while self.rows:
             self._run_full_network(min(self.batch, self._waiting_count()))
         yield from self._complete_batches(tagged)
-        self._report()
+        latency = Timing.of(self.late) if self.late else None
+        self.router.last = Routed(self.seen, self.escalated, self.calls, latency)
 
     def _enter_call(self, number: int, args: Args) -> None:
         since, router = perf_counter(), self.router
@@ -228,10 +229,6 @@ class Queue:
             if not one.missing:
                 self.open.remove(one)
                 yield (one.number, one.outputs) if tagged else one.outputs
-
-    def _report(self) -> None:
-        latency = Timing.of(self.late) if self.late else None
-        self.router.last = Routed(self.seen, self.escalated, self.calls, latency)
 
 
 def _repeat_last_row(leaf: Tensor, rows: int) -> Tensor:

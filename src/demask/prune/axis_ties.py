@@ -60,12 +60,12 @@ def _add_reader(ties: AxisTies, node: fx.Node, roles: Roles) -> None:
     relation, letters = ties.relations[node], ties.letters[node]
     read = relation.contracted | relation.back
     is_product = relation.entry.fill in ("sum", "mix", "recur")
+    is_lookup = relation.entry.fill == "same" and relation.complete and len(relation.operands) > 1  # rows of a table
     factors = _multiplied_operands(relation)
     for k, operand in enumerate(relation.operands):
         if operand.value not in ties.weights:
             continue
-        rows = ROWS if is_product and k in factors else SHIFTS
-        rows = LOOKUP if _is_lookup(relation) else rows
+        rows = LOOKUP if is_lookup else ROWS if is_product and k in factors else SHIFTS
         for d, axis in enumerate(relation.ins[k]):
             roles[key_of(operand.value)][d] |= {(letters[a], READS if a in read else rows) for a in axis}
 
@@ -75,10 +75,6 @@ def _multiplied_operands(relation: Relation) -> set[int]:
     if relation.back:
         return {k for k, axes in enumerate(relation.ins) if len(axes) == 2}
     return set(relation.factors)
-
-
-def _is_lookup(relation: Relation) -> bool:
-    return relation.entry.fill == "same" and bool(relation.complete) and len(relation.operands) > 1
 
 
 def _trace_back(ties: AxisTies, node: fx.Node, roles: Roles) -> None:

@@ -101,7 +101,8 @@ class Sensitivity(PageSource):
         heads = [f"at {100 * a:.0f} %" for a in amounts] if few else ["at least", "at most"]
         dense, table = self.dense, list[tuple[str, ...]]()
         for name, rows in self.by_group.items():
-            cells = _accuracy_at(rows, amounts) if few else _ends(rows)
+            ends = [f"{row.accuracy:.4g} at {100 * row.amount:.0f} %" for row in (rows[0], rows[-1])]
+            cells = _accuracy_at(rows, amounts) if few else ends
             last = rows[-1]
             table.append(
                 (
@@ -141,10 +142,6 @@ def _accuracy_at(rows: Sequence[SensitivityRow], amounts: Sequence[float]) -> li
     """The accuracy at each amount; a group of few slices has not all of them."""
     by_amount = {round(row.amount, 2): f"{row.accuracy:.4g}" for row in rows}
     return [by_amount.get(amount, "") for amount in amounts]
-
-
-def _ends(rows: Sequence[SensitivityRow]) -> list[str]:
-    return [f"{row.accuracy:.4g} at {100 * row.amount:.0f} %" for row in (rows[0], rows[-1])]
 
 
 @in_isolation

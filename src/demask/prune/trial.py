@@ -50,14 +50,11 @@ def propose(
         proposals = []
         for number in numbers:
             if number < len(UNIFORM):
-                study.enqueue_trial(_uniform(ranges, UNIFORM[number]))
+                share = UNIFORM[number]
+                study.enqueue_trial({k: least + round(share * (most - least)) for k, (least, most) in ranges.items()})
             study.sampler = optuna.samplers.TPESampler(seed=mix(seed, number))
             proposals.append(dict(study.ask(space).params))
     return proposals
-
-
-def _uniform(ranges: Mapping[str, tuple[int, int]], share: float) -> dict[str, int]:
-    return {name: least + round(share * (most - least)) for name, (least, most) in ranges.items()}
 
 
 def _compared_values(history: Sequence[SearchTrial], cost: str, budget: float | None) -> list[list[float]]:

@@ -258,7 +258,8 @@ def spmm(w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activat
     right = _matrix_layout(x)
     if isinstance(w, Tensor) and isinstance(x, Tensor) and w.layout == torch.strided:
         if right != torch.sparse_csc:
-            raise BadInput(f"{_PAIRS}, got {w.layout} @ {right}; give {_advice(x, right)}")
+            advice = "a sparse one, or w @ x" if right == torch.strided else "x.to_sparse_csc()"
+            raise BadInput(f"{_PAIRS}, got {w.layout} @ {right}; give {advice}")
         # w @ x = (x.T @ w.T).T, and the CSC arrays of x are the CSR arrays of x.T
         _check_product(w, x)
         crow, col, values = _csr_parts(x, x.ccol_indices(), x.row_indices())
@@ -289,10 +290,6 @@ def _matrix_layout(matrix: Tensor | DCSR) -> torch.layout | str:
     if not isinstance(matrix, Tensor):
         raise BadInput(f"expected tensors or DCSR, got {type(matrix).__name__}")
     return matrix.layout
-
-
-def _advice(x: Tensor, layout: torch.layout | str) -> str:
-    return "a sparse one, or w @ x" if layout == torch.strided else "x.to_sparse_csc()"
 
 
 def sparse_product(a: Tensor, b: Tensor) -> Tensor:

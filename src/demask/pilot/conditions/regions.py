@@ -472,7 +472,8 @@ class InRegions(nn.Module):
         """How to run an image with these tiles selected."""
         side, size = self.condition.tile, self.windows.size
         areas = rectangles(selected, side, size, self._cost)
-        selected_share = float(_spread(selected, side, size).double().mean())
+        tiles = selected.repeat_interleave(side, 0).repeat_interleave(side, 1)
+        selected_share = float(tiles[: size[0], : size[1]].double().mean())
         if sum(map(self.windows.seconds, areas)) >= self._seconds:
             return Ran(selected_share, (self._all,), size, self._macs, self._macs, True)
         macs = sum(map(self.windows.macs, areas))
@@ -488,11 +489,6 @@ def _unlike(error: ValueError) -> ValueError:
         f"{what}. Regions are for images of the example's size, for several at once if the example "
         "has two or more: condition the network with such an example"
     )
-
-
-def _spread(selected: Tensor, side: int, size: tuple[int, int]) -> Tensor:
-    large = selected.repeat_interleave(side, 0).repeat_interleave(side, 1)
-    return large[: size[0], : size[1]]
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -103,7 +103,8 @@ def collect(
     run = walk(program, constants, leaves, gathered.see, budget=budget, progress=progress)
     single = isinstance(inputs, tuple)
     description = source or ("live input" if single else "calibration set")
-    count = _count(leaves)
+    firsts = [next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1) for call in leaves]
+    count = sum(firsts)
     text = f"{description}, {count} input{'s' if count != 1 else ''}"
     return ExecutionData(per, gathered.magnitudes(), text, measure, gathered.grids, run.slices, run.peak_weight_bytes)
 
@@ -131,11 +132,6 @@ def _read(
 def _cuts(model: Any) -> Mapping[str, Cut]:
     record = getattr(model, "demasked", None)
     return record.cuts if isinstance(record, Provenance) else {}
-
-
-def _count(leaves: list[list[Any]]) -> int:
-    firsts = [next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1) for call in leaves]
-    return sum(firsts)
 
 
 class _Gathered:

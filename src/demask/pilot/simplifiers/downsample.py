@@ -334,7 +334,7 @@ class _Smaller:
             self.env[node] = self.graph.node_copy(node)
             self._set_full_axes(node)
         elif node.op == "output":
-            self.graph.output(self._returned(node.args))
+            self.graph.output(tuple(self._full_size_output(v) if isinstance(v, fx.Node) else v for v in node.args[0]))
         elif node.target is operator.getitem:
             source: Any = node.args[0]
             self.env[node] = self.editor.call(operator.getitem, self._new_node(source), node.args[1])
@@ -369,9 +369,6 @@ class _Smaller:
             raise _CannotShorten(f"{mode} interpolation is for images, this value has {rank} axes")
         target, corners = _RESIZES[rank, mode]
         return self.editor.call(target, x, sizes, *([False] if corners else []), None)
-
-    def _returned(self, args: Any) -> tuple[Any, ...]:
-        return tuple(self._full_size_output(v) if isinstance(v, fx.Node) else v for v in args[0])
 
     def _full_size_output(self, node: fx.Node) -> fx.Node:
         output, axes = self._new_node(node), self.axes.get(key_of(node), ())
@@ -454,7 +451,7 @@ class _Smaller:
                     continue
                 if name == "slice" and _reads_to_end(arguments, operand.value, dim):
                     start = arguments["start"] or 0
-                    if start == 0 or (arguments["step"] == 1 and _leads(mine, start)):
+                    if start == 0 or (arguments["step"] == 1 and _segments_from(mine, start) is not None):
                         continue
                 raise _CannotShorten("it picks positions along an axis that shrinks")
 
@@ -491,7 +488,7 @@ class _Smaller:
         dynamic = [k for k, n in enumerate(sizes) if n is None]
         for k in dynamic:
             alone = len(dynamic) == 1 and name != "expand"
-            sizes[k] = -1 if alone or arguments is None else self._mapped_any(arguments[k])
+            sizes[k] = -1 if alone or arguments is None else map_arg(arguments[k], self._new_node)
         return sizes
 
     def _shorter_axis(self, relation: Relation, axis: Any, letters: Mapping[str, Axis], full: int | None) -> Axis:
@@ -600,9 +597,6 @@ class _Smaller:
     def _new_node(self, node: fx.Node) -> fx.Node:
         return self.env[node]
 
-    def _mapped_any(self, value: Any) -> Any:
-        return map_arg(value, self._new_node)
-
 
 def _spatial_axes(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]) -> list[int]:
     """The spatial axes of an input."""
@@ -623,11 +617,6 @@ def _reads_sizes(node: fx.Node) -> bool:
 def _reads_to_end(arguments: Mapping[str, Any], source: fx.Node, dim: int) -> bool:
     full = fake(source).shape[dim]
     return arguments["end"] is None or (isinstance(arguments["end"], int) and arguments["end"] >= full)
-
-
-def _leads(axis: Axis, start: int) -> bool:
-    """Whether a position begins a segment, after segments that did not shrink."""
-    return _segments_from(axis, start) is not None
 
 
 def _segments_from(axis: Axis, start: int) -> Axis | None:

@@ -93,7 +93,7 @@ class LowRank:
 
     def _factor_layer(self, editor: GraphEditor, layer: WeightLayer) -> Iterator[str]:
         weight = editor.constants[layer.weight].tensor
-        if layer.relation.back or _groups(layer.node) != 1:
+        if layer.relation.back or schema.arguments(layer.node).get("groups", 1) != 1:
             kind = "recurrent" if layer.relation.back else "grouped"
             yield f"{layer.name}: a {kind} layer keeps its rank"
             return
@@ -117,10 +117,6 @@ def factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     root = values[:rank].sqrt()
     return root[:, None] * right[:rank], left[:, :rank] * root
-
-
-def _groups(node: fx.Node) -> int:
-    return int(schema.arguments(node).get("groups", 1))
 
 
 def _split_call(editor: GraphEditor, layer: WeightLayer, basis: Tensor, mixed: Tensor) -> bool:

@@ -28,7 +28,6 @@ from demask.graph.module_copy import structural_copy
 from demask.prune.allocation.knapsack import Choice, CountedCost, Item, Knapsack, spaced_counts
 from demask.prune.masks import find_places, read_masks
 from demask.prune.pruner import Pruner
-from demask.prune.structures import Candidates
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,11 @@ class NetworkContext:
         """A copy of the model in eval mode, in which slices outside of `masks` are zeros."""
         copy = structural_copy(self.pruner.model, share=False).eval()
         places = find_places(copy)
-        for candidates in self._with(masks):
+        for candidates in (c for c in self.pruner.candidates if c.name in masks):
             for name, mask in candidates.expand(masks[candidates.name]).items():
                 parameter = places[name][0].parameter
                 parameter.mul_(mask.to(parameter.device))
         return copy
-
-    def _with(self, masks: Mapping[str, Tensor]) -> list[Candidates]:
-        return [c for c in self.pruner.candidates if c.name in masks]
 
 
 Scores = Mapping[str, Tensor]  # by group, [size]: higher is more important

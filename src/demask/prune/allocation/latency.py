@@ -176,7 +176,9 @@ class _LatencySearch:
             choice = self._next_choice(prediction, aim)
             is_new = all(choice != trial.counts for trial in self.trials)
             if is_new:
-                self._try_network(choice, prediction)
+                predicted, measured = 1e3 * prediction.total(choice), 1e3 * self._measure_network(choice)
+                self.trials.append(Trial(choice, predicted, measured))
+                self.options.progress(f"predicted {predicted:.3f} ms, measured {measured:.3f} ms")
             elif self._trials_within(budget) or choice == least:
                 break
             if not is_new or len(self.trials) >= TRIALS:
@@ -213,12 +215,6 @@ class _LatencySearch:
 
     def _trials_within(self, budget: float) -> list[Trial]:
         return [trial for trial in self.trials if trial.measured_ms <= 1e3 * budget]
-
-    def _try_network(self, choice: Choice, prediction: _Prediction) -> None:
-        predicted = 1e3 * prediction.total(choice)
-        measured = 1e3 * self._measure_network(choice)
-        self.trials.append(Trial(choice, predicted, measured))
-        self.options.progress(f"predicted {predicted:.3f} ms, measured {measured:.3f} ms")
 
     def _measure_network(self, choice: Choice) -> float:
         network = self.context.masked(self.problem.masks(choice))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -90,7 +90,7 @@ class Moves:
         self,
         thread: int,
         kernel: Any,
-        buffers: dict[str, Location],
+        buffers: Mapping[str, Location],
         channels: tuple[int, int],
         table: np.ndarray,
         **fields: Any,
@@ -145,7 +145,7 @@ class Moves:
         rows = [(x.layout.line(*at), z.layout.line(*at), out.layout.line(*at)) for at in out.layout.inside()]
         table = np.array(rows, np.int32)
         parts = [at[0] for at in out.layout.inside()]
-        buffers: dict[str, Location] = {"x": (x, 0), "z": (z, 0), "out": (out, 0)}
+        buffers = {"x": (x, 0), "z": (z, 0), "out": (out, 0)}
         for thread, picked, begin, end in self._work(x.layout, parts):
             self.add_call(thread, kernel, buffers, (begin, end), table[picked])
 
@@ -157,7 +157,7 @@ class Moves:
         groups: of channels that are independent. factors: float32, which the kernel reads.
         """
         fields = {} if factors is None else {"weights": factors}
-        buffers: dict[str, Location] = {"x": (x, 0), "out": (out, 0)}
+        buffers = {"x": (x, 0), "out": (out, 0)}
         count = x.layout.size[1] // groups
         at, threads, grid = at_array(out.layout.inside()), self.tape.threads, out.layout.grid
         table = np.stack([x.layout.line(*at.T), out.layout.line(*at.T)], 1).astype(np.int32)
@@ -181,7 +181,7 @@ class Moves:
         kernel, parts = move.PoolKernel(tuple(taps), step.mean), at[:, 0].tolist()
         table = np.stack([reads, out_layout.line(*at.T)], 1).astype(np.int32)
         scale = np.where(is_inside, 1 / np.maximum(counts, 1), 0)
-        buffers: dict[str, Location] = {"x": (x, 0), "out": (out, 0)}
+        buffers = {"x": (x, 0), "out": (out, 0)}
         for thread, picked, begin, end in self._work(out_layout, parts):
             self.add_call(thread, kernel, buffers, (begin, end), table[picked], weights=aligned(scale[picked]))
 
@@ -199,7 +199,7 @@ class Moves:
         kernel = move.ScaleKernel(act, spread)
         positions = list(out.layout.inside())
         table = np.array([(x.layout.line(*at), out.layout.line(*at)) for at in positions], np.int32)
-        buffers: dict[str, Location] = {"x": (x, 0), "z": (z, line * self.isa.line), "out": (out, 0)}
+        buffers = {"x": (x, 0), "z": (z, line * self.isa.line), "out": (out, 0)}
         for thread, picked, begin, end in self._work(x.layout, [at[0] for at in positions]):
             self.add_call(thread, kernel, buffers, (begin, end), table[picked])
 
@@ -209,7 +209,7 @@ class Moves:
         first = x.layout.line(0, 0, 0)
         at = at_array(out.layout.inside())
         reads = first + first_read(window, x.layout, out.layout, at)
-        buffers: dict[str, Location] = {"x": (x, 0), "out": (out, 0)}
+        buffers = {"x": (x, 0), "out": (out, 0)}
         table = np.stack([reads, out.layout.line(*at.T)], 1).astype(np.int32)
         for thread, picked, begin, end in self._work(out.layout, at[:, 0].tolist()):
             self.add_call(thread, move.SelectKernel(), buffers, (begin, end), table[picked], lines=channels)
