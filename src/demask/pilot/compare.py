@@ -1,7 +1,4 @@
-"""compare(): what each simplifier preserves of a network, and what it costs, on the same inputs.
-
-The picture of a comparison: agreement, recall of zeros and weights per simplifier, as bars.
-"""
+"""compare(): what each simplifier preserves of a network, and what it costs, on the same inputs."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ rows a chain reads, and `pilot.chains.chain_cost` predicts the time. Other condi
 alternately with the network, since they have to run on the inputs anyway, for the answers that they
 change. Operations are counted, too: a pilot that is the network with other weights costs as much as
 the network itself, whatever it saves. The verdict says what is not faster.
-
-Checks of the arguments of `explain`.
 """
 
 from __future__ import annotations

@@ -8,12 +8,10 @@ at most, and so do all of them together: the order is fixed before the second sp
 for any error there must have been one at the first wrong threshold (Bauer 1991; Angelopoulos et al.
 2021, "Learn then Test").
 
-Exact bounds on rates from counts: no normal approximation, so they hold for rare events too.
-
-A count of independent draws is binomial. The interval of Clopper and Pearson inverts its two tails.
-The difference of two rates on the same examples (how often a change for the worse happens, less how
-often one for the better does) is that of three outcomes, of which two are counted.
-"""
+Bounds on rates are exact, without a normal approximation, so they hold for rare events too. A count of
+independent draws is binomial. The interval of Clopper and Pearson inverts its two tails. The difference
+of two rates on the same examples (how often a change for the worse happens, less how often one for the
+better does) is that of three outcomes, of which two are counted."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ full network runs for these alone, and its answers replace the pilot's. Confiden
 pilot's class scores, as in the cascades of Viola and Jones (2001) for detectors and in IDK cascades
 (Wang et al. 2017) for classifiers. `demask.pilot.guarantee` bounds the loss.
 
-The threshold of a route, from examples: the boldest with a guarantee, if routing is faster.
+`Route.calibrated` chooses the threshold from examples: the boldest with a guarantee, if routing is faster.
 """
 
 from __future__ import annotations

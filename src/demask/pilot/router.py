@@ -1,8 +1,6 @@
 """A network that runs only for the rows on which its pilot is not confident.
 
-Rows that need the full network, queued until they fill a call of it.
-
-Rows of a batch: their class scores, how sure these are, and the inputs of some of them.
+In a stream, rows that need the full network are queued until they fill a call of it.
 """
 
 from __future__ import annotations

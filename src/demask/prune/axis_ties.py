@@ -6,7 +6,7 @@ two cells position by position. Cells that must stay uncut are forced: those of 
 of windows, of axes that a call normalizes over or reads in full, of dynamic sizes, and of ops
 without an entry.
 
-Roles of a constant's axes: what the calls that read it do with its slices.
+The roles of a constant's axes say what the calls that read it do with its slices.
 """
 
 from __future__ import annotations

@@ -3,13 +3,7 @@
 `Coupling.of(model, inputs)` captures a network and ties its axes (`AxisTies`). Positions of cells
 that are tied form a slice; slices with positions in the same axes form a group.
 
-Kinds of groups: channels, units of linear layers, heads of attention.
-
-Copies of models whose masked and parametrized weights are plain parameters.
-
-Groups: slices of a network that can only be removed everywhere at once.
-
-`groups()`: the slices of a network that can only be removed together.
+Groups are channels, units of linear layers or heads of attention. `groups()` lists them.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ A score is a callable that takes a `ScoreView` of candidates and returns a tenso
 have the attribute `needs_inputs`: then statistics of the inputs of layers are gathered while the
 model runs; and a method `compensate`, called with the units that go.
 
-Statistics of the inputs of layers, gathered by one forward hook per layer.
-
-Of each input feature of a layer: how many values there were, their mean, variance and mean
-magnitude. They are gathered while the model runs on whatever data, and averaged over ranks when
-scores are.
+Statistics of the inputs of layers are gathered by one forward hook per layer; of each input feature:
+how many values there were, their mean, variance and mean magnitude. They are gathered while the model
+runs on whatever data, and averaged over ranks when scores are.
 
 Sums of some megabyte of values are float32, around the mean of these values; those of all are
 float64. So no input is converted in full, and a variance is right where the mean is large.

@@ -1,8 +1,7 @@
 """search(): amounts for every group, by accuracy and cost.
 
-Trials on the workers of a `dask.distributed` client; those of a worker that dies run again.
-
-The trials of a search, in a file that a killed process leaves complete.
+Trials may run on the workers of a `dask.distributed` client; those of a worker that dies run again. They
+are stored in a file that a killed process leaves complete.
 """
 
 from __future__ import annotations

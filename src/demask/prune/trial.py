@@ -1,6 +1,6 @@
 """A trial: a pure function of a network and the number of slices to remove from each group.
 
-Which amounts to try next: a function of the trials before, so that a search can go on.
+The amounts to try next are a function of the trials before, so that a search can go on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Products with sparse matrices: `spmm`.
+"""Products with sparse matrices: `spmm`, and `sddmm`, which computes a product of two dense matrices
+only at the entries of a sparse one.
 
 Matrices (torch.sparse_csr, torch.sparse_csc, DCSR) are read directly, without packing, so that they
 may change from call to call. Layers with fixed weights are faster (`sparse.modules`).
-
-SDDMM: the product of two dense matrices, computed only at the entries of a sparse one.
 """
 
 from __future__ import annotations

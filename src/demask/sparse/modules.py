@@ -2,8 +2,6 @@
 
 They run as `demask::segment`. All their state is plain tensors, so optimizers, deepcopy, pickle,
 safetensors, `.to()`, torch.export and torch.compile work.
-
-The base class of sparse layers.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ An entry states the op, its arguments, which calls of graphs it is, and how plan
 (`sparse.plan.write_call`). Moves need no code for that: the op itself, applied to the numbers of
 the elements of its operands, tells where each element of the result is.
 
-Entries of the table of called ops for recurrent layers: LSTM, GRU.
-
-An op of segments has one result, so theirs are rows: the outputs of all time steps, in the order of
-time, and after them the last state, the cell state of an LSTM.
+**Recurrent layers** (LSTM, GRU). An op of segments has one result, so theirs are rows: the outputs of
+all time steps, in the order of time, and after them the last state, the cell state of an LSTM.
 
     rows = cat([outputs, last state], time)
 
@@ -15,11 +13,8 @@ Operands: the input [time, batch, features], or [batch, time, features]; then th
 [1, batch, hidden], unless they are zero. Numbers: hidden units; flags: whether there are biases,
 whether the axis of batches is first, whether time runs backwards. Parameters in torch's order.
 
-Entries of the table of called ops for resizes of images and signals.
-
-Their numbers: 1 or 0 for `align_corners` of ops that have it, then per axis the new size, an
-integer, or the factor, a float, from which torch computes it.
-"""
+**Resizes** of images and signals. Their numbers: 1 or 0 for `align_corners` of ops that have it, then
+per axis the new size, an integer, or the factor, a float, from which torch computes it."""
 
 from __future__ import annotations
 

@@ -6,16 +6,11 @@ which each layer has the mode that is predicted to be the fastest for the exampl
 that no mode makes faster stays as it was, and the module says why. Skipping columns needs no pilot;
 it is most of the gain wherever hidden values are mostly zero.
 
-Finds the chains linear, ReLU, linear, … of a program, and replaces each by one call.
-
-Direct calls of a graph that is a single chain, without the graph interpreter.
-
-To run a graph of one call costs some 40 µs (flattened arguments, module attributes, op dispatch),
-as long as the chain itself may take, and several times as much where that code is not in a cache.
-So the plan of the last call (`pilot.chains.chain_op`) is tried first, if everything that the graph
-would check is as it was then: the weights and their versions, dtype and shape of the input,
-threads, gradients, hooks, modes.
-"""
+A graph that is a single chain is called without the graph interpreter: to run a graph of one call costs
+some 40 µs (flattened arguments, module attributes, op dispatch), as long as the chain itself may take,
+and several times as much where that code is not in a cache. So the plan of the last call
+(`pilot.chains.chain_op`) is tried first, if everything that the graph would check is as it was then:
+the weights and their versions, dtype and shape of the input, threads, gradients, hooks, modes."""
 
 from __future__ import annotations
 

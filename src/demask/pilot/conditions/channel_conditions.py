@@ -9,15 +9,11 @@ The pilot is a simplified network, which runs on the live input first; or execut
 earlier frame or a calibration set, which `module.update(data)` replaces. All inputs of a batch
 share one index: a position is important where it is so for one of them.
 
-The values at which layers are conditioned: each layer's value before it is joined with another.
-
-A layer's value is the output of the last call after it that works on each position alone and reads
-nothing else but constants: its norm, its activation. Positions that are left out there are left out
-of the layer and of all calls between; after a sum they would be left out of what the layer is added
-to. An observer program returns one magnitude per position of each of these values.
-
-The module of a network whose positions a pilot chooses at every call.
-"""
+A layer is conditioned at its value before that is joined with another: the output of the last call
+after it that works on each position alone and reads nothing else but constants: its norm, its
+activation. Positions that are left out there are left out of the layer and of all calls between; after
+a sum they would be left out of what the layer is added to. An observer program returns one magnitude
+per position of each of these values."""
 
 from __future__ import annotations
 

@@ -2,9 +2,7 @@
 
 One magnitude per channel, unit, head, token or tile of each layer: the mean of |value| (or the
 largest) after the layer's norm and activation. It is stored as safetensors, and can be read,
-printed and drawn.
-
-The picture of execution data: per layer a heat map over inputs and positions, or bars.
+printed and drawn: per layer a heat map over inputs and positions, or bars.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ All inputs run through a slice before the next slice's weights are read; then it
 Values that later slices read are stored for each input, in memory or, beyond the budget, on disk.
 Values are freed after their last reader.
 
-Networks whose weights stay in a file until they are needed: archives of demask, safetensors.
-
-The network is captured with hollow tensors: of the right shapes, zeros that take no memory.
+Weights stay in their file (an archive of demask, safetensors) until they are needed: the network is
+captured with hollow tensors, which have the right shapes and zeros that take no memory.
 """
 
 from __future__ import annotations

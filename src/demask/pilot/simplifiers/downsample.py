@@ -6,8 +6,6 @@ of a flattened vector). Constants along such an axis are resampled; for those th
 it, the sum is preserved. Outputs are resized to full size. So ranks and the number of layers stay.
 A network in which a size cannot shrink is refused, with the call and the reason.
 
-Axes that became shorter: their segments and factors, and how values along them are resampled.
-
 An axis is a sequence of segments (a class token, then patches), and a segment is a product of
 factors, major first (rows, columns). A factor has a full size and a small one. Resampling is linear
 along each factor: D, a matrix (small, full), shortens, R, a matrix (full, small), lengthens.

@@ -1,8 +1,7 @@
 """An allocation within a budget of multiply-adds.
 
-What budgets have in common: the groups of a pruner as a knapsack, and what a budget may be.
-
-What an allocation within a budget reads of a `Pruner`.
+And what this has in common with a budget of seconds (`latency`): the groups of a pruner as a knapsack,
+what a budget may be, and what an allocation reads of a `Pruner`.
 """
 
 from __future__ import annotations

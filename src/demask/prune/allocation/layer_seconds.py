@@ -4,7 +4,7 @@ Each layer is measured at `KNOTS` widths of its inputs and outputs, when first n
 model stores the answers. Between these widths seconds are interpolated. The sum lacks what happens
 between layers; `budgets.Latency` calibrates it with full networks.
 
-Measured seconds of networks, as `demask.optimize` runs them.
+`NetworkTimer` measures networks as `demask.optimize` runs them.
 """
 
 from __future__ import annotations

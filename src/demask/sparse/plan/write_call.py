@@ -1,10 +1,8 @@
 """Calls of single ops on a tape.
 
-Resizes on a tape, with the weights that torch's own op has.
-
-The op is applied to unit vectors, which gives the weights in the rounding of torch, and to vectors
-with one NaN or infinity, which tells what it reads with a weight of zero: 0 * inf is NaN.
-"""
+Resizes have the weights of torch's own op: it is applied to unit vectors, which gives the weights in
+the rounding of torch, and to vectors with one NaN or infinity, which tells what it reads with a weight
+of zero: 0 * inf is NaN."""
 
 from __future__ import annotations
 

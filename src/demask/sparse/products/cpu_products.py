@@ -1,7 +1,4 @@
-"""Sparse times dense on the CPU by kernels that read CSR directly (`kernels.cpu.csr`).
-
-SDDMM on the CPU by kernels that read indices directly (`kernels.cpu.sddmm`).
-"""
+"""Sparse times dense and SDDMM on the CPU by kernels that read CSR directly (`kernels.cpu`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with sparse matrices on a GPU, with measured kernel choice (`gpu_autotune`).
+"""Products with sparse matrices on a GPU, with measured kernel choice.
 
     spmm, spmm_transposed, sddmm, densified, sparse_product
 
@@ -6,12 +6,9 @@ A matrix is a `CsrMatrix`, with or without its empty rows, in float32, float16 o
 in float32 in a fixed order, so that repeated calls return the same bits. Dense tiles multiply
 zeros, too: where x is infinite, they return NaN as a dense product does.
 
-Choice of the GPU kernel of a product: candidates are measured once, and the fastest is used.
-
-Measurements are stored in the file of `machine.cost`, by device, sizes, density and dtype.
-Decompression followed by the dense library is always a candidate, so a sparse matrix is slower than
-a dense one by at most its decompression.
-"""
+Candidates of a product are measured once, and the fastest is used. Measurements are stored in the file
+of `machine.cost`, by device, sizes, density and dtype. Decompression followed by the dense library is
+always a candidate, so a sparse matrix is slower than a dense one by at most its decompression."""
 
 from __future__ import annotations
 

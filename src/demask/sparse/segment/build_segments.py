@@ -5,7 +5,7 @@
 One call replaces a full region of a graph (`convex_groups`): intermediate values stay in the
 layout of the kernels, and activations and sums are fused into the layers.
 
-Calls of a graph rewritten as calls that segments can hold, before regions are sought.
+Before regions are sought, calls are rewritten as those that segments can hold.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ So a single layer that needs gradients runs as
 on the CPU, also under torch.compile; float16 and bfloat16 are computed in float32. Data that
 kernels need in addition to the indices is computed once per mask.
 
-The ops of convolutions with trained nonzeros: `demask::convolved` and its gradients.
+The ops of convolutions with trained nonzeros, and of their gradients:
 
 torch.ops.demask.convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? bias,
                            str program) -> Tensor
@@ -19,8 +19,6 @@ torch.ops.demask.conv_gradients(Tensor gradient, Tensor x, Tensor values, Tensor
 float32 on the CPU. A program is one convolution without activation, with the weights (values, row
 starts, columns, bias). Gradients have one number per nonzero, also under torch.compile; second
 derivatives are those of ATen ops.
-
-Parsed programs, and their gradients recomputed by ATen ops.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Consecutive layers in which each pixel depends only on the same pixel, and whose
 positions rather than rows, run without a barrier (a *chain*): a thread computes all of them for
 some of its positions, so that intermediate values stay in its cache.
 
-The layers of a program: their weights, read once, and by which kernels they are computed.
+`LayerKinds` says by which kernels the layers of a program are computed.
 """
 
 from __future__ import annotations

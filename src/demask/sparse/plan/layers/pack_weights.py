@@ -3,11 +3,9 @@
 Rows are assigned to threads by their nonzeros. Columns are split into blocks whose inputs about fit
 in the L1 cache. Rows that are computed together have similar lengths; zeros pad them to one length.
 
-Dense blocks of a weight: rows that read the same input channels, with few zeros among them.
-
-A dense layer is one block; a grouped convolution has one per group, a weight with rows or columns
-of zeros one without these. Rows of zeros are a block without channels.
-"""
+Rows that read the same input channels, with few zeros among them, are a dense block. A dense layer is
+one block; a grouped convolution has one per group, a weight with rows or columns of zeros one without
+these. Rows of zeros are a block without channels."""
 
 from __future__ import annotations
 
