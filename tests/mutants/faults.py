@@ -277,7 +277,7 @@ WRITTEN = (
           "return min(1.0, difference_at_most(lost - won, n, changes, loss) + spent)",
           "return min(1.0, difference_at_most(lost - won, n, changes, loss))",
           "pilot_guarantee"),
-    fault("packets-out-of-order", "pilot/packets/writer.py",
+    fault("packets-out-of-order", "pilot/packet_writer.py",
           'np.argsort(-priorities[n], kind="stable")', 'np.argsort(priorities[n], kind="stable")',
           "pilot_packets"),
     # verify

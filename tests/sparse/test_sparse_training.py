@@ -15,11 +15,11 @@ from torch.library import opcheck
 
 from demask.errors import BadInput
 from demask.sparse import SparseConv1d, SparseConv2d, SparseConvTranspose1d, SparseConvTranspose2d, SparseLinear
+from demask.sparse import trained_layers as training
+from demask.sparse.products import conv_products as planes
 from demask.sparse.segment import segment_op as op
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.training import conv_offsets as planes
-from demask.sparse.training import trained_layers as training
-from demask.sparse.training.trained_layers import takes
+from demask.sparse.trained_layers import takes
 
 CLOSE = 2e-6  # float32, of the largest: sums of some hundred products
 

@@ -13,8 +13,8 @@ from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.explain import Explanation, explain
 from demask.pilot.gate import Gate
 from demask.pilot.guarantee import Guarantee, by_mean, clopper_pearson, guarantee, paired_bound, splits
-from demask.pilot.packets.writer import PacketReader
-from demask.pilot.packets.writer import write as write_packets
+from demask.pilot.packet_writer import PacketReader
+from demask.pilot.packet_writer import write as write_packets
 from demask.pilot.route import Calibrated, Route, Router
 from demask.pilot.simplifiers.channels import Channels
 from demask.pilot.simplifiers.downsample import Downsample

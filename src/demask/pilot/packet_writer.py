@@ -2,7 +2,7 @@
 
 One read at one address fetches both the priority and the weights, so a network can be read up to a
 budget of bytes or a priority, or just the rows that a certificate needs. `write` writes the file,
-`PacketReader` reads it; `demask.pilot.packets.packet_index` documents the format.
+`PacketReader` reads it; `demask.pilot.packet_index` documents the format.
 """
 
 from __future__ import annotations
@@ -26,18 +26,8 @@ from demask.failures import public
 from demask.files import atomic_write as atomic
 from demask.files.weight_file import DTYPES, StoredTensor
 from demask.machine.byte_sizes import parse_memory
-from demask.pilot.packets.packet_index import (
-    COLUMNS,
-    HEADER_BYTES,
-    PAGE,
-    Array,
-    Blocked,
-    Marker,
-    PacketIndex,
-    framed,
-    is_plain,
-)
-from demask.pilot.packets.packet_reader import PacketReader, Partial
+from demask.pilot.packet_index import COLUMNS, HEADER_BYTES, PAGE, Array, Blocked, Marker, PacketIndex, framed, is_plain
+from demask.pilot.packet_reader import PacketReader, Partial
 
 SHARD = "demask.packets.shard"
 

@@ -4,7 +4,7 @@ A plan packs values, which pays if the next calls use it, too; but each training
 So a single layer that needs gradients runs as
 
     linear    y = W x by `demask::spmm`, whose gradients are the transposed product and SDDMM
-    conv      kernels over planes of images (`conv_offsets`), by `demask::convolved`
+    conv      kernels over planes of images (`conv_products`), by `demask::convolved`
 
 on the CPU, also under torch.compile; float16 and bfloat16 are computed in float32. Data that
 kernels need in addition to the indices is computed once per mask.
@@ -40,7 +40,6 @@ from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.spmm_op import product
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, LinearStep, Span, SparseWeight
-from demask.sparse.training.conv_offsets import ConvGeometry
 
 
 @functools.lru_cache(maxsize=64)
@@ -105,7 +104,7 @@ def _checked_step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tenso
 
 
 def _convolve_on_cpu(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
-    from demask.sparse.training.conv_kernels import convolved  # needs llvmlite
+    from demask.sparse.products.conv_products import convolved  # needs llvmlite
 
     step, m = _checked_step(text, x, values, crow, col)
     if bias is not None and (bias.shape != (step.out,) or bias.dtype != x.dtype):
@@ -116,7 +115,7 @@ def _convolve_on_cpu(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias:
 def _conv_gradients(
     grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str, of_x: bool, of_values: bool
 ) -> tuple[Tensor, Tensor]:
-    from demask.sparse.training.conv_kernels import gradient_of_values, gradient_of_x
+    from demask.sparse.products.conv_products import gradient_of_values, gradient_of_x
 
     step, m = _checked_step(text, x, values, crow, col)
     unused = x.new_empty(0), values.new_empty(0)
@@ -231,6 +230,8 @@ def _trained_linear(step: LinearStep, x: Tensor, weights: Sequence[Tensor]) -> T
 
 def _trained_conv(step: ConvStep, program: SegmentProgram, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
     """The convolution, or None if offsets do not fit in 32 bits."""
+    from demask.sparse.products.conv_products import ConvGeometry
+
     if ConvGeometry.of(step, tuple(x.shape)).too_large:
         return None
     assert step.weight.csr is not None  # `takes` tells

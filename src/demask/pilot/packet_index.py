@@ -196,7 +196,7 @@ def header_length(first: bytes, size: int, where: str) -> int:
     if len(first) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES) or (8 + length) % PAGE:
         raise BadInput(
             f"{where}: expected a packet file, got a header of {length} bytes in a file of "
-            f"{size}; write it again with demask.pilot.packets.writer.write"
+            f"{size}; write it again with demask.pilot.packet_writer.write"
         )
     return 8 + length
 

@@ -18,7 +18,7 @@ from demask.errors import BadInput, RefusedFile
 from demask.graph.module_copy import structural_copy
 from demask.machine.byte_sizes import parse_memory
 from demask.numerics import is_integer, is_number
-from demask.pilot.packets.packet_index import (
+from demask.pilot.packet_index import (
     HEADER,
     HEADER_BYTES,
     PAGE,
