@@ -28,9 +28,9 @@ from demask.pilot.conditions.base import Conditioned, Decision
 from demask.pilot.explain import ExplainedPair, Explanation
 from demask.prune.masked_copies import PruningOptions
 from demask.prune.scores import L1
-from demask.prune.searching.search import Search
-from demask.prune.searching.trial import SearchTrial
+from demask.prune.search import Search
 from demask.prune.sensitivity import Sensitivity, SensitivityRow
+from demask.prune.trial import SearchTrial
 from demask.report import report
 from demask.traverse.stream import Streamed
 from html_page import HtmlPage, numbers

@@ -20,7 +20,7 @@ from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Constant, module_of
 from demask.numerics import all_along, any_along, is_all
-from demask.prune.coupling.coupling import Coupling
+from demask.prune.coupling import Coupling
 from demask.shrink.own_class.numbers import is_below
 
 SMALL_ELEMENTS = 2**19  # of one weight of the small network, at most, if its class allows it

@@ -25,11 +25,10 @@ from demask.failures import public
 from demask.files.weight_file import WeightFile
 from demask.progress import ProgressStep, no_progress
 from demask.prune.allocation.shares import Uniform, count_left
-from demask.prune.coupling.find_groups import KINDS_OF
+from demask.prune.coupling import KINDS_OF
 from demask.prune.masks import find_places
 from demask.prune.schedules import check_fraction
-from demask.prune.score_inputs import InputRecorder, InputStatistics
-from demask.prune.scores import L1, Score, ScoreView
+from demask.prune.scores import L1, InputRecorder, InputStatistics, Score, ScoreView
 from demask.prune.structures import GroupSlices, find_candidates, keep_highest
 from demask.registry import RUNNERS
 from demask.text_table import number_table, render_text

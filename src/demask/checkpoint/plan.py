@@ -31,8 +31,8 @@ from demask.checkpoint.slices import (
 from demask.checkpoint.targets import HALVES, LayerFormat, LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.roles import LOOKUP, ROWS, find_roles
+from demask.prune.axis_ties import LOOKUP, ROWS, find_roles
+from demask.prune.coupling import Coupling
 
 # Units of experts in one tensor: their products read rows that begin at multiples of 16 bytes.
 EXPERT_MULTIPLE = 8

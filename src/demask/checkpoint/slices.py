@@ -25,8 +25,7 @@ from demask.checkpoint.family import ConfigData, Family, LayerStack, numbers_of_
 from demask.errors import DemaskError, NotExportable
 from demask.failures import described
 from demask.graph.result.resize import assign_tensor
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.groups import Group
+from demask.prune.coupling import Coupling, Group
 from demask.shrink.own_class.pretrained import HEADS, find_config, find_config_with_room
 
 KINDS = ("unit", "head")

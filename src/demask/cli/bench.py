@@ -32,7 +32,7 @@ from demask.graph.program import path_of
 from demask.graph.result.demasked_module import Demasked
 from demask.judge import compare
 from demask.machine.allocator import fix_allocator
-from demask.machine.clock import Timing, race
+from demask.machine.clock import Timing, checked_threads, race, set_threads
 from demask.machine.describe import (
     BUSY,
     describe_machine,
@@ -43,7 +43,6 @@ from demask.machine.describe import (
     has_wide_spread,
     load_average,
 )
-from demask.machine.threads import checked_threads, set_threads
 from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.progress import ProgressStep
 from demask.report import Report

@@ -507,7 +507,7 @@ def test_a_forgotten_part_of_a_step_is_noticed(name: str, spoil: Any, monkeypatc
 
 
 def test_a_region_that_is_not_convex_is_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(regions, "_levels", lambda graph, known: dict.fromkeys(graph.nodes, 0))
+    monkeypatch.setattr(regions, "_segment_levels", lambda graph, known: dict.fromkeys(graph.nodes, 0))
     program, _ = made(leaving(), X)
     with pytest.raises(CycleError):
         all_sparse(program)

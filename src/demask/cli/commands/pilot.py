@@ -78,9 +78,9 @@ def compare(
     display.show(comparison, comparison.to_dict())
     if plot is not None:
         with progress("drawing"):
-            from demask.pilot.draw_comparison import draw
+            from demask.pilot.compare import draw_comparison
 
-            draw(comparison, plot)
+            draw_comparison(comparison, plot)
 
 
 def collect(
