@@ -29,6 +29,7 @@ from demask.files.node_codec import decode, decode_target, encode, encode_target
 from demask.files.pt2 import read_model, to_pt2
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.result.codegen import Codegen
+from pt2_files import change_one_value
 
 aten = torch.ops.aten
 BATCH_NORMS = {
@@ -374,28 +375,10 @@ NASTY = [None, True, -1, 0, 2**40, 1.5, "", "x", "a.b", "__init__", "aten.add.Te
          {"node": "x"}, {"tuple": []}, "output", "call_module", "operator.getitem"]  # fmt: skip
 
 
-def places(value, found):
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in items:
-        found.append((value, key))
-        if isinstance(inner, dict | list):
-            places(inner, found)
-    return found
-
-
 def test_changed_values_load_or_are_refused(file, tmp_path):
-    draw = random.Random(0)
-
-    def edit(document):
-        container, key = draw.choice(places(document, []))
-        if draw.random() < 0.2:
-            del container[key]
-        else:
-            container[key] = draw.choice(NASTY)
-
-    refused = 0
+    draw, refused = random.Random(0), 0
     for trial in range(400):
-        path = repack(file, tmp_path / f"{trial}.demask", edit)
+        path = repack(file, tmp_path / f"{trial}.demask", lambda document: change_one_value(document, draw, NASTY))
         try:
             archive.load(path)
         except DemaskError as error:

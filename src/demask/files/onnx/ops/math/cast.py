@@ -142,7 +142,7 @@ def _number_texts(x: Tensor) -> list[str]:
 def cast_like(
     x: Value, like: Value, *, to: int = 0, saturate: int = 1, round_mode: str = "up", as_tensor: Any
 ) -> Tensor | Host:
-    """x in the dtype of `like`, or of `to`, a dtype that torch lacks (`read.sub_byte_types`)."""
+    """x in the dtype of `like`, or of `to`, a dtype that torch lacks (`read.reader.with_types`)."""
     if like is None or isinstance(like, list):
         raise BadInput("expected a tensor whose dtype to use, got none")
     if isinstance(like, Host) and like.dtype is None:
