@@ -332,7 +332,8 @@ class _Smaller:
             self.env[node] = self.graph.node_copy(node)
             self._set_full_axes(node)
         elif node.op == "output":
-            self.graph.output(tuple(self._full_size_output(v) if isinstance(v, fx.Node) else v for v in node.args[0]))
+            outputs: Any = node.args[0]
+            self.graph.output(tuple(self._full_size_output(v) if isinstance(v, fx.Node) else v for v in outputs))
         elif node.target is operator.getitem:
             source: Any = node.args[0]
             self.env[node] = self.editor.call(operator.getitem, self._new_node(source), node.args[1])
