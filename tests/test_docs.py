@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,25 @@ def test_the_page_of_networks_says_what_was_measured():
     assert "| some | 50 | 75 | – | fails | 3e-08 † |" in made
     assert "| other |  | 100 |  |  | 0e+00 |" in made
     assert "- some, layer: it has none." in made
+
+
+def test_pages_name_files_that_exist():
+    """Files of the package in code quotes; `configuration_decilm.py` is one of transformers' own."""
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("src", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    named = [
+        (page.name, name)
+        for page in DOCS.glob("*.md")
+        for name in re.findall(r"`(?:demask/)?([\w/]+\.py)`", page.read_text())
+    ]
+    assert not [
+        (page, name)
+        for page, name in named
+        if not any(f"/{file}".endswith(f"/{name}") for file in files) and name != "configuration_decilm.py"
+    ]
 
 
 @pytest.mark.parametrize("page", blocks.pages(), ids=lambda page: page.name)

@@ -245,8 +245,8 @@ for net in (demask.load(sys.argv[1]), torch.load(sys.argv[2], weights_only=False
     assert "demask.segment" in str(net.graph) and "demask.segment" not in str(net.plain().graph)
     print(net(torch.ones(2, 9)).tolist())
 assert not {"demask.pilot", "demask.traverse"} & {*sys.modules}
-from demask.files.archive import archive
-assert archive._kind({"kind": "tiled"}).__name__ == "Tiled"
+from demask.files import archive
+assert archive._network_class({"kind": "tiled"}).__name__ == "Tiled"
 from demask.graph.node_records import Overload, NodeRecord, graph_of
 assert "demask.pilot.chains.chain_op" not in sys.modules
 graph_of([NodeRecord("call_function", "chain", Overload("demask::chain", "default"), (), {})])

@@ -25,8 +25,8 @@ from demask.sparse.segment.inline import bound
 from demask.sparse.segment.segment_op import SegmentPlans, segment
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ActivationStep
-from demask.tune.module.optimized_module import Optimized
-from demask.tune.passes.fold_affine import fold_affine
+from demask.tune.fold_affine import fold_affine
+from demask.tune.optimized_module import Optimized
 
 BENCHMARK = Benchmark(
     "a call of a segment beyond its kernels, in microseconds",

@@ -31,10 +31,9 @@ from demask.machine.allocator import fix_allocator
 from demask.machine.clock import Timing, race, set_threads
 from demask.machine.describe import format_threads, load_average
 from demask.pilot import Route, Router, by_mean, guarantee, splits
-from demask.pilot.guarantee import LEVEL, Outcomes, compared
-from demask.pilot.rate_bounds import upper_bound
-from demask.pilot.routing.calibrate import SHARES
-from demask.pilot.routing.confidence import margin
+from demask.pilot.guarantee import LEVEL, Outcomes, compared, upper_bound
+from demask.pilot.route import SHARES
+from demask.pilot.router import margin
 from demask.pilot.simplifiers.simplify import simplify
 
 BENCHMARK = Benchmark(

@@ -16,7 +16,7 @@ from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from demask.machine.allocator import fix_allocator
 from demask.machine.describe import load_average
 from demask.pilot import Comparison, compare
-from demask.pilot.rate_bounds import clopper_pearson
+from demask.pilot.guarantee import clopper_pearson
 
 BENCHMARK = Benchmark(
     "simplifiers of two networks: agreement and cost",

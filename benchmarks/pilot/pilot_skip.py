@@ -31,10 +31,8 @@ from demask.machine.allocator import fix_allocator
 from demask.machine.clock import ALLOWED, Timing, lower_bound, race, set_threads
 from demask.machine.describe import format_threads, load_average
 from demask.ops import TABLE
-from demask.pilot.conditions.channel_conditions import Skip
-from demask.pilot.conditions.conditioned_values import observing, targets_of
-from demask.pilot.conditions.indexed_module import Supported
-from demask.pilot.rate_bounds import clopper_pearson
+from demask.pilot.conditions.channel_conditions import Skip, Supported, observing, targets_of
+from demask.pilot.guarantee import clopper_pearson
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import canonicalize, capture_program
 

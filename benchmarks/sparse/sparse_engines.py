@@ -22,7 +22,7 @@ import demask
 from benchmarks.common import inductor, turns
 from benchmarks.shrink.peers_called import openvino_module
 from benchmarks.sparse import deepsparse_server as server
-from demask.cli.bench.contenders import reason, timed
+from demask.cli.bench import reason, timed
 from demask.graph.result.demasked_module import Demasked
 
 OURS, RUNTIME, SPINNING = "demask", "ONNX Runtime", "ONNX Runtime, spinning"

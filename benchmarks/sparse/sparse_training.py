@@ -37,7 +37,7 @@ BENCHMARK = Benchmark(
     "not timed",
     needs=(DEV, SHARED_DATA),
     quick="--threads 1 --pairs 2 --losses 2",
-    measures=("sparse/training", "sparse/products", "kernels"),
+    measures=("sparse/trained_layers.py", "sparse/products", "kernels"),
 )
 
 DENSITY, SEED = 0.1, 0

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import traverse_networks as shared
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
-from demask.cli.bench.plot import FASTER, ORIGINAL_COLOR, SLOWER, WORDS
+from demask.cli.bench import FASTER, ORIGINAL_COLOR, SLOWER, WORD_COLOR
 from demask.machine.clock import Timing
 from demask.machine.describe import load_average
 from demask.traverse.halo import Halo, Point, halo
@@ -166,7 +166,7 @@ def draw(halos: dict[str, Halo], path: Path, words: str) -> None:
     panels[0].set_yticks([10.0**k for k in range(-6, 1, 2)])
     panels[1].set_ylim(-4, 145)
     panels[1].set_yticks(range(0, 101, 20))
-    style = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": WORDS}
+    style = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": WORD_COLOR}
     for point in [p for one in halos.values() for p in one.curve if p.max_abs < FLOOR]:
         at = (point.padding[0], FLOOR)
         panels[0].annotate(f"{point.max_abs:.0g}", at, xytext=(-6, -2), **style)
@@ -176,7 +176,7 @@ def draw(halos: dict[str, Halo], path: Path, words: str) -> None:
         _mark(axes, {**USED, side.local_before: "exact halo"})
     panels[1].legend(fontsize=8, loc="center right", framealpha=1, edgecolor="none")
     figure.suptitle("TAEF2 decoder: a tile against the untiled picture", fontsize=12)
-    figure.supxlabel(fill(words, 150), x=0.01, ha="left", fontsize=7, color=WORDS, parse_math=False)
+    figure.supxlabel(fill(words, 150), x=0.01, ha="left", fontsize=7, color=WORD_COLOR, parse_math=False)
     dated = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
     figure.savefig(path, dpi=110, **dated)
 
@@ -199,7 +199,7 @@ def _mark(axes, places: dict[int, str]) -> None:
             ha="right",
             va="top",
             fontsize=7,
-            color=WORDS,
+            color=WORD_COLOR,
         )
     axes.set_xlabel("padding on each side, latent positions", fontsize=9)
     axes.set_xticks(range(0, 21, 5))

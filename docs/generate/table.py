@@ -11,8 +11,7 @@ from torch.utils import _pytree as pytree
 
 from demask.ops import TABLE, Declined, Entry, Relation, SizedLine, bind
 from demask.ops.entry import Shape
-from demask.ops.laws import call_node, target_of
-from demask.ops.laws.draws import draw_tensor
+from demask.ops.laws import call_node, draw_tensor, target_of
 from demask.rewrites.normalize import REWRITTEN
 from docs.generate import DOCS
 

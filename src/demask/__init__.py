@@ -25,10 +25,10 @@ from demask.plugins import PUBLIC_MODULES, PUBLIC_NAMES
 
 if TYPE_CHECKING:
     from demask import checkpoint, ops, pilot, prune, sparse, stride, traverse
-    from demask.files.archive.archive import load, save
+    from demask.files.archive import load, save
     from demask.files.into_class import resize
     from demask.files.onnx import from_onnx, to_onnx
-    from demask.files.pt2.io import to_pt2
+    from demask.files.pt2 import to_pt2
     from demask.optimize import optimize
     from demask.optimize_onnx import optimize_onnx
     from demask.report import Report, report

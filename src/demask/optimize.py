@@ -55,7 +55,7 @@ from demask.sparse.segment.candidates import SegmentCandidates
 from demask.tune.candidates import Candidate, generate_candidates
 from demask.tune.epilogue import is_fused, unfuse
 from demask.tune.layer_costs import LayerCosts
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 from demask.tune.parts import Generation, generates, parts_of, put_graph, record_calls
 from demask.tune.race import CandidateRace, clone_inputs, first_line
 

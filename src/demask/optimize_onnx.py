@@ -20,10 +20,9 @@ from demask.failures import described, is_strict, public
 from demask.files.atomic_write import check_writable
 from demask.files.onnx import from_onnx
 from demask.files.onnx.check import UNCHECKED, FileVerdict, Judge, first_line, session
-from demask.files.onnx.edit.convert import opset_of
 from demask.files.onnx.edit.edit_file import EditedFile, edit_file, file_with, save_edited
 from demask.files.onnx.edit.names import foreign_nodes
-from demask.files.onnx.edit.protos import stored_bytes
+from demask.files.onnx.edit.protos import opset_of, stored_bytes
 from demask.files.onnx.module import OnnxModule
 from demask.files.onnx.read.reader import installed, parse_model, read
 from demask.files.onnx.values import numpy_of
@@ -51,8 +50,7 @@ from demask.ops import TABLE, Table
 from demask.optimize import optimized_provenance, unchanged_provenance
 from demask.pages import Lines, OnPage, Page, PageSource, Section, TextTable
 from demask.report import report
-from demask.report.sections import report_sections
-from demask.report.speed import returned, speed_sections
+from demask.report.sections import report_sections, returned, speed_sections
 from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program
 from demask.tune.onnxruntime_candidate import for_runtime

@@ -13,14 +13,14 @@ PUBLIC_NAMES = {
     "expand": "demask.shrink.training",
     "explain": "demask.shrink",
     "from_onnx": "demask.files.onnx",
-    "load": "demask.files.archive.archive",
+    "load": "demask.files.archive",
     "optimize": "demask.optimize",
     "optimize_onnx": "demask.optimize_onnx",
     "report": "demask.report",
     "resize": "demask.files.into_class",
-    "save": "demask.files.archive.archive",
+    "save": "demask.files.archive",
     "to_onnx": "demask.files.onnx",
-    "to_pt2": "demask.files.pt2.io",
+    "to_pt2": "demask.files.pt2",
     "verify": "demask.verify",
 }
 PUBLIC_MODULES = {

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from demask import checkpoint
-from demask.checkpoint.quantized import Scale
+from demask.checkpoint.folder import Scale
 from demask.errors import BadInput, DemaskError
 from demask.failures import strict
 from masked_folders import LLAMA, build, config_of, llama, load, outputs, tensors, write

@@ -162,6 +162,46 @@ def test_other_formats_are_refused_by_name_with_what_to_do(run, tmp_path, name):
     assert words in line and "torch.export.export(module, inputs)" in line and name in line
 
 
+# -- words that a command does not take ---------------------------------------------------------------
+
+REFUSED = (  # outputs are checked first, before `empty.pt2`, which is no network, is read
+    ("slim", "Missing argument"),
+    ("slim n.pt2", "--output FILE or --in-place"),
+    ("dance", "dance"),
+    ("verify n.pt2", "Missing argument"),
+    ("slim missing.pt2 -o o.pt2", "missing.pt2"),
+    ("slim broken.pt2 -o o.pt2", "broken.pt2"),
+    ("slim empty.pt2 -o o.tflite", "ends in .pt2 or .demask or .onnx"),
+    ("slim empty.pt2 -o missing/o.pt2", "does not exist"),
+    ("verify n.pt2 broken.pt2", "broken.pt2"),
+    ("bench broken.pt2", "broken.pt2"),
+    ("bench n.pt2 --batch 0", "--batch"),
+    ("bench n.pt2 --threads 0", "--threads"),
+    ("bench n.pt2 --pairs 0", "--pairs"),
+    ("bench empty.pt2 --plot o.jpg", "ends in .svg or .png or .pdf"),
+    ("bench empty.pt2 --plot missing/o.svg", "does not exist"),
+    ("optimize empty.pt2 -o o.onnx", "expected an output that ends in"),
+    ("optimize empty.pt2 -o no/such/folder/o.demask", "folder"),
+    ("optimize n.pt2 -o o.demask --threads 0", "threads"),
+    ("lower n.pt2 -o o.pt2 --target gpu", "no target 'gpu'"),
+    ("lower n.pt2 -o o.pt2 --target own.toml", "no such file"),
+    ("lower empty.pt2 -o o.txt", "ends in .pt2"),
+    ("halo missing.pt2", "missing.pt2"),
+    ("halo n.pt2 --tile 0", "--tile"),
+)
+
+
+@pytest.mark.parametrize(("words", "complaint"), REFUSED)
+def test_wrong_words_end_with_2_and_leave_nothing(run, files, words, complaint):
+    (files / "empty.pt2").touch()
+    (files / "broken.pt2").write_bytes((files / "n.pt2").read_bytes()[:2000])
+    before = sorted(p.name for p in files.iterdir())
+    outcome = run(*words.split())
+    assert (outcome.code, outcome.out) == (2, "")
+    assert complaint in outcome.err and "Traceback" not in outcome.err
+    assert sorted(p.name for p in files.iterdir()) == before
+
+
 # -- absurd numbers -------------------------------------------------------------------------------
 
 HUGE = 10**12

@@ -9,7 +9,7 @@ import demask
 import test_cli
 from demask.cli.read_network import read_network
 from demask.machine.clock import FEW, PAIRS
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 
 run, saved = test_cli.run, test_cli.saved  # fixtures
 QUICK = ("--threads", 1, "--cache", "costs.json")
@@ -45,20 +45,6 @@ def test_json_is_one_object(run, saved):
     assert data["verification"]["ok"] is True
     assert data["report"]["speed"]["threads"] == 1
     assert {"place", "chosen", "seconds"} == set(data["report"]["decisions"][0])
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (("-o", "fast.onnx"), "expected an output that ends in"),
-        (("-o", "no/such/folder/fast.demask"), "folder"),
-        (("-o", "fast.demask", "--threads", 0), "threads"),
-    ],
-)
-def test_bad_input_is_refused_and_nothing_written(run, saved, tmp_path, words, complaint):
-    outcome = run("optimize", saved / "masked.pt2", *words)
-    assert outcome.code == 2 and complaint in outcome.err
-    assert not list(tmp_path.glob("fast*"))
 
 
 def test_the_example_of_the_help_runs(run, saved, tmp_path):

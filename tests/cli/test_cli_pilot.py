@@ -1,7 +1,6 @@
 """`demask pilot`: what its commands print and write, and what they refuse."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -16,14 +15,7 @@ import test_cli
 from demask.pilot import ExecutionData
 from pilot_networks import networks
 
-run = test_cli.run  # a fixture
-
-
-@pytest.fixture
-def model(stored, tmp_path) -> nn.Module:
-    net, folder = stored
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    return net
+run, model = test_cli.run, test_cli.model  # fixtures
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ import torch
 
 import demask
 import test_cli
-from demask.cli.pruning import command, images, networks, training
-from demask.cli.pruning.curves import Curves
-from demask.cli.pruning.images import read_images
+from demask.cli import pruning, pruning_inputs
+from demask.cli.commands import prune as command
+from demask.cli.pruning import Curves
+from demask.cli.pruning_inputs import read_images
 from demask.errors import BadInput
 from demask.pages.html import draw_curves
 
@@ -28,8 +29,8 @@ def few(monkeypatch):
     """The digits, cut down to a few batches."""
     every = read_images("digits", None, None, 0)
     data = replace(every, train=every.train.rows(torch.arange(320)), test=every.test.rows(torch.arange(64)))
-    monkeypatch.setattr(images, "_read_digits", lambda seed: data)
-    monkeypatch.setattr(networks, "DIGITS_WIDTH", 8)
+    monkeypatch.setattr(pruning_inputs, "_read_digits", lambda seed: data)
+    monkeypatch.setattr(pruning_inputs, "DIGITS_WIDTH", 8)
     return data
 
 
@@ -41,7 +42,7 @@ def test_digits_are_pruned_demasked_and_written(run, few, tmp_path):
     assert "written to small.pt2" in outcome.out and "report in page.html" in outcome.out
     assert max(map(len, outcome.out.splitlines())) <= 100
     slim = torch.export.load(tmp_path / "small.pt2").module()
-    dense = networks.build_network(None, 10, 1)
+    dense = pruning_inputs.build_network(None, 10, 1)
     assert count(slim) < 0.5 * count(dense)
     assert slim(torch.zeros(5, 1, 16, 16)).shape == (5, 10)
     page = (tmp_path / "page.html").read_text()
@@ -69,7 +70,7 @@ def test_json_and_an_archive(run, few, tmp_path):
 
 @pytest.mark.nightly
 def test_a_number_of_macs_is_of_one_image(run, few):
-    network = networks.build_network(None, 10, 1)
+    network = pruning_inputs.build_network(None, 10, 1)
     per_image = demask.demask(network, (torch.zeros(1, 1, 16, 16),)).demasked.before.macs
     outcome = run("prune", "digits", "-o", "b.pt2", "--json", "--macs", str(per_image // 2), *SHORT)
     assert outcome.code == 0, outcome.err
@@ -82,18 +83,16 @@ def test_training_goes_on_where_it_was(few):
     """The optimizer is carried over: its moments are those of the small network's weights."""
     seen = []
 
-    class Watched(training.Training):
+    class Watched(pruning.Training):
         def run(self, steps, title):
             if title == "training the small network":
                 seen.append({p: self.optimizer.state[p]["exp_avg"].shape for p in self.network.parameters()})
             super().run(steps, title)
 
-    from demask.cli.pruning.prune import PruneOptions, prune_classifier
-
     torch.manual_seed(0)
-    network = networks.build_network(None, 10, 1)
-    watched = Watched(network, few, training.TrainingOptions(), lambda title, done=1: None)
-    result = prune_classifier(watched, PruneOptions(1, 1, 2))
+    network = pruning_inputs.build_network(None, 10, 1)
+    watched = Watched(network, few, pruning.TrainingOptions(), lambda title, done=1: None)
+    result = pruning.prune_classifier(watched, pruning.PruneOptions(1, 1, 2))
     [shapes] = seen
     assert shapes == {p: p.shape for p in result.network.parameters()}
 
@@ -235,7 +234,7 @@ def test_augmented_images_are_the_images_moved():
     x = torch.arange(2 * 3 * 9 * 9.0).reshape(2, 3, 9, 9) + 1
     random = torch.Generator().manual_seed(0)
     for _ in range(8):
-        moved = training._augmented(x, random)
+        moved = pruning._mirror_and_shift(x, random)
         assert moved.shape == x.shape
         for before, after in zip(x, moved, strict=True):
             inside = after[:, (after[0] != 0).any(1)][:, :, (after[0] != 0).any(0)]

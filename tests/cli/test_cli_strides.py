@@ -1,7 +1,6 @@
 """`demask lower` and `demask raise`: what they write, what they say, what they refuse."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,7 @@ import test_cli
 from demask.cli.read_network import read_network
 from demask.graph.result.module_calls import graph_of_calls
 
-run = test_cli.run  # a fixture
-
-
-@pytest.fixture
-def model(stored, tmp_path) -> nn.Module:
-    net, folder = stored
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    return net
+run, model = test_cli.run, test_cli.model  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +47,6 @@ def test_there_and_back(run, model, tmp_path, suffix):
     given, x = read_network(tmp_path / f"back{suffix}"), torch.randn(1, 3, 12, 12)
     with torch.no_grad():
         torch.testing.assert_close(given.module(x), model(x))
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (("-o", "low.pt2", "--target", "gpu"), "no target 'gpu'"),
-        (("-o", "low.pt2", "--target", "own.toml"), "no such file"),
-        (("-o", "low.txt"), "ends in .pt2"),
-    ],
-)
-def test_lower_exits_with_2_and_leaves_nothing(run, model, tmp_path, words, complaint):
-    before = sorted(p.name for p in tmp_path.iterdir())
-    outcome = run("lower", "model.pt2", *words)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert complaint in outcome.err and "Traceback" not in outcome.err
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 def test_a_target_of_ones_own(run, model, tmp_path):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import demask
 from demask.facts.analysis import Analysis
-from demask.facts.attention_masks import shows_each_query
+from demask.facts.known import shows_each_query
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize

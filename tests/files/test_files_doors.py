@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from demask.errors import BadInput, RefusedFile
-from demask.files.pt2.gate import check, open_pt2
+from demask.files.pt2_gate import check, open_pt2
 from pt2_files import CALL, CONSTANTS, MODEL, SAMPLES, WEIGHTS, edited, pack, quietly
 from torch_release import since
 

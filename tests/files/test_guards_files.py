@@ -16,7 +16,7 @@ from demask.errors import RefusedFile
 from demask.files.onnx.read import reader as read
 from demask.files.onnx.write import writer as write
 from demask.files.onnx.write.size_conditions import refuse_sizes
-from demask.files.pt2.io import read_model
+from demask.files.pt2 import read_model
 from demask.graph.capture import export_guards
 from demask.graph.guards import are_true
 from demask.graph.provenance import InputSpec

@@ -58,16 +58,16 @@ def spliced(data: bytes, draw: random.Random, other: bytes) -> bytes:
 
 def lengths(data: bytes, table: Any, start: int = 0, end: int | None = None) -> Iterator[int]:
     """Where the lengths of fields stand, at all depths."""
-    from demask.files.onnx.read import wire
+    from demask.files.onnx.read import reader
 
     pos, end = start, len(data) if end is None else end
     while pos < end:
-        tag, pos = wire._varint(data, pos)
+        tag, pos = reader._varint(data, pos)
         if tag & 7 != 2:
-            pos = wire._after_number(data, pos, tag & 7)
+            pos = reader._after_number(data, pos, tag & 7)
             continue
         yield pos
-        size, pos = wire._varint(data, pos)
+        size, pos = reader._varint(data, pos)
         if isinstance(table.get(tag), dict):
             yield from lengths(data, table[tag], pos, pos + size)
         pos += size
@@ -75,12 +75,12 @@ def lengths(data: bytes, table: Any, start: int = 0, end: int | None = None) -> 
 
 def relength(data: bytes, draw: random.Random, other: bytes) -> bytes:
     """The length of a field changed, by a little or to an absurd one."""
-    from demask.files.onnx.read import wire
+    from demask.files.onnx.read import reader
 
-    table = wire._fields(onnx.ModelProto.DESCRIPTOR, {})
+    table = reader._field_table(onnx.ModelProto.DESCRIPTOR, {})
     made = data
     for place in sorted(draw.sample(list(lengths(data, table)), draw.choice([1, 1, 2])))[::-1]:
-        size, behind = wire._varint(data, place)
+        size, behind = reader._varint(data, place)
         new = draw.choice([size + 1, max(size - 1, 0), 0, 2 * size, 2**31, 2**63, size + 2**32])
         made = made[:place] + varint(new) + made[behind:]
     return made

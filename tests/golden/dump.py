@@ -235,10 +235,10 @@ def sparse(example: Example) -> Iterator[tuple[str, str]]:
     from demask.shrink.pipeline import capture_program, shrink_program
     from demask.sparse.plan.segment_plan import SegmentPlan
     from demask.sparse.segment.build_segments import segmented, segments_of
-    from demask.sparse.segment.candidates import _bases
+    from demask.sparse.segment.candidates import _base_programs
 
     program = shrink_program(capture_program(*example.call, None), TABLE)[0]
-    base = next(iter(_bases(program, None, TABLE)))[1]
+    base = next(iter(_base_programs(program, None, TABLE)))[1]
     whole = segmented(base, lambda *_: True, lambda *_: True)
     yield "segments", program_text(whole)
     texts: set[str] = set()

@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 from demask.graph.result.codegen import binding
 from demask.ops import TABLE
 from demask.ops.entry import Shape
-from demask.ops.laws import law_cases, target_of
-from demask.ops.laws.draws import draw_tensor
+from demask.ops.laws import draw_tensor, law_cases, target_of
 from graphs import to_graph
 
 CASES = [(name, k, case) for name, k, case in law_cases(TABLE) if name.startswith("aten.")]

@@ -157,7 +157,7 @@ def test_writes_inside_are_in_files_of_networks_as_they_are(tmp_path: Path) -> N
 
 
 def test_a_file_writes_to_nothing_but_inputs(tmp_path: Path) -> None:
-    from demask.files.archive.archive import _add_nodes
+    from demask.files.archive import _add_nodes
 
     rows = [
         {"op": "placeholder", "name": "x", "target": "x", "args": [], "kwargs": {}},

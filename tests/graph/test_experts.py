@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import demask
-from demask.graph.capture import experts as one_call
+from demask.graph.capture import capture as one_call
 from demask.graph.capture.capture import capture
 
 

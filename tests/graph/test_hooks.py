@@ -18,10 +18,10 @@ from demask.graph.result.demasked_module import build
 from demask.machine.byte_sizes import BUDGET
 from demask.ops import TABLE
 from demask.pilot.conditions.regions import Regions
-from demask.pilot.routing.route import Route, Router
+from demask.pilot.route import Route, Router
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.traverse.execution.tiled_module import Tiled
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 
 IMAGE, ROWS = torch.randn(1, 3, 32, 32), torch.randn(2, 16)
 

@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 from demask.machine.arena import ALIGNMENT
 from demask.ops import TABLE, Declined, Relation, bind, regions
 from demask.ops.entry import Shape as S
-from demask.ops.laws import call_node, target_of
-from demask.ops.laws.draws import draw_tensor
+from demask.ops.laws import call_node, draw_tensor, target_of
 from demask.traverse import axes as parts
 from demask.traverse.axes import Axes, Window
 from demask.traverse.local.dispatch import Local, local

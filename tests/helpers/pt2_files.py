@@ -55,3 +55,19 @@ def edited(entries, name, edit):
     document = json.loads(entries[name])
     changed = edit(document)
     return {**entries, name: json.dumps(document if changed is None else changed).encode()}
+
+
+def change_one_value(document, draw, values) -> None:
+    """Delete a value of a JSON document, in place, drawn at random, or replace it by one of `values`."""
+    entries, waiting = [], [document]
+    while waiting:
+        container = waiting.pop()
+        for key, inner in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
+            entries.append((container, key))
+            if isinstance(inner, dict | list):
+                waiting.append(inner)
+    container, key = draw.choice(entries)
+    if draw.random() < 0.2:
+        del container[key]
+    else:
+        container[key] = draw.choice(values)

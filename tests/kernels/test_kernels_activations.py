@@ -115,7 +115,7 @@ def test_machine_code(lanes: int) -> None:
 def check_on_gpu(device: str) -> None:
     """All points, each times 1 and plus 0, which turns -0 into 0."""
     from demask.sparse.products import gpu_products as products
-    from demask.sparse.products.gpu_autotune import KernelChoice
+    from demask.sparse.products.gpu_products import KernelChoice
 
     x, one = points() + 0.0, rows_of(torch.ones(1, 1), device)
     choice = KernelChoice("rows", 1, 2048, 1)

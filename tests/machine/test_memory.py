@@ -18,13 +18,13 @@ import micro_sequences  # noqa: F401
 from demask.graph.result.demasked_module import build, build_plain
 from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
-from demask.tune.module import buffer_assignment as memory
-from demask.tune.module import shape_cache as plans
-from demask.tune.module.buffer_assignment import InArena, InPlace, assign_buffers
-from demask.tune.module.optimized_module import Optimized
-from demask.tune.passes.channels_last import convert_layouts
-from demask.tune.passes.fold_affine import fold_affine
-from demask.tune.passes.fuse_epilogues import fuse_epilogues
+from demask.tune import buffer_assignment as memory
+from demask.tune import shape_cache as plans
+from demask.tune.buffer_assignment import InArena, InPlace, assign_buffers
+from demask.tune.channels_last import convert_layouts
+from demask.tune.fold_affine import fold_affine
+from demask.tune.fuse_epilogues import fuse_epilogues
+from demask.tune.optimized_module import Optimized
 from fuzz.laws import difference
 from micro import MICROS, Micro
 

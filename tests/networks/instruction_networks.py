@@ -16,7 +16,7 @@ from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
 from demask.stride.accelerator.instructions import Instructions, listed
 from demask.stride.accelerator.machine import Machine
-from demask.tune.passes.fold_affine import fold_affine
+from demask.tune.fold_affine import fold_affine
 
 
 def drawn(model: nn.Module, seed: int = 0) -> nn.Module:

@@ -17,6 +17,13 @@ def csr(dense: Tensor) -> list[Tensor]:
     return [dense[there], crow, there.nonzero()[:, 1].to(torch.int32)]
 
 
+def as_csr(dense: Tensor, index: torch.dtype = torch.int32, values: Tensor | None = None) -> Tensor:
+    """The matrix as torch.sparse_csr, with indices of this type."""
+    nonzeros, crow, col = csr(dense)
+    parts = crow.to(index), col.to(index), nonzeros if values is None else values
+    return torch.sparse_csr_tensor(*parts, dense.shape, check_invariants=True)
+
+
 def matrix(rows: int, columns: int, density: float, seed: int = 0, dtype=torch.float64) -> Tensor:
     """A random matrix with so many nonzeros."""
     g = torch.Generator().manual_seed(seed)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from demask.facts.ranges import ANY, Range, dtype_range
-from demask.stride.lowering.forms import FORMS, StrideForm
-from demask.stride.lowering.strided_conv import ConvAxis, FormInputs, StridedConv
+from demask.stride.forms import FORMS, StrideForm
+from demask.stride.strided_conv import ConvAxis, FormInputs, StridedConv
 from demask.stride.targets import Target
 
 aten = torch.ops.aten

@@ -30,7 +30,7 @@ from demask.sparse.segment.build_segments import segmented, segments_of
 from demask.sparse.segment_program import SegmentProgram
 from demask.traverse import batch, halo, plan, stream, tile, traffic
 from demask.tune.epilogue import epilogue_of
-from demask.tune.passes.fuse_epilogues import fuse_epilogues
+from demask.tune.fuse_epilogues import fuse_epilogues
 from interpreted import DEVICES, rows_of, run_on
 from test_kernels_activations import check, computed, points
 from test_optimize import prefer, quick  # noqa: F401  (a fixture: costs are not measured)

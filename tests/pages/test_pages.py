@@ -11,13 +11,11 @@ from torch import nn
 import demask
 from demask.checkpoint.proof import CheckpointProof
 from demask.checkpoint.report import CheckpointReport, SliceCount
-from demask.cli.bench.bench import Bench, BenchRow
+from demask.cli.bench import Bench, BenchRow
 from demask.cli.commands.inspection import EditInspection, Gap, Inspection, ModuleShare, RewriteInspection
-from demask.cli.demo.demo import Demo, DemoNetwork
-from demask.cli.pruning.curves import Curves
-from demask.cli.pruning.prune import PruneResult
-from demask.files.onnx.edit.changes import NodeChange
-from demask.files.onnx.edit.edit_file import EditedFile
+from demask.cli.demo import Demo, DemoNetwork
+from demask.cli.pruning import Curves, PruneResult
+from demask.files.onnx.edit.edit_file import EditedFile, NodeChange
 from demask.graph.provenance import WHOLE, ModuleSizes, Provenance, Reason, Sizes, Speed
 from demask.graph.provenance import TuneDecision as Decided
 from demask.machine.clock import Timing
@@ -30,9 +28,9 @@ from demask.pilot.conditions.base import Conditioned, Decision
 from demask.pilot.explain import ExplainedPair, Explanation
 from demask.prune.masked_copies import PruningOptions
 from demask.prune.scores import L1
-from demask.prune.searching.search import Search
-from demask.prune.searching.trial import SearchTrial
+from demask.prune.search import Search
 from demask.prune.sensitivity import Sensitivity, SensitivityRow
+from demask.prune.trial import SearchTrial
 from demask.report import report
 from demask.traverse.stream import Streamed
 from html_page import HtmlPage, numbers

@@ -13,9 +13,8 @@ from demask.facts.analysis import Analysis
 from demask.ops import TABLE
 from demask.pilot.condition import KINDS, condition, condition_of, slower
 from demask.pilot.conditions.base import Condition, Decision, text
-from demask.pilot.conditions.channel_conditions import ConstantChannels, Precision, Skip
+from demask.pilot.conditions.channel_conditions import ConstantChannels, Precision, Skip, targets_of
 from demask.pilot.conditions.channel_conditions import PilotValue as Value
-from demask.pilot.conditions.conditioned_values import targets_of
 from demask.pilot.data.collect import collect
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.simplifiers.rounding import Bits
@@ -78,7 +77,7 @@ def put(value: Tensor, index: Tensor, other: float | Tensor) -> Tensor:
 def test_targets_end_before_sums(net: Net, x: Tensor):
     found, left = targets_of(Analysis(canonicalize(capture_program(net, (x,), None, None), TABLE), TABLE))
     assert [(t.layer, t.node.name, t.axis, t.size) for t in found] == [("a", "relu", 1, 8), ("b", "conv2d_1", 1, 8)]
-    assert left == (Decision("end", "dense", "the network's output is returned whole"),)
+    assert left == (Decision("end", "dense", "the network's output is returned in full"),)
 
 
 def test_skip_sets_what_is_unimportant_to_zero(net: Net, x: Tensor):

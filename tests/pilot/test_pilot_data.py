@@ -218,7 +218,7 @@ def test_a_file_that_does_not_fit_is_refused(stored, tmp_path):
             memory="1MB",
             weights=tmp_path / "part.safetensors",
         )
-    with pytest.raises(BadInput, match="read as a whole"):
+    with pytest.raises(BadInput, match="read in full"):
         collect(tmp_path / "model.pt2", (torch.randn(1, 3, 16, 16),), memory="1MB")
 
 

@@ -152,7 +152,7 @@ def test_no_inputs():
 
 def kept(costs, seconds):
     """The costs with answers to all questions of a machine, after a round trip through a file."""
-    costs._known |= dict.fromkeys(cost._names(costs), seconds)
+    costs._known |= dict.fromkeys(cost._measurement_names(costs), seconds)
     costs.save()
     return costs
 
@@ -161,8 +161,8 @@ def test_conditions_are_decided_by_what_was_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cost.here(1) is NOMINAL
     costs = Costs.open(threads=1)
-    usual = dict.fromkeys(cost._names(costs)[:2], 1e-05)
-    large = [cost._large(costs, kind, room) for room in (cost.NEAR, cost.MIDDLE, cost.FAR) for kind in cost.KINDS]
+    usual = dict.fromkeys(cost._measurement_names(costs)[:2], 1e-05)
+    large = [cost._large_layer(costs, kind, room) for room in (cost.NEAR, cost.MIDDLE, cost.FAR) for kind in cost.KINDS]
     costs._known |= {q.name: q.bytes * 2e-11 + 1e-5 for q in large} | usual
     costs.save()
     found = cost.here(1)
@@ -178,7 +178,7 @@ def test_numbers_of_a_busy_machine_are_not_believed(monkeypatch, tmp_path):
         monkeypatch.setattr(cost, room, 3 * 2**16)
     costs = kept(Costs.open(threads=1, clock=ticks(1.0)), 0.02)
     assert measured(costs) is NOMINAL
-    assert not any(map(costs.measured, cost._names(costs)))
+    assert not any(map(costs.measured, cost._measurement_names(costs)))
 
 
 def test_modes_are_chosen_by_the_machine(monkeypatch):

@@ -11,9 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.pilot import rate_bounds as bounds
-from demask.pilot.guarantee import Guarantee, Measured, Outcomes, by_mean, compared, guarantee, observed, splits
-from demask.pilot.rate_bounds import clopper_pearson, paired_bound, paired_p_value, upper_bound
+from demask.pilot.guarantee import (
+    Guarantee,
+    Measured,
+    Outcomes,
+    binomial_at_most,
+    by_mean,
+    clopper_pearson,
+    compared,
+    difference_at_most,
+    guarantee,
+    observed,
+    paired_bound,
+    paired_p_value,
+    splits,
+    upper_bound,
+)
 
 # (events, draws, low, high) at 95 %, from published tables of Clopper and Pearson's interval.
 TABLE = [
@@ -81,7 +94,7 @@ def test_the_worst_rate_of_changes_is_the_largest() -> None:
     lost, won, n, loss = 30, 50, 4000, 0.002
     most = upper_bound(lost + won, n, 1 - 0.1 * 0.05)
     rates = [loss + (most - loss) * k / 20 for k in range(1, 21)]
-    chances = [bounds._difference_at_most(lost - won, n, rate, loss) for rate in rates]
+    chances = [difference_at_most(lost - won, n, rate, loss) for rate in rates]
     assert chances == sorted(chances)
     assert paired_p_value(lost, won, n, loss) == pytest.approx(chances[-1] + 0.005, abs=1e-12)
 
@@ -90,7 +103,7 @@ def test_the_law_of_the_difference_is_that_of_three_outcomes() -> None:
     mass = paired_mass(50, 0.3, 0.1)
     place = torch.arange(51)[:, None] - torch.arange(51)
     for most in (-8, 0, 3, 12):
-        found = bounds._difference_at_most(most, 50, 0.3, 0.1)
+        found = difference_at_most(most, 50, 0.3, 0.1)
         assert found == pytest.approx(float(mass[place <= most].sum()), abs=1e-10)
 
 
@@ -155,7 +168,7 @@ def test_a_guarantee_is_broken_rarely_over_many_draws() -> None:
 
 def upper_count(n: int, rate: float) -> int:
     """What a count of events of this rate exceeds once in a thousand times."""
-    return next(k for k in range(n + 1) if bounds._at_most(k, n, rate) > 0.999)
+    return next(k for k in range(n + 1) if binomial_at_most(k, n, rate) > 0.999)
 
 
 def test_skipping_the_third_split_would_flatter() -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from demask.errors import BadInput, RefusedFile
-from demask.pilot.packets import packet_index, packet_reader
-from demask.pilot.packets.writer import PacketReader, write
+from demask.pilot import packet_index, packet_reader
+from demask.pilot.packet_writer import PacketReader, write
 
 
 class Net(nn.Module):

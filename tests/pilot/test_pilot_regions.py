@@ -298,8 +298,8 @@ def test_images_have_regions_of_their_own():
     model, x = net(), spots()
     module = Regions(0.1, tile=16, grow=2, fill=0.25).applied(model, (x,), None, None, TABLE)
     y, full = module(x), model(x)
-    assert len(module.last.images) == 2 and not any(one.whole for one in module.last.images)
-    assert module.last.images[0].places != module.last.images[1].places
+    assert len(module.last.images) == 2 and not any(one.is_full for one in module.last.images)
+    assert module.last.images[0].areas != module.last.images[1].areas
     where = module.last.where[:, None].expand_as(y)
     assert torch.allclose(y[where], full[where], atol=1e-6)
     assert bool((y[~where] == 0.25).all())
@@ -333,7 +333,7 @@ def test_a_function_may_say_what_is_active():
     module(x)
     assert 0 < module.last.images[0].selected < 0.2
     module(before)
-    assert module.last.images[0].places == () and module.last.images[0].work == 0
+    assert module.last.images[0].areas == () and module.last.images[0].work == 0
 
 
 @torch.no_grad()
@@ -342,7 +342,7 @@ def test_the_whole_image_is_run_where_rectangles_would_cost_more():
     module = Regions(0.1, tile=16, fill=0.0).applied(model, (x,), None, None, TABLE)
     y = module(x)
     (ran,) = module.last.images
-    assert ran.whole and ran.work == 1 and torch.allclose(y, model(x), atol=1e-6)
+    assert ran.is_full and ran.work == 1 and torch.allclose(y, model(x), atol=1e-6)
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.machine.clock import race
 from demask.ops import TABLE
-from demask.pilot.routing.confidence import entropy, margin, softmax
-from demask.pilot.routing.route import Route, Router
+from demask.pilot.route import Route, Router
+from demask.pilot.router import entropy, margin, softmax
 
 NOW = [0.0]  # seconds; only networks of the next kind take time
 
@@ -35,8 +35,8 @@ class Slow(nn.Module):
 
 @pytest.fixture(autouse=True)
 def a_clock_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("calibrate", "router"):
-        module = importlib.import_module(f"demask.pilot.routing.{name}")
+    for name in ("route", "router"):
+        module = importlib.import_module(f"demask.pilot.{name}")
         monkeypatch.setattr(module, "race", partial(race, clock=lambda: NOW[0]))
 
 

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.pilot import Bits, Channels, Downsample, Exponents, LowRank, simplifier, simplify
 from demask.pilot import weight_layers as layers
+from demask.pilot.simplifiers import downsample, rounding
 from demask.pilot.simplifiers import low_rank as lowrank
-from demask.pilot.simplifiers import resample, rounding
 from pilot_networks import networks
 
 NETWORKS = networks()
@@ -237,7 +237,7 @@ def test_everything_is_kept_where_all_is_asked_for():
 @pytest.mark.parametrize(("full", "small"), [(8, 4), (7, 3), (9, 4), (5, 1)])
 def test_resampling_keeps_constants(full, small, mode):
     for before, after in ((full, small), (small, full)):
-        made = resample.matrix_of(before, after, mode).sum(1)
+        made = downsample.matrix_of(before, after, mode).sum(1)
         torch.testing.assert_close(made, torch.ones(after, dtype=torch.float64))
 
 

@@ -23,12 +23,11 @@ from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE
 from demask.ops.laws import LawModule, law_cases, relative_error, target_of
 from demask.pilot.conditions.channel_conditions import Skip
+from demask.shrink import runtime_index as planning
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.layout.cells import RunTimeIndex
 from demask.shrink.pipeline import canonicalize, capture_program
-from demask.shrink.runtime_index import analysis as planning
-from demask.shrink.runtime_index.analysis import IndexedSupport
-from demask.shrink.runtime_index.rewrite import add_inputs, emit_indexed, emit_masked
+from demask.shrink.runtime_index import IndexedSupport, add_inputs, emit_indexed, emit_masked
 
 CASES = list(law_cases(TABLE))
 SAMPLE = random.Random(0).sample(CASES, 5)

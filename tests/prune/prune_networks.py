@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import demask
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.find_groups import KINDS_OF, select_groups
+from demask.prune.coupling import KINDS_OF, Coupling, select_groups
 from demask.prune.removal_cost import RemovalCost
 
 

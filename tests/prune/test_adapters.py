@@ -12,7 +12,7 @@ import demask
 import networks
 from demask import prune
 from demask.errors import BadInput
-from demask.prune.adapters.scheduled import ScheduledPruner
+from demask.prune.adapters import ScheduledPruner
 
 ROUNDS = 3
 STEPS = 12  # of training: pruned before updates 2, 5 and 8

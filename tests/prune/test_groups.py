@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import demask
 from demask import BadInput, NotExportable
 from demask.prune import groups
-from demask.prune.coupling.axis_ties import AxisTies
+from demask.prune.axis_ties import AxisTies
 from prune_networks import IMAGE, NETWORKS, Attention, Drawn, Residual, broken_law, network, randomized
 
 # By network: its groups of channels and of heads: name, number of slices, members.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from demask import prune
-from demask.prune.score_inputs import InputStatistics
+from demask.prune.scores import InputStatistics
 
 KEYS = ("mean", "variance", "norm", "mean_magnitude")
 

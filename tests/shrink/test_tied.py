@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 import demask
-from demask.files.pt2.io import read_model
+from demask.files.pt2 import read_model
 from demask.graph.result.demasked_module import Demasked
 from graphs import to_graph
 

@@ -14,10 +14,10 @@ from torch.nn.utils import parametrize, prune
 from demask.graph.result.demasked_module import build
 from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
-from demask.tune.module.optimized_module import Optimized
-from demask.tune.passes.channels_last import convert_layouts
-from demask.tune.passes.fold_affine import fold_affine
-from demask.tune.passes.fuse_epilogues import fuse_epilogues
+from demask.tune.channels_last import convert_layouts
+from demask.tune.fold_affine import fold_affine
+from demask.tune.fuse_epilogues import fuse_epilogues
+from demask.tune.optimized_module import Optimized
 from demask.tune.stale_sources import CountedParameter, Sources
 from fuzz.laws import difference
 

@@ -27,8 +27,8 @@ from demask.shrink.pipeline import capture_program, shrink_program
 from demask.sparse.segment import candidates as sparse_forms
 from demask.sparse.segment.build_segments import SEGMENT, segmented, segments_of
 from demask.sparse.segment.candidates import ALL, DENSE, EACH, SPARSE
-from demask.tune.module.optimized_module import Optimized
-from demask.tune.passes.fold_affine import fold_affine
+from demask.tune.fold_affine import fold_affine
+from demask.tune.optimized_module import Optimized
 from test_fast_files import edited
 
 run, saved = test_cli.run, test_cli.saved  # fixtures

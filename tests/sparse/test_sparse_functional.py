@@ -17,21 +17,14 @@ from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
 from demask.kernels.llvm.jit import assembly
 from demask.ops.activations import activation_module, presets
 from demask.sparse import DCSR, spmm
-from demask.sparse.products.spmm_cpu import CsrMatrix, Options, SpmmTask, deal_rows, dealt, multiplied
+from demask.sparse.products.cpu_products import CsrMatrix, Options, SpmmTask, deal_rows, dealt, multiplied
 from guarded import guarded
 from night import at_night
-from sparse_cases import csr, matrix
+from sparse_cases import as_csr, csr, matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 SIZES = [(1, 1), (5, 7), (37, 16), (64, 129)]
 COLUMNS = [1, 2, 3, 8, 16, 17, 100]
-
-
-def as_csr(dense, index=torch.int32):
-    """The matrix as torch.sparse_csr, with such indices."""
-    values, crow, col = csr(dense)
-    parts = (crow.to(index), col.to(index), values)
-    return torch.sparse_csr_tensor(*parts, dense.shape, check_invariants=True)
 
 
 def uneven(rows, columns, density, dtype=torch.float32):
@@ -153,6 +146,8 @@ def test_infinities_meet_no_zeros():
 def test_products_of_two_sparse_matrices(density, dtype):
     a, b = uneven(13, 20, density, dtype), matrix(20, 17, density, 3, dtype)
     found = spmm(as_csr(a), as_csr(b))
+    for left, right in ((as_csr(a), DCSR.from_csr(as_csr(b))), (DCSR.from_csr(as_csr(a)), as_csr(b))):
+        assert torch.equal(spmm(left, right).to_dense(), found.to_dense())
     assert found.layout == torch.sparse_csr
     torch.sparse_csr_tensor(
         found.crow_indices(), found.col_indices(), found.values(), found.shape, check_invariants=True
@@ -205,10 +200,14 @@ X = torch.ones(6, 3)
 WRONG = {
     "shapes": (lambda: spmm(as_csr(W), torch.ones(5, 3)), r"\[m, k\] and \[k, n\], got"),
     "one axis": (lambda: spmm(as_csr(W), torch.ones(6)), r"\[m, k\] and \[k, n\], got"),
-    "dense": (lambda: spmm(W, X), "got torch.strided @ torch.strided"),
-    "coo": (lambda: spmm(W.to_sparse(), X), "got torch.sparse_coo"),
-    "coo on the right": (lambda: spmm(as_csr(W), X.to_sparse()), "got torch.sparse"),
-    "csr on the right": (lambda: spmm(X.T, as_csr(W.T)), "got torch.strided @ torch.sparse_csr"),
+    "dense": (lambda: spmm(W, X), "got torch.strided @ torch.strided; give a sparse one"),
+    "coo": (lambda: spmm(W.to_sparse(), X), "got torch.sparse_coo.*give w.to_sparse_csr"),
+    "coo on the right": (lambda: spmm(DCSR.from_csr(as_csr(W)), X.to_sparse()), "give x.to_spar"),
+    "csr on the right": (lambda: spmm(W, as_csr(X)), "got torch.strided @ torch.sparse_csr; give x.to_sparse_csc"),
+    "DCSR on the right": (lambda: spmm(W, DCSR.from_csr(as_csr(X))), "got torch.strided @ DCSR"),
+    "csc on both sides": (lambda: spmm(as_csr(W), X.to_sparse_csc()), "give x.to_sparse_csr"),
+    "array": (lambda: spmm(as_csr(W), X.numpy()), "or DCSR, got ndarray"),
+    "list": (lambda: spmm([[1.0]], X), "or DCSR, got list"),
     "csc on the left": (lambda: spmm(W.to_sparse_csc(), X), "got torch.sparse_csc"),
     "float64": (lambda: spmm(as_csr(W), X.double()), "one dtype"),
     "integers": (lambda: spmm(as_csr(W), X.long()), "one dtype"),

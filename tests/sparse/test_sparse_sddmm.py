@@ -12,18 +12,11 @@ from demask.kernels.llvm.isa import AVX2, AVX512, NEON
 from demask.kernels.llvm.jit import assembly
 from demask.sparse import DCSR, sddmm, spmm
 from demask.sparse.csr_matrix import CsrMatrix
-from demask.sparse.products.sddmm_cpu import sampled
-from sparse_cases import csr, matrix
+from demask.sparse.products.cpu_products import sddmm as sddmm_on_cpu
+from sparse_cases import as_csr, csr, matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 INDEX = [torch.int32, torch.int64]
-
-
-def as_csr(dense, index=torch.int32, values=None):
-    """The matrix as torch.sparse_csr, with such indices."""
-    found, crow, col = csr(dense)
-    parts = (crow.to(index), col.to(index), found if values is None else values)
-    return torch.sparse_csr_tensor(*parts, dense.shape, check_invariants=True)
 
 
 def one_dense_row(rows, columns):
@@ -128,28 +121,25 @@ def test_infinities_stay_where_they_are():
     assert torch.equal(found.isfinite(), reference.isfinite())
 
 
+@pytest.mark.parametrize(
+    ("starts", "columns", "names", "words"),
+    [
+        ([0, 1, 2], [0, -1], None, "columns below 4"),
+        ([0, 1, 2], [0, 4], None, "columns below 4"),
+        ([0, 1, 2], [0, 2**31 - 1], None, "columns below 4"),
+        ([0, 3, 2], [0, 1], None, "row starts that rise to 2"),
+        ([-1, 1, 2], [0, 1], None, "row starts that rise to 2"),
+        ([0, 1, 9], [0, 1], None, "row starts that rise to 2"),
+        ([0, 2**31 - 1, 2], [0, 1], None, "row starts that rise to 2"),
+        ([0, 1], [0], [2], "rows below 2"),
+    ],
+)
 @pytest.mark.parametrize("index", INDEX, ids=str)
-@pytest.mark.parametrize("column", [-1, 4, 2**31 - 1])
-def test_bad_columns_are_refused(index, column):
-    col = torch.tensor([0, column], dtype=index)
-    m = CsrMatrix(torch.tensor([0, 1, 2], dtype=index), col, torch.ones(2), None, (2, 4))
-    with pytest.raises(BadInput, match="columns below 4"):
-        sampled(m, torch.ones(2, 3), torch.ones(4, 3))
-
-
-@pytest.mark.parametrize("starts", [[0, 3, 2], [-1, 1, 2], [0, 1, 9], [0, 2**31 - 1, 2]])
-def test_bad_row_starts_are_refused(starts):
-    crow, col = torch.tensor(starts), torch.tensor([0, 1])
-    m = CsrMatrix(crow, col, torch.ones(2), None, (2, 4))
-    with pytest.raises(BadInput, match="row starts that rise to 2"):
-        sampled(m, torch.ones(2, 3), torch.ones(4, 3))
-
-
-def test_bad_names_are_refused():
-    one = torch.tensor([0, 1])
-    m = CsrMatrix(one, one[:1], torch.ones(1), torch.tensor([2]), (2, 4))
-    with pytest.raises(BadInput, match="rows below 2"):
-        sampled(m, torch.ones(2, 3), torch.ones(4, 3))
+def test_bad_indices_are_refused(starts, columns, names, words, index):
+    crow, col, rows = (None if n is None else torch.tensor(n, dtype=index) for n in (starts, columns, names))
+    m = CsrMatrix(crow, col, torch.ones(len(columns)), rows, (2, 4))
+    with pytest.raises(BadInput, match=words):
+        sddmm_on_cpu(m, torch.ones(2, 3), torch.ones(4, 3))
 
 
 @pytest.mark.parametrize(
@@ -163,12 +153,13 @@ def test_bad_names_are_refused():
         (torch.ones(2, 3).int(), torch.ones(3, 4).int(), False, "floating-point"),
         (torch.ones(2, 3), torch.ones(3, 4).to_sparse(), False, "dense"),
         (torch.ones(2, 3), torch.ones(3, 4, device="meta"), False, "one device"),
+        (torch.ones(2, 3).numpy(), torch.ones(3, 4), False, "dense tensors, got ndarray"),
     ],
 )
 def test_what_does_not_fit_is_refused(a, b, transposed, words):
     with pytest.raises(BadInput, match=words):
         sddmm(a, b, as_csr(torch.ones(2, 4)), transposed=transposed)
-    with pytest.raises(BadInput, match="sparse_csr"):
+    with pytest.raises(BadInput, match="as returned by to_sparse_csr"):
         sddmm(torch.ones(2, 3), torch.ones(3, 4), torch.ones(2, 4))
 
 
@@ -285,40 +276,3 @@ def test_indices_that_are_written_to_are_read_again(kind):
         spmm(given if kind == "csr" else DCSR.from_csr(given), x).sum().backward()
         torch.testing.assert_close(x.grad, dense.T @ torch.ones(12, 4))
         col.copy_((col + 1) % 9)
-
-
-@pytest.mark.parametrize("left", ["csr", "dcsr"])
-@pytest.mark.parametrize("right", ["csr", "dcsr"])
-def test_sparse_products_of_either_kind(left, right):
-    a, b = matrix(12, 9, 0.2, dtype=torch.float64), matrix(9, 7, 0.3, 1, torch.float64)
-    as_kind = {"csr": lambda m: m, "dcsr": DCSR.from_csr}
-    found = spmm(as_kind[left](as_csr(a)), as_kind[right](as_csr(b)))
-    assert found.layout == torch.sparse_csr
-    torch.testing.assert_close(found.to_dense(), a @ b)
-
-
-WORDS = {
-    "dense, dense": (lambda w, x: (w, x), "dense @ sparse_csc, got .*; give a sparse one"),
-    "dense, csr": (lambda w, x: (w, x.to_sparse_csr()), "give x.to_sparse_csc"),
-    "dense, dcsr": (lambda w, x: (w, DCSR.from_csr(x.to_sparse_csr())), "got torch.strided @ DCSR"),
-    "coo, dense": (lambda w, x: (w.to_sparse(), x), "give w.to_sparse_csr"),
-    "csr, csc": (lambda w, x: (w.to_sparse_csr(), x.to_sparse_csc()), "give x.to_sparse_csr"),
-    "dcsr, coo": (lambda w, x: (DCSR.from_csr(w.to_sparse_csr()), x.to_sparse()), "give x.to_spar"),
-    "csr, array": (lambda w, x: (w.to_sparse_csr(), x.numpy()), "or DCSR, got ndarray"),
-    "list, dense": (lambda w, x: ([[1.0]], x), "or DCSR, got list"),
-}
-
-
-@pytest.mark.parametrize("name", WORDS)
-def test_refusals_say_what_to_give(name):
-    make, words = WORDS[name]
-    with pytest.raises(BadInput, match=words):
-        spmm(*make(torch.ones(2, 3), torch.ones(3, 4)))
-
-
-def test_sddmm_refuses_what_is_no_tensor():
-    mask = torch.ones(2, 2).to_sparse_csr()
-    with pytest.raises(BadInput, match="dense tensors, got ndarray"):
-        sddmm(torch.ones(2, 3).numpy(), torch.ones(3, 2), mask)
-    with pytest.raises(BadInput, match="as returned by to_sparse_csr"):
-        sddmm(torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 2))

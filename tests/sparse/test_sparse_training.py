@@ -15,11 +15,11 @@ from torch.library import opcheck
 
 from demask.errors import BadInput
 from demask.sparse import SparseConv1d, SparseConv2d, SparseConvTranspose1d, SparseConvTranspose2d, SparseLinear
+from demask.sparse import trained_layers as training
+from demask.sparse.products import conv_products as planes
 from demask.sparse.segment import segment_op as op
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.training import conv_offsets as planes
-from demask.sparse.training import trained_layers as training
-from demask.sparse.training.trained_layers import takes
+from demask.sparse.trained_layers import takes
 
 CLOSE = 2e-6  # float32, of the largest: sums of some hundred products
 
@@ -219,7 +219,7 @@ def test_gradients_of_gradients():
 
 def test_what_kernels_are_not_for():
     layer, x = SparseLinear.from_dense(nn.Linear(4, 3)), torch.randn(2, 4)
-    program, weights = SegmentProgram.parse(layer.program), layer._weights()
+    program, weights = SegmentProgram.parse(layer.program), layer._program_weights()
     assert takes(program, [x], weights)
     assert not takes(program, [x.double()], weights)
     assert not takes(program, [x[:0]], weights)
@@ -377,7 +377,7 @@ def test_frozen_layers_pass_gradients_on_by_kernels(name, by_kernels):
 def test_torch_checks_the_ops(name):
     made, kind, x = COMPILED[name]()
     layer = kind.from_dense(pruned(made, 0.1))
-    text, weights = layer.program, layer._weights()
+    text, weights = layer.program, layer._program_weights()
     ops = torch.ops.demask
     for bias in (weights[3], None):
         opcheck(ops.convolved.default, (x.requires_grad_(), *weights[:3], bias, text))

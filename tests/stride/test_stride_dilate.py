@@ -18,12 +18,10 @@ from demask.graph.program import Program
 from demask.ops import TABLE
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
-from demask.stride.dilation import dilate as grid_rules
-from demask.stride.dilation import spaced_axes as grid
-from demask.stride.dilation import spaced_windows as grid_windows
-from demask.stride.dilation.dilate import dilate
-from demask.stride.dilation.spaced_axes import SpacedAxis
-from demask.stride.dilation.spaced_windows import is_strided
+from demask.stride import dilate as grid_rules
+from demask.stride import spaced_windows as grid
+from demask.stride.dilate import dilate
+from demask.stride.spaced_windows import SpacedAxis, is_strided
 from demask.stride.targets import Target
 from stride_networks import Drawn
 from stride_programs import calls, ran, text
@@ -111,14 +109,14 @@ def fault(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.Monke
 
 @fault
 def a_pad_not_widened(monkeypatch):
-    on = grid_windows.SpacedWindow.on
+    on = grid.SpacedWindow.on
 
     def wrong(self, source):
         pads, made = on(self, source)
         front = self.before
         return (front, pads[1] + pads[0] - front), made
 
-    monkeypatch.setattr(grid_windows.SpacedWindow, "on", wrong)
+    monkeypatch.setattr(grid.SpacedWindow, "on", wrong)
 
 
 @fault
@@ -150,19 +148,19 @@ def two_grids_joined(monkeypatch):
 
 @fault
 def a_last_window_that_is_lost(monkeypatch):
-    on = grid_windows.SpacedWindow.on
+    on = grid.SpacedWindow.on
 
     def wrong(self, source):
         (front, behind), made = on(self, source)
         less = max(0, behind - self.after * (source.gap or 1))
         return (front, behind - less), SpacedAxis(made.positions, made.size - less)
 
-    monkeypatch.setattr(grid_windows.SpacedWindow, "on", wrong)
+    monkeypatch.setattr(grid.SpacedWindow, "on", wrong)
 
 
 @fault
 def a_maximum_of_zeros(monkeypatch):
-    monkeypatch.setattr(grid_windows, "LOWEST", 0.0)
+    monkeypatch.setattr(grid, "LOWEST", 0.0)
 
 
 @pytest.mark.sampled(4)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from demask.facts.ranges import Range
-from demask.stride.lowering import forms as module
-from demask.stride.lowering.forms import FORMS, StrideForm, selected, zero_taps
-from demask.stride.lowering.strided_conv import ConvAxis, StridedConv
+from demask.stride import forms as module
+from demask.stride.forms import FORMS, StrideForm, selected, zero_taps
+from demask.stride.strided_conv import ConvAxis, StridedConv
 from demask.stride.targets import Target
 from stride_oracle import FLOAT, KERNELS, SIZES, STRIDES, WHOLE, Cell, grid, misses, sample
 

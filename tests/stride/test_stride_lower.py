@@ -16,7 +16,7 @@ from demask.errors import BadInput
 from demask.graph.result.module_calls import graph_of_calls
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING as CONVS
 from demask.stride import TARGETS, NoSoundForm, Target
-from demask.stride.lowering.lower import lower, lowered
+from demask.stride.lower import lower, lowered
 from demask.stride.targets import OPS, parsed, target
 
 aten = torch.ops.aten

@@ -14,15 +14,15 @@ from torch import nn
 import demask
 from demask.compat.onednn import available
 from demask.errors import DemaskError
-from demask.files.archive.archive import GRAPH, TENSORS
+from demask.files.archive import GRAPH, TENSORS
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
-from demask.tune.module.optimized_module import Optimized
-from demask.tune.passes.channels_last import convert_layouts
-from demask.tune.passes.fold_affine import fold_affine
-from demask.tune.passes.fuse_epilogues import fuse_epilogues
-from demask.tune.passes.join_as_sum import rewrite_joins
+from demask.tune.channels_last import convert_layouts
+from demask.tune.fold_affine import fold_affine
+from demask.tune.fuse_epilogues import fuse_epilogues
+from demask.tune.join_as_sum import rewrite_joins
+from demask.tune.optimized_module import Optimized
 
 pytestmark = pytest.mark.skipif(not available(torch.float32, torch.device("cpu")), reason="this torch has no oneDNN")
 
@@ -193,7 +193,7 @@ def test_old_files_are_read(network, tmp_path):
 def test_a_torch_without_onednn_runs_the_plain_ops(network, tmp_path, monkeypatch):
     model, fast, x = network
     demask.save(fast, tmp_path / "fast.demask")
-    monkeypatch.setattr("demask.files.archive.archive.available", lambda *_: False)
+    monkeypatch.setattr("demask.files.archive.available", lambda *_: False)
     loaded = demask.load(tmp_path / "fast.demask")
     assert "mkldnn" not in loaded.code
     close(loaded(x), model(x))

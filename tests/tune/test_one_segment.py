@@ -23,7 +23,7 @@ from demask.sparse.segment import inline as segment_call
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.candidates import ALL, BY_INDEX, EACH, OUTSIDE
 from demask.sparse.segment_steps import NAMES
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 from torch_release import RELEASE, since
 
 optimize = importlib.import_module("demask.optimize")

@@ -22,7 +22,7 @@ from demask.errors import BadInput, Mismatch
 from demask.failures import strict
 from demask.machine import clock as timer
 from demask.machine.cost import Costs
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 from fuzz.laws import difference
 from micro import MICROS
 from night import at_night

@@ -21,8 +21,8 @@ from demask.errors import Mismatch
 from demask.failures import strict
 from demask.machine import clock as timer
 from demask.machine.cost import Costs
-from demask.tune.module.shape_cache import ENTRIES
 from demask.tune.parts import AGAIN, FastForward
+from demask.tune.shape_cache import ENTRIES
 from night import at_night
 from test_language_models import llama
 

@@ -17,7 +17,7 @@ from demask.files.optimized_files import EARLIER, LIMIT, MOST
 from demask.machine import clock as timer
 from demask.machine.cost import Costs
 from demask.machine.private_files import PrivateFiles
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 
 module = importlib.import_module("demask.optimize")
 race = importlib.import_module("demask.tune.race")

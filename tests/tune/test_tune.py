@@ -21,15 +21,15 @@ from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import build_plain
 from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
+from demask.tune import channels_last as layout
 from demask.tune import epilogue as epilogues
+from demask.tune import fuse_epilogues as fuse
+from demask.tune import join_as_sum as joins
+from demask.tune import pad_channels as widen
+from demask.tune.absorb_gathers import absorb_gathers
+from demask.tune.candidates import convert_one_pixel_convs
+from demask.tune.fold_affine import fold_affine
 from demask.tune.onnxruntime_candidate import for_runtime
-from demask.tune.passes import channels_last as layout
-from demask.tune.passes import fuse_epilogues as fuse
-from demask.tune.passes import join_as_sum as joins
-from demask.tune.passes import pad_channels as widen
-from demask.tune.passes.absorb_gathers import absorb_gathers
-from demask.tune.passes.fold_affine import fold_affine
-from demask.tune.passes.one_pixel_as_linear import convert_one_pixel_convs
 from fuzz.generate import generate
 from fuzz.laws import difference
 from micro import MICROS, Micro, Net, dead

@@ -16,7 +16,7 @@ import demask
 from demask.errors import BadInput, TableError
 from demask.ops.custom import is_custom_op
 from demask.registry import CUSTOM_OPS, RESULT_KINDS, Registry
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 
 
 def test_values_by_name() -> None:

@@ -19,7 +19,7 @@ from anatomy import MASKS, removed
 from architectures import ARCHITECTURES, LENGTH, VOCABULARY, WIDTH, Architecture, built, masked, token_ids, transformers
 from demask.graph.result.module_calls import graph_of_calls
 from demask.judge import RELATIVE, ULPS
-from demask.ops.laws.minimality import missed
+from demask.ops.laws import missed
 from graphs import form_of, to_graph
 from night import at_night
 

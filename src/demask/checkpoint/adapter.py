@@ -65,20 +65,13 @@ class AdapterPart:
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
-    """An adapter of a folder.
-
-    Attributes:
-        path: its folder.
-        config: its adapter_config.json.
-        file: its tensors.
-        parts: by tensor, what it is.
-        cuts: by parameter and axis, the positions that it has, where they are fewer than in `file`.
-    """
+    """An adapter of a folder."""
 
     path: Path
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # its adapter_config.json
     file: WeightFile
-    parts: Mapping[str, AdapterPart]
+    parts: Mapping[str, AdapterPart]  # by tensor
+    # by parameter and axis, the positions that it has, where they are fewer than in `file`
     cuts: Mapping[str, Mapping[int, Tensor]]
 
     @classmethod

@@ -17,10 +17,9 @@ from torch.nn import functional as F
 
 from demask.checkpoint.family import ConfigData, Family
 from demask.checkpoint.folder import CheckpointFolder
-from demask.checkpoint.llama_like import differs_from_llama, has_biases, head_size
 from demask.checkpoint.plan import CheckpointPlan, find_cuts, new_shape
 from demask.checkpoint.streamed import StreamedModel
-from demask.checkpoint.targets import HALVES, BlockFormat, LoaderTarget
+from demask.checkpoint.targets import HALVES, BlockFormat, LoaderTarget, differs_from_llama, has_biases, head_size
 from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput, Mismatch
 
@@ -159,14 +158,14 @@ class BlockModel(StreamedModel):
         before, width = stored.model.config, config["hidden_size"]
         self._blocks, self._size = config.pop("block_configs"), config["head_dim"]
         self._queries = config["num_attention_heads"]
-        self._units = [_units(block["ffn"], width, own) for block in self._blocks]
+        self._units_as_loaded = [_units_as_loaded(block["ffn"], width, own) for block in self._blocks]
         heads = before.num_attention_heads
         config |= {
             "architectures": [type(stored.model).__name__],
             "model_type": before.model_type,
             "num_attention_heads": heads,
             "num_key_value_heads": heads,
-            "intermediate_size": max([1, *self._units]),
+            "intermediate_size": max([1, *self._units_as_loaded]),
         }
         config.pop("auto_map", None)
         super().__init__(family, folder, config)
@@ -191,7 +190,7 @@ class BlockModel(StreamedModel):
             heads = self._queries // (group if part in ("k_proj", "v_proj") else 1)
             shape[part == "o_proj"] = heads * self._size
         elif inside.startswith("mlp."):
-            shape[part == "down_proj"] = self._units[layer]
+            shape[part == "down_proj"] = self._units_as_loaded[layer]
         if list(value.shape) != shape:
             raise Mismatch(f"{name} is {tuple(value.shape)}, and {tuple(shape)} by the new config")
         if part in ("k_proj", "v_proj"):
@@ -201,7 +200,7 @@ class BlockModel(StreamedModel):
         return F.pad(value, [n for more in reversed(missing) for n in (0, more)])
 
 
-def _units(half: Mapping[str, Any], width: int, own: BlockFormat) -> int:
+def _units_as_loaded(half: Mapping[str, Any], width: int, own: BlockFormat) -> int:
     """The units of a layer, as loaders read them."""
     if half["no_op"]:
         return 0

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from demask.checkpoint.sizes import choose_sizes
-from demask.checkpoint.slices import LayerKind, ReducedModel, SliceGroup
+from demask.checkpoint.slices import LayerKind, ReducedModel, SliceGroup, choose_sizes
 from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Constant, module_of
 from demask.numerics import all_along, any_along, is_all
-from demask.prune.coupling.coupling import Coupling
+from demask.prune.coupling import Coupling
 from demask.shrink.own_class.numbers import is_below
 
 SMALL_ELEMENTS = 2**19  # of one weight of the small network, at most, if its class allows it
@@ -29,30 +28,24 @@ SMALL_ELEMENTS = 2**19  # of one weight of the small network, at most, if its cl
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of a slice.
+    """What becomes of a slice."""
 
-    Attributes:
-        dead: whether it can be removed.
-        constant: by reading member (its index in the group), the values that are read, float64
-            [positions of a slice], if it is always the same and not 0; else empty.
-    """
-
-    dead: bool
+    dead: bool  # whether it can be removed
+    # by reading member (its index in the group), the values that are read, float64 [positions of a slice], if it
+    # is always the same and not 0
     constant: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class _Reading:
-    """A call that reads slices of a group: `axis` of its operand number `operand`, of `size`
-    positions, of which `positions`, int64 [slices, positions], are theirs. member: the member of
-    the group that they are multiplied with, if that is a weight to whose products a bias is added.
-    """
+    """A call that reads slices of a group."""
 
     node: fx.Node
-    operand: int
-    axis: int
-    size: int
-    positions: Tensor
+    operand: int  # its number
+    axis: int  # of the operand
+    size: int  # of the axis
+    positions: Tensor  # of the slices, int64 [slices, positions]
+    # of the group, that they are multiplied with, if it is a weight to whose products a bias is added
     member: int | None
 
 
@@ -141,24 +134,12 @@ class SmallNetwork:
         order = list(waiting.items())
         for start in range(0, len(order), group.size):
             chunk = order[start : start + group.size]
-            fates = self._run(group, [k for _, k in chunk], zeros, values, ties)
-            for (key, _), fate in zip(chunk, fates, strict=True):
-                self._memory[group.name, key] = fate
+            patterns = [SlicePattern([z[k] for z in zeros], {m: v[k] for m, v in values.items()}) for _, k in chunk]
+            analysis = self._analyze_patterns(group.kinds, {group.name: patterns}, ties)
+            for slot, (key, _) in enumerate(chunk):
+                self._memory[group.name, key] = self._fate(group, slot, analysis)
 
-    def _run(
-        self,
-        group: SliceGroup,
-        slices: Sequence[int],
-        zeros: Sequence[Tensor],
-        values: Mapping[int, Tensor],
-        ties: Mapping[str, bool],
-    ) -> list[Fate]:
-        """Decide as many slices as the group has in the small network."""
-        slots = [SlicePattern([z[k] for z in zeros], {m: v[k] for m, v in values.items()}) for k in slices]
-        analysis = self._analysis(group.kinds, {group.name: slots}, ties)
-        return [self._fate(group, slot, analysis) for slot in range(len(slots))]
-
-    def _analysis(
+    def _analyze_patterns(
         self, kinds: Collection[LayerKind], slots: Mapping[str, Sequence[SlicePattern]], ties: Mapping[str, bool]
     ) -> Analysis:
         """The analysis of the small network with patterns in the slices of some groups, zeros where
@@ -204,7 +185,7 @@ class SmallNetwork:
         if own != silent.keys():
             return False
         slots = {name: [pattern] * self.groups[name].size for name, pattern in silent.items()}
-        analysis = self._analysis([kind], slots, ties)
+        analysis = self._analyze_patterns([kind], slots, ties)
         path = self.prefixes[kind].removesuffix(".")
         nodes = list(self.coupling.program.graph.nodes)
         span = [k for k, node in enumerate(nodes) if is_below(module_of(node), [path])]
@@ -271,7 +252,9 @@ class SmallNetwork:
                     if relation.entry.fill != "sum" or k not in relation.factors:
                         return []
                     positions = torch.stack([(slices == n).nonzero()[:, 0] for n in numbers])
-                    weights = {_name_of(coupling, relation.operands[j].value) for j in relation.factors if j != k}
+                    weights = {
+                        _parameter_name(coupling, relation.operands[j].value) for j in relation.factors if j != k
+                    }
                     added = [o.value for j, o in enumerate(relation.operands) if j not in relation.factors]
                     read = (m for m, own in enumerate(group.members) if not own.produces)
                     read = (m for m in read if {names[m]} == weights)
@@ -280,7 +263,7 @@ class SmallNetwork:
                         same = torch.equal(positions, group.members[member].positions)
                         member = member if same else None
                     bias = member is not None and bias_of(names[member])
-                    if not any(_name_of(coupling, value) == bias for value in added):
+                    if not any(_parameter_name(coupling, value) == bias for value in added):
                         member = None
                     readings.append(_Reading(node, k, axis, len(slices), positions, member))
         return readings
@@ -291,8 +274,7 @@ def bias_of(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"
 
 
-def _name_of(coupling: Coupling, value: Any) -> str:
-    """The name of the parameter that a value is, or is computed from alone; "" for others."""
+def _parameter_name(coupling: Coupling, value: Any) -> str:
     while isinstance(value, fx.Node) and value in coupling.ties.weights:
         if value.op == "get_attr":
             constant = coupling.program.constants[str(value.target)]

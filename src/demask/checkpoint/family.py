@@ -106,17 +106,11 @@ def slides(config: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerStack:
-    """A list of layers in a model.
+    """A list of layers in a model."""
 
-    Attributes:
-        path: its module, as "model.layers".
-        count: the keys of its length in the config; () if none says it.
-        kinds: per layer, the first layer of the same kind: of equal modules, numbers and shapes.
-    """
-
-    path: str
-    count: Keys
-    kinds: tuple[int, ...]
+    path: str  # "model.layers"
+    count: Keys  # the keys of its length in the config; () if none says it
+    kinds: tuple[int, ...]  # per layer, the first layer of the same kind: of equal modules, numbers and shapes
 
     def name(self, layer: int, inside: str) -> str:
         """The full name of a tensor in a layer."""

@@ -3,6 +3,10 @@ index, and files that belong to the model, such as the tokenizer's.
 
 Format of the index: https://huggingface.co/docs/safetensors and `model.safetensors.index.json`,
 {"metadata": {"total_size": bytes}, "weight_map": {tensor: file}}.
+
+Weights of 8 bits (float8 or int8) have scales: their values are the products with them, one for all of a
+weight, for each row, or for each block of rows and columns. As they are written by transformers (fp8,
+fbgemm_fp8), and by llm-compressor and vLLM (compressed-tensors).
 """
 
 from __future__ import annotations
@@ -19,12 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.checkpoint.quantized import Scale, find_scales
-from demask.errors import BadInput, RefusedFile
+from demask.errors import BadInput, DemaskError, RefusedFile
 from demask.files import atomic_write as atomic
 from demask.files.bounded_read import MAX_JSON_BYTES, open_plain, parse_json
 from demask.files.weight_file import StoredTensor, WeightFile
 
+QUANTIZATION = "quantization_config"
+_QUANTIZATION_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
+_COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")  # of compressed-tensors
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+_QUANTIZED_ADVICE = "slim the folder that they were quantized from, and quantize the result"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODULES = "modules.json"  # of sentence-transformers: a list of modules, with their folders
 STATE = "demask-partial.txt"  # in an unfinished folder: a hash of its origin
@@ -35,26 +44,17 @@ _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpa
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A checkpoint folder, of which the config and the headers were read.
-
-    Attributes:
-        path: the folder.
-        config: its config.json.
-        files: by name, its files of tensors, in the order of the index.
-        file_of: by tensor, the name of its file.
-        others: the files that are copied, also from folders in it: the tokenizer's, the generation
-            config, texts, and the modules that sentence-transformers runs after this one.
-        left: files and folders that are not copied: weights in other formats, links to folders.
-        scales: by weight of 8 bits, its scales.
-    """
+    """A checkpoint folder, of which the config and the headers were read."""
 
     path: Path
-    config: Mapping[str, Any]
-    files: Mapping[str, WeightFile]
-    file_of: Mapping[str, str]
+    config: Mapping[str, Any]  # its config.json
+    files: Mapping[str, WeightFile]  # of tensors, by name, in the order of the index
+    file_of: Mapping[str, str]  # by tensor
+    # files that are copied, also from folders in it: the tokenizer's, the generation config, texts, and the
+    # modules that sentence-transformers runs after this one
     others: tuple[str, ...]
-    left: tuple[str, ...]
-    scales: Mapping[str, Scale]
+    left: tuple[str, ...]  # what is not copied: weights in other formats, links to folders
+    scales: Mapping[str, Scale]  # by weight of 8 bits
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CheckpointFolder:
@@ -82,7 +82,7 @@ class CheckpointFolder:
         if index is not None and not (isinstance(index, dict) and all(isinstance(v, str) for v in index.values())):
             raise BadInput(f"{folder / INDEX}: expected the file of each tensor in weight_map")
         names = [SINGLE] if index is None else list(dict.fromkeys(index.values()))
-        files = {name: WeightFile.read(_inside(folder, name)) for name in names}
+        files = {name: WeightFile.read(_path_inside(folder, name)) for name in names}
         file_of: dict[str, str] = {}
         for name, file in files.items():
             if file.unread:
@@ -147,16 +147,11 @@ class CheckpointFolder:
 
 @dataclass(frozen=True)
 class CutFolder(CheckpointFolder):
-    """A folder as if it had fewer tensors, or smaller ones.
+    """A folder as if it had fewer tensors, or smaller ones."""
 
-    Attributes:
-        origin: the folder that is read.
-        names: by tensor, its name there.
-        cuts: by tensor there and axis, the positions that stay, as in `CheckpointPlan`.
-    """
-
-    origin: CheckpointFolder
-    names: Mapping[str, str]
+    origin: CheckpointFolder  # the folder that is read
+    names: Mapping[str, str]  # by tensor, its name there
+    # by tensor there and axis, the positions that stay, as in `CheckpointPlan`
     cuts: Mapping[str, Mapping[int, Tensor]]
 
     @classmethod
@@ -249,7 +244,7 @@ def find_others(folder: Path, weights: Sequence[str]) -> tuple[tuple[str, ...], 
             if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                 waiting.append(name + "/")
             elif entry.is_file() and (not is_other or prefix in modules):
-                _no_link_outside(folder, folder / name)
+                _refuse_link_outside_folder(folder, folder / name)
                 others.append(name)
             else:
                 left.append(name)
@@ -260,12 +255,12 @@ def _paths_of_modules(folder: Path) -> set[str]:
     """The folders of the modules that sentence-transformers runs after a model, each with a "/"."""
     modules: Any = []
     if (folder / MODULES).is_file():
-        modules = _parse(folder, MODULES)
+        modules = _parse_json(folder, MODULES)
     paths = [m.get("path") for m in modules if isinstance(m, dict)] if isinstance(modules, list) else []
     return {f"{path.strip('/')}/" for path in paths if isinstance(path, str)}
 
 
-def _inside(folder: Path, name: str) -> Path:
+def _path_inside(folder: Path, name: str) -> Path:
     """The path of a file in a folder. Raises RefusedFile for a name with a path, and for a link
     that leaves the folder."""
     path = folder / name
@@ -273,12 +268,10 @@ def _inside(folder: Path, name: str) -> Path:
         raise RefusedFile(f"{folder / INDEX}: expected the name of a file in the folder, got {name!r:.80}")
     if not path.is_file():
         raise BadInput(f"{path}: no such file, though {INDEX} names it; copy it again")
-    return _no_link_outside(folder, path)
+    return _refuse_link_outside_folder(folder, path)
 
 
-def _no_link_outside(folder: Path, path: Path) -> Path:
-    """A file of a folder. Raises RefusedFile for a link that leaves it, except into the `blobs` of
-    a hub's cache, which consists of links."""
+def _refuse_link_outside_folder(folder: Path, path: Path) -> Path:
     target, real = path.resolve(), folder.resolve()
     if real not in target.parents and target.parent != real.parent.parent / "blobs":
         raise RefusedFile(f"{path}: a link to {target}, outside of the folder; copy the file")
@@ -289,14 +282,14 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object of a folder."""
     if not (folder / name).exists():
         raise BadInput(f"{folder}: expected a checkpoint folder; it has no {name}")
-    value = _parse(folder, name)
+    value = _parse_json(folder, name)
     if not isinstance(value, dict) or (name == INDEX and "weight_map" not in value):
         raise BadInput(f"{folder / name}: expected a JSON object, as transformers writes it")
     return value
 
 
-def _parse(folder: Path, name: str) -> Any:
-    with open_plain(_inside(folder, name)) as file:
+def _parse_json(folder: Path, name: str) -> Any:
+    with open_plain(_path_inside(folder, name)) as file:
         data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
         raise RefusedFile(f"{folder / name}: expected at most {MAX_JSON_BYTES:,} bytes")
@@ -314,3 +307,96 @@ def write_index(folder: Path, files: Mapping[str, WeightFile]) -> None:
     total = sum(t.nbytes for file in files.values() for t in file.tensors.values())
     weights = {tensor: name for name, file in files.items() for tensor in file.tensors}
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weights})
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The scales of a weight."""
+
+    name: str  # their tensor
+    blocks: tuple[int, ...]  # by axis of the weight, how many neighbors have a scale in common; 0: all of them
+
+    def values(self, weight: Tensor, scales: Tensor) -> Tensor:
+        """The products of a weight and its scales, float32."""
+        result = weight.float()
+        rank = len(self.blocks)
+        scales = scales.float().reshape((*scales.shape, *[1] * rank)[:rank])
+        for axis, block in enumerate(self.blocks):
+            if block > 1:
+                scales = scales.repeat_interleave(block, axis).narrow(axis, 0, weight.shape[axis])
+        return result.mul_(scales)
+
+    def cuts(self, cuts: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """The positions of the scales that stay with those of the weight, by axis. Raises
+        DemaskError where only a part of a block stays."""
+        own: dict[int, Tensor] = {}
+        for axis, positions in cuts.items():
+            block = self.blocks[axis]
+            if not block:
+                continue
+            own[axis] = positions[..., ::block] // block
+            near = own[axis].repeat_interleave(block, -1)[..., : positions.shape[-1]]
+            if not torch.equal(near, positions // block):
+                raise DemaskError(f"{self.name}: a block of {block} is cut in two")
+        return own
+
+
+def find_scales(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Scale]:
+    """By weight of 8 bits in a folder, its scales. Raises BadInput for weights that are quantized
+    otherwise."""
+    if QUANTIZATION not in config:
+        return {}
+    settings = config[QUANTIZATION] if isinstance(config[QUANTIZATION], dict) else {}
+    method = settings.get("quant_method", "?")
+    if method == "compressed-tensors":
+        formats = [settings.get("format"), *(group.get("format") for group in _config_groups(settings))]
+        method = next((f"{method}: {f}" for f in formats if f and f not in _COMPRESSED_FORMATS), method)
+    if method not in _QUANTIZATION_METHODS:
+        raise BadInput(f"{folder}: its weights are quantized ({method}), which are not cut; " + _QUANTIZED_ADVICE)
+    more: dict[str, str] = {}  # by module, a tensor besides its weight, scale and bias
+    for name, stored in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf.startswith("weight_") and leaf[6:] not in _SCALE_SUFFIXES and stored.shape not in ((), (1,)):
+            more[module] = name
+    scales: dict[str, Scale] = {}
+    for name, stored in tensors.items():
+        if stored.dtype not in _EIGHT_BITS:
+            continue
+        other = more.get(name.rpartition(".")[0])
+        own = next((name + s for s in _SCALE_SUFFIXES if name + s in tensors), None)
+        blocks = (
+            None
+            if own is None or other
+            else _find_blocks(stored.shape, tensors[own], settings.get("weight_block_size"))
+        )
+        if own is None or blocks is None:
+            problem = f"{other}, besides scales" if other else "no scales that fit it"
+            raise BadInput(f"{folder}: {name} is {stored.dtype} with {problem}; {_QUANTIZED_ADVICE}")
+        scales[name] = Scale(own, blocks)
+    return scales
+
+
+def _config_groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = settings.get("config_groups")
+    return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+
+
+def _find_blocks(shape: Sequence[int], scale: StoredTensor, sizes: Any) -> tuple[int, ...] | None:
+    """By axis, how many positions of a weight have a scale in common, as in `Scale`; None where the
+    shape of the scales does not say so. sizes: of blocks, if the config tells them."""
+    if not scale.dtype.is_floating_point or len(scale.shape) > len(shape):
+        return None
+    every = isinstance(sizes, list) and len(sizes) == len(shape)
+    blocks = list[int]()
+    for axis, (n, own) in enumerate(zip(shape, (*scale.shape, *[1] * len(shape)), strict=False)):
+        if own == 1:
+            blocks.append(0)
+        elif own == n:
+            blocks.append(1)
+        elif every and type(sizes[axis]) is int and sizes[axis] > 0 and -(-n // sizes[axis]) == own:
+            blocks.append(sizes[axis])
+        elif own and n % own == 0:
+            blocks.append(n // own)
+        else:
+            return None
+    return tuple(blocks)

@@ -25,11 +25,17 @@ from torch import Tensor
 
 from demask.checkpoint.family import Family
 from demask.checkpoint.folder import read_json
-from demask.checkpoint.llama_like import differs_from_llama, frequency_factors, has_biases, head_size
 from demask.checkpoint.plan import CheckpointPlan, cut_tensor, new_shape
 from demask.checkpoint.proof import CheckpointProof, prove
 from demask.checkpoint.streamed import StreamedModel
-from demask.checkpoint.targets import TARGETS, GgufArchitecture
+from demask.checkpoint.targets import (
+    TARGETS,
+    GgufArchitecture,
+    differs_from_llama,
+    frequency_factors,
+    has_biases,
+    head_size,
+)
 from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput, DemaskError
 from demask.files import atomic_write as atomic

@@ -18,19 +18,17 @@ from demask.checkpoint.family import LayerStack
 from demask.checkpoint.folder import CONFIG, INDEX, STATE, CheckpointFolder, copy_files
 from demask.checkpoint.slices import ReducedModel
 from demask.checkpoint.slim import fingerprint, unfinished_folder
-from demask.checkpoint.source import check_output, open_checkpoint
 from demask.checkpoint.streamed import StreamedModel
-from demask.checkpoint.tensors import StoredTensors
+from demask.checkpoint.tensors import StoredTensors, check_output, open_checkpoint
 from demask.errors import BadInput
 from demask.failures import public
 from demask.files.weight_file import WeightFile
 from demask.progress import ProgressStep, no_progress
 from demask.prune.allocation.shares import Uniform, count_left
-from demask.prune.coupling.find_groups import KINDS_OF
+from demask.prune.coupling import KINDS_OF
 from demask.prune.masks import find_places
 from demask.prune.schedules import check_fraction
-from demask.prune.score_inputs import InputRecorder, InputStatistics
-from demask.prune.scores import L1, Score, ScoreView
+from demask.prune.scores import L1, InputRecorder, InputStatistics, Score, ScoreView
 from demask.prune.structures import GroupSlices, find_candidates, keep_highest
 from demask.registry import RUNNERS
 from demask.text_table import number_table, render_text
@@ -116,7 +114,7 @@ def checkpoint(
     family, data, stored = open_checkpoint(source)
     chosen: Score = L1() if score is None else score
     streamed = StreamedModel(family, stored.folder)
-    rows = _rows(text, source) if text is not None else None
+    rows = _token_rows(text, source) if text is not None else None
     needs_text = structure == "layer" or bool(getattr(chosen, "needs_inputs", False))
     if needs_text and rows is None:
         raise BadInput("expected a text: what is measured are activations on it")
@@ -136,13 +134,13 @@ def checkpoint(
         raise BadInput(f"{source}: no {structure} of {family.model.__name__} can be masked: layers share them")
     if structure == "layer":
         assert rows is not None
-        scores = _influence(streamed, stored.stacks, rows, progress)
+        scores = _measure_influence(streamed, stored.stacks, rows, progress)
         keep = {name: keep_highest(s, count_left(len(s), amount)) for name, s in scores.items()}
         zeros = _of_silent_layers(slices, stored, keep)
         added: dict[str, Tensor] = {}
     else:
-        scores, keep, added = _choose(streamed, slices, chosen, allocation or Uniform(), amount, rows, progress)
-        zeros = _zeros(slices, keep)
+        scores, keep, added = _choose_slices(streamed, slices, chosen, allocation or Uniform(), amount, rows, progress)
+        zeros = _zero_positions(slices, keep)
     changes = hashlib.sha256()
     for name, axes in sorted(zeros.items()):
         for axis, gone in sorted(axes.items()):
@@ -152,7 +150,7 @@ def checkpoint(
     state = fingerprint(stored.folder, changes.hexdigest())
     partial = final.with_name(final.name + ".partial")
     with unfinished_folder(partial, state):
-        _write(stored, zeros, added, partial, progress)
+        _write_masked(stored, zeros, added, partial, progress)
         copy_files(source, stored.folder.others, partial)
         for name in (CONFIG, INDEX):
             if (source / name).exists():
@@ -166,7 +164,7 @@ def checkpoint(
 RUNNERS.register("checkpoint", checkpoint)
 
 
-def _rows(text: str | Tensor, source: Path) -> Tensor:
+def _token_rows(text: str | Tensor, source: Path) -> Tensor:
     """Token ids of a text, [rows, length]."""
     if isinstance(text, Tensor):
         if text.ndim != 2 or text.is_floating_point() or not text.numel():
@@ -215,7 +213,7 @@ def _of_all_layers(
     return {slices.name: slices for _, _, slices in ordered}
 
 
-def _choose(
+def _choose_slices(
     streamed: StreamedModel,
     slices: Mapping[str, GroupSlices],
     score: Score,
@@ -237,7 +235,7 @@ def _choose(
             )
     if getattr(score, "needs_inputs", False):
         assert rows is not None
-        statistics = _statistics(streamed, {name: places[name] for name in read}, rows, step)
+        statistics = _collect_input_statistics(streamed, {name: places[name] for name in read}, rows, step)
     scores: dict[str, Tensor] = {}
     for name, own in slices.items():
         step(f"scoring {name}")
@@ -251,9 +249,9 @@ def _choose(
     compensate = getattr(score, "compensate", None)
     if compensates and compensate is not None:
         assert rows is not None
-        zeros = _zeros(slices, keep)
-        streamed.change = lambda name, values: _masked(values, zeros.get(name, {}))
-        masked = _statistics(streamed, {name: places[name] for name in read}, rows, step)
+        zeros = _zero_positions(slices, keep)
+        streamed.change = lambda name, values: _set_zeros(values, zeros.get(name, {}))
+        masked = _collect_input_statistics(streamed, {name: places[name] for name in read}, rows, step)
         streamed.change = lambda _, values: values
         for name, own in slices.items():
             with streamed.loaded(dict.fromkeys(m.parameter for m in own.members)):
@@ -264,20 +262,18 @@ def _choose(
     return scores, keep, added
 
 
-def _statistics(
+def _collect_input_statistics(
     streamed: StreamedModel, layers: Mapping[str, Any], rows: Tensor, step: ProgressStep
 ) -> Mapping[str, InputStatistics]:
-    """Statistics of the inputs of layers on a text."""
     recorder = InputRecorder(layers)
     try:
-        _run(streamed, rows, step)
+        _run_in_chunks(streamed, rows, step)
     finally:
         recorder.remove()
     return recorder.statistics
 
 
-def _run(streamed: StreamedModel, rows: Tensor, step: ProgressStep) -> None:
-    """Run a model on rows of tokens, some thousand tokens at a time."""
+def _run_in_chunks(streamed: StreamedModel, rows: Tensor, step: ProgressStep) -> None:
     size = max(1, 4096 // rows.shape[1])
     parts = rows.split(size)
     for k, part in enumerate(parts, 1):
@@ -286,7 +282,7 @@ def _run(streamed: StreamedModel, rows: Tensor, step: ProgressStep) -> None:
             model(input_ids=part)
 
 
-def _influence(
+def _measure_influence(
     streamed: StreamedModel, stacks: Sequence[LayerStack], rows: Tensor, step: ProgressStep
 ) -> dict[str, Tensor]:
     """By stack, how much each layer changes its input, float64 [layers]: 1 - cosine of the input
@@ -309,7 +305,7 @@ def _influence(
         for k in range(len(s.kinds))
     ]
     try:
-        _run(streamed, rows, step)
+        _run_in_chunks(streamed, rows, step)
     finally:
         for handle in handles:
             handle.remove()
@@ -335,7 +331,7 @@ def _of_silent_layers(
     return zeros
 
 
-def _zeros(slices: Mapping[str, GroupSlices], keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
+def _zero_positions(slices: Mapping[str, GroupSlices], keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
     """By parameter and axis, the positions that are zero, bool [length]."""
     zeros: dict[str, dict[int, Tensor]] = {}
     for name, own in slices.items():
@@ -345,14 +341,13 @@ def _zeros(slices: Mapping[str, GroupSlices], keep: Mapping[str, Tensor]) -> dic
     return zeros
 
 
-def _masked(values: Tensor, zeros: Mapping[int, Tensor]) -> Tensor:
-    """A tensor with zeros at positions of axes, in place."""
+def _set_zeros(values: Tensor, zeros: Mapping[int, Tensor]) -> Tensor:
     for axis, gone in zeros.items():
         values.movedim(axis, 0)[gone] = 0
     return values
 
 
-def _write(
+def _write_masked(
     stored: StoredTensors,
     zeros: Mapping[str, Mapping[int, Tensor]],
     added: Mapping[str, Tensor],
@@ -370,7 +365,7 @@ def _write(
 
     def read(name: str) -> Tensor:
         parameter = stored.parameter_of.get(name) or ""
-        values = _masked(folder.written(name), own.get(name, {}))
+        values = _set_zeros(folder.written(name), own.get(name, {}))
         if parameter in added:
             values = (values.double() + added[parameter]).to(values.dtype)
         return values

@@ -19,13 +19,20 @@ from torch import Tensor
 from demask.checkpoint.decide import Fate, SlicePattern, SmallNetwork, bias_of
 from demask.checkpoint.family import ConfigData, Family, LayerStack, as_class, keep_layers, slides
 from demask.checkpoint.folder import cut, cut_shape, with_scales
-from demask.checkpoint.sizes import apply_changes, choose_sizes
-from demask.checkpoint.slices import KINDS, LayerKind, ReducedModel, SliceGroup, SliceMember
+from demask.checkpoint.slices import (
+    KINDS,
+    LayerKind,
+    ReducedModel,
+    SliceGroup,
+    SliceMember,
+    apply_changes,
+    choose_sizes,
+)
 from demask.checkpoint.targets import HALVES, LayerFormat, LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.roles import LOOKUP, ROWS, find_roles
+from demask.prune.axis_ties import LOOKUP, ROWS, find_roles
+from demask.prune.coupling import Coupling
 
 # Units of experts in one tensor: their products read rows that begin at multiples of 16 bytes.
 EXPERT_MULTIPLE = 8
@@ -33,17 +40,11 @@ EXPERT_MULTIPLE = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSlices:
-    """The slices of a group in one layer, or in all layers that share them.
-
-    Attributes:
-        group: the group.
-        layers: these layers, each with its kind.
-        fates: by expert, what becomes of each slice; of one expert where there are none.
-    """
+    """The slices of a group in one layer, or in all layers that share them."""
 
     group: SliceGroup
-    layers: tuple[tuple[LayerKind, int], ...]
-    fates: tuple[tuple[Fate, ...], ...]
+    layers: tuple[tuple[LayerKind, int], ...]  # each with its kind
+    fates: tuple[tuple[Fate, ...], ...]  # of each slice, by expert; of one expert where there are none
 
     @property
     def live(self) -> int:
@@ -86,45 +87,29 @@ class LayerSlices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointPlan:
-    """What is written.
+    """What is written."""
 
-    Attributes:
-        family: the class, another than the folder's where only that can say the sizes.
-        config: the config, with all keys of its class.
-        layers: by stack, the layers that stay.
-        slices: what is known of all slices. counts: how many of each of them stay.
-        cuts: by tensor and axis, the positions that stay, int64 [positions], -1 for zeros; of a
-            tensor of three axes, for each position of the first: [first axis, positions].
-        added: by tensor, float64 numbers that are added to it.
-        multiple: units are rounded up to a multiple of it.
-        notes: what could be removed and is not, and why; what is another class now.
-        dropped: tensors in layers that stay, without counterpart.
-    """
-
-    family: Family
-    config: ConfigData
-    layers: Mapping[str, Sequence[int]]
-    slices: Sequence[LayerSlices]
-    counts: Sequence[int]
+    family: Family  # another class than the folder's where only that can say the sizes
+    config: ConfigData  # with all keys of its class
+    layers: Mapping[str, Sequence[int]]  # by stack, those that stay
+    slices: Sequence[LayerSlices]  # what is known of all of them
+    counts: Sequence[int]  # how many of each of `slices` stay
+    # by tensor and axis, the positions that stay, int64 [positions], -1 for zeros; of a tensor of three axes, for
+    # each position of the first: [first axis, positions]
     cuts: Mapping[str, Mapping[int, Tensor]]
-    added: Mapping[str, Tensor]
-    multiple: int
-    notes: tuple[str, ...] = ()
-    dropped: frozenset[str] = frozenset()
+    added: Mapping[str, Tensor]  # by tensor, float64 numbers that are added to it
+    multiple: int  # units are rounded up to a multiple of it
+    notes: tuple[str, ...] = ()  # what could be removed and is not, and why; what is another class now
+    dropped: frozenset[str] = frozenset()  # tensors in layers that stay, without counterpart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownSlices:
-    """What is known of the slices of a folder.
+    """What is known of the slices of a folder."""
 
-    Attributes:
-        reduced: a model with one layer of each kind. small: what decides its slices.
-        slices: those of all layers.
-    """
-
-    reduced: ReducedModel
-    small: SmallNetwork
-    slices: Sequence[LayerSlices]
+    reduced: ReducedModel  # a model with one layer of each kind
+    small: SmallNetwork  # what decides its slices
+    slices: Sequence[LayerSlices]  # those of all layers
 
     @classmethod
     def of(cls, stored: StoredTensors, family: Family, data: ConfigData, step: ProgressStep) -> KnownSlices:
@@ -168,7 +153,7 @@ def plan_checkpoint(
     # A config may have several layers of a kind, of which the first one's slices are decided.
     room: dict[tuple[object, ...], int] = {}
     for mine in slices:
-        key = _key_of(mine.group, stacks)
+        key = _group_key(mine.group, stacks)
         room[key] = max(mine.live, room.get(key, 0))
     model_type = str(data.get("model_type"))
     numbered = model_type in target.numbered
@@ -179,9 +164,9 @@ def plan_checkpoint(
         counts, dropped = fit_layers(stored, slices, layers, own, multiple)
     else:
         full = {group.name: group.size for group in groups}
-        live = {group.name: room.get(_key_of(group, stacks), group.size) for group in groups}
+        live = {group.name: room.get(_group_key(group, stacks), group.size) for group in groups}
         for group in groups:
-            shared = max((_per_block(stored, s) for s in slices if s.group is group), default=1)
+            shared = max((_most_slices_per_scale(stored, s) for s in slices if s.group is group), default=1)
             if shared > 1 and (group.kind != "unit" or group.size % shared):
                 if live[group.name] < group.size:
                     notes.append(
@@ -275,8 +260,8 @@ def count_silent_channels(stored: StoredTensors, coupling: Coupling, layers: Map
                 if (split := stack.split(name)) is not None:
                     first = layers[stack.path][split[0]]
                     names = [stack.name(k, split[1]) for k, own in enumerate(stack.kinds) if own == first]
-            places = [(name, axis) for name in names] + [(bias_of(name), 0) for name in names]
-            for parameter, k in places:
+            axes = [(name, axis) for name in names] + [(bias_of(name), 0) for name in names]
+            for parameter, k in axes:
                 if parameter in stored.shapes and (both is None or both.any()):
                     zeros = stored.zeros(parameter, k)
                     zeros = torch.zeros(1, 1, dtype=torch.bool) if zeros is None else zeros
@@ -323,7 +308,7 @@ def fit_layers(
     return counts, frozenset(dropped)
 
 
-def _key_of(group: SliceGroup, stacks: Sequence[LayerStack]) -> tuple[object, ...]:
+def _group_key(group: SliceGroup, stacks: Sequence[LayerStack]) -> tuple[object, ...]:
     """What groups of layers of one kind have in common."""
     kinds = {LayerKind(s.path, k): first for s in stacks for k, first in enumerate(s.kinds)}
     return tuple((m.kind and (m.kind.stack, kinds[m.kind]), m.name, m.axis) for m in group.members)
@@ -404,7 +389,7 @@ def _with_whole_blocks(stored: StoredTensors, slices: LayerSlices) -> LayerSlice
     return replace(slices, fates=tuple(fates))
 
 
-def _per_block(stored: StoredTensors, slices: LayerSlices) -> int:
+def _most_slices_per_scale(stored: StoredTensors, slices: LayerSlices) -> int:
     """The largest number of slices that have a scale in common."""
     counts = [
         torch.stack([owner, block])[:, owner >= 0].unique(dim=1)[1].bincount().max()

@@ -55,13 +55,17 @@ class CheckpointProof:
 
 
 def prove(
-    original: StreamedModel, slim: StreamedModel, rounds: bool, step: ProgressStep, whole: StreamedModel | None = None
+    original: StreamedModel,
+    slim: StreamedModel,
+    rounds: bool,
+    step: ProgressStep,
+    unreduced: StreamedModel | None = None,
 ) -> CheckpointProof:
     """Compare a slim model with the original, of whose logits it may have the first ones alone.
 
     Args:
         rounds: whether constants were added to biases, and rounded to their dtype.
-        whole: the original with what was removed on request.
+        unreduced: the original with what was removed on request.
 
     Raises:
         Mismatch: an output or a token differs, or the new folder lacks a tensor.
@@ -72,22 +76,22 @@ def prove(
         more = sorted(set(getattr(slim, attribute)) - set(getattr(original, attribute)))
         if more:
             raise Mismatch(f"the new folder has {attribute} tensors: {more[0]}")
-    examples = [_example(slim.model, length, padded=length == LENGTHS[-1]) for length in LENGTHS]
-    rows = _vocabulary(slim)
-    prompt = _example(slim.model, 5, padded=False)
-    tokens = _generate(slim, original, prompt, step)
+    examples = [_example_inputs(slim.model, length, padded=length == LENGTHS[-1]) for length in LENGTHS]
+    rows = _vocabulary_size(slim)
+    prompt = _example_inputs(slim.model, 5, padded=False)
+    tokens = _compare_generation(slim, original, prompt, step)
     if tokens is not None:
         is_encoded = original.model.config.is_encoder_decoder
         name = "decoder_input_ids" if is_encoded else "input_ids"
         rest = prompt if is_encoded else {n: v for n, v in prompt.items() if not isinstance(v, Tensor)}
         examples.append({**rest, name: tokens})
     worst, used = 0.0, torch.float32
-    requested = None if whole is None else 0.0
+    requested = None if unreduced is None else 0.0
     expected: list[dict[str, Tensor]] = []
     for k, example in enumerate(examples, 1):
         step(f"comparing text {k} of {len(examples)}")
         try:
-            expected.append(_run(original, example, torch.float32, rows))
+            expected.append(_outputs_in(original, example, torch.float32, rows))
         except Exception as error:
             raise NotExportable(
                 f"the original cannot be run: {described(error)}", "unknown", "check=False writes without a comparison"
@@ -100,29 +104,29 @@ def prove(
                 "its weights, or write without a comparison"
             )
         try:
-            actual = _run(slim, example, torch.float32)
+            actual = _outputs_in(slim, example, torch.float32)
         except Exception as error:
             raise Mismatch(f"the result cannot be run: {described(error)}") from error
-        relative, text = _difference(expected[-1], actual)
+        relative, text = _largest_difference(expected[-1], actual)
         limit = tolerance(1.0, torch.finfo(torch.float32).eps)
         if relative > limit and not text:
             step(f"comparing text {k} in float64")
             try:
-                exact = _run(original, example, torch.float64, rows)
+                exact = _outputs_in(original, example, torch.float64, rows)
             except Exception as error:  # products by groups of rows, of experts, have no float64
                 raise Mismatch(
                     f"the result differs by {relative:.1e} in float32, and float64 cannot be run: {described(error)}"
                 ) from error
-            relative, text = _difference(exact, _run(slim, example, torch.float64))
+            relative, text = _largest_difference(exact, _outputs_in(slim, example, torch.float64))
             used, limit = torch.float64, tolerance(1.0, torch.finfo(torch.float64).eps)
             if rounds and relative > limit:
-                limit = _difference(exact, _run(original, example, None, rows))[0]
+                limit = _largest_difference(exact, _outputs_in(original, example, None, rows))[0]
         if text or not relative <= limit:
             raise Mismatch(f"the result computes something else: {text or f'{relative:.1e}'} on text {k}")
         worst = max(worst, relative)
-        if whole is not None and requested is not None:
-            before = _run(whole, example, torch.float32, rows)
-            requested = max(requested, _difference(before, expected[-1])[0])
+        if unreduced is not None and requested is not None:
+            before = _outputs_in(unreduced, example, torch.float32, rows)
+            requested = max(requested, _largest_difference(before, expected[-1])[0])
     name = str(used).removeprefix("torch.")
     if tokens is None:
         return CheckpointProof(worst, name, requested=requested)
@@ -138,7 +142,7 @@ def _count_flips(original: StreamedModel, tokens: Tensor, example: dict[str, Any
     gaps = scores.amax(-1) - scores.gather(-1, tokens[:, -TOKENS:, None])[..., 0]
     if not gaps.any():
         return 0
-    rounded = _run(original, example, None, logits.shape[-1])
+    rounded = _outputs_in(original, example, None, logits.shape[-1])
     other = next(v for k, v in rounded.items() if "logits" in k)[:, -TOKENS - 1 : -1]
     noise = 2 * (other.float() - scores).abs().amax()
     if bool((gaps > noise).any()):
@@ -146,7 +150,9 @@ def _count_flips(original: StreamedModel, tokens: Tensor, example: dict[str, Any
     return int((gaps > 0).sum())
 
 
-def _run(model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | None, rows: int = 0) -> dict[str, Tensor]:
+def _outputs_in(
+    model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | None, rows: int = 0
+) -> dict[str, Tensor]:
     """The floating-point outputs of a model, by their names; without those of padding, at which
     attention to nothing may be anything. rows: of the logits of more tokens, how many first ones
     are wanted; 0: all."""
@@ -160,16 +166,16 @@ def _run(model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | Non
         for name, value in named_leaves(outputs)
         if isinstance(value, Tensor) and value.is_floating_point()
     }
-    more = 0 < rows < (all_rows := _vocabulary(model))
+    more = 0 < rows < (all_rows := _vocabulary_size(model))
     return {name: value[..., :rows] if more and value.shape[-1] == all_rows else value for name, value in every.items()}
 
 
-def _vocabulary(model: StreamedModel) -> int:
+def _vocabulary_size(model: StreamedModel) -> int:
     """The number of tokens in a model's vocabulary; 0 if it has none."""
     return getattr(model.model.config.get_text_config(), "vocab_size", None) or 0
 
 
-def _difference(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> tuple[float, str]:
+def _largest_difference(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> tuple[float, str]:
     """The largest relative difference of outputs, and a difference other than rounding, in words.
     Caches of keys and values, which have fewer heads in a slim model, are not compared."""
     worst = 0.0
@@ -186,7 +192,7 @@ def _difference(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> tuple
     return worst, ""
 
 
-def _generate(
+def _compare_generation(
     slim: StreamedModel, original: StreamedModel, prompt: dict[str, Any], step: ProgressStep
 ) -> Tensor | None:
     """A text and the tokens that the slim model generates for it one by one, with a cache, in the
@@ -219,7 +225,7 @@ def _generate(
     return None
 
 
-def _example(model: Any, length: int, padded: bool) -> dict[str, Any]:
+def _example_inputs(model: Any, length: int, padded: bool) -> dict[str, Any]:
     """Inputs of random tokens and numbers, of two rows, the second one padded on the left."""
     generator = torch.Generator().manual_seed(length)
     example = example_of(model)

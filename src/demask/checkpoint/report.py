@@ -26,17 +26,15 @@ LITTLE = 0.005  # of all parameters: less is not worth a word
 
 @dataclass(frozen=True, slots=True)
 class SliceCount:
-    """The slices of a group. name: of its first parameter, without the layer's number; layers: that
-    have them; live: the fewest and the most of a layer (and expert); written: the most of a layer;
-    by_layer: those of each."""
+    """The slices of a group."""
 
-    name: str
+    name: str  # of its first parameter, without the layer's number
     kind: str
-    layers: int
+    layers: int  # that have them
     before: int
-    live: tuple[int, int]
-    written: int
-    by_layer: tuple[int, ...]
+    live: tuple[int, int]  # the fewest and the most of a layer (and expert)
+    written: int  # the most of a layer
+    by_layer: tuple[int, ...]  # of each layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,33 +77,32 @@ class CheckpointReport(PageSource):
     def page(self) -> Page:
         """What `print`, `to_html` and notebooks show, as sections."""
         head = ("slices", "layers", "before", "live", "written")
-        table = TextTable(head, [_cells(row) for row in self.slices], "Slices", pad_edge=False)
+        table = TextTable(head, [_count_cells(row) for row in self.slices], "Slices", pad_edge=False)
         compared = str(self.proof or "not compared with the original")
-        picture = NetworkPicture(
-            [box for row in self.slices for box in _boxes(row)], "The layers", words="A box has the slices of a layer."
-        )
+        boxes = [box for row in self.slices for box in _count_boxes(row)]
+        picture = NetworkPicture(boxes, "The layers", words="A box has the slices of a layer.")
         memory = [f"memory of this process: at most {format_bytes(self.memory or 0)}"]
         return Page(
             "demask slim",
             (
                 table,
-                Lines(self._sizes(), "Sizes", is_close=True),
+                Lines(self._size_lines(), "Sizes", is_close=True),
                 OnPage([picture]),
-                Lines([self._shares()], "What would free more", is_close=True),
+                Lines([self._describe_shares()], "What would free more", is_close=True),
                 Lines([compared], "Verification", is_close=True),
                 Lines(memory * (self.memory is not None), "Memory", is_close=True),
                 Lines(self.notes, "Notes", is_close=True),
             ),
         )
 
-    def _sizes(self) -> list[str]:
+    def _size_lines(self) -> list[str]:
         sizes = " -> ".join(format_bytes(n) for n in self.bytes)
         numbers = " -> ".join(f"{n:,}" for n in self.parameters)
         lines = [f"{self.out}: {numbers} parameters, {sizes}"]
         changed = [(path, a, b) for path, (a, b) in self.layers.items() if a != b]
         return [*lines, *(f"{path}: {a} -> {b} layers" for path, a, b in changed)]
 
-    def _shares(self) -> str:
+    def _describe_shares(self) -> str:
         """What zeros make useless, and what this format and others save of it."""
         shares = f"removable {self.removable:.1%}, in this format {self.removed:.1%}"
         more = [f"{name} {share:.1%}" for name, share in self.by_layer.items() if share > self.removed + LITTLE]
@@ -114,13 +111,13 @@ class CheckpointReport(PageSource):
         return shares + (f"; {self.advice}" if self.advice else "")
 
 
-def _cells(row: SliceCount) -> tuple[str, ...]:
+def _count_cells(row: SliceCount) -> tuple[str, ...]:
     every = (row.live, (min(row.by_layer), row.written))
     spans = (" to ".join(map(str, sorted(set(ends)))) for ends in every)
     return f"{row.name} ({row.kind}s)", str(row.layers), str(row.before), *spans
 
 
-def _boxes(row: SliceCount) -> list[Box]:
+def _count_boxes(row: SliceCount) -> list[Box]:
     """One box per layer: the share of the slices that was written."""
     return [
         Box(

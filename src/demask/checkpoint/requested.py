@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from demask.checkpoint.family import ConfigData, Family, numbers_of_config
 from demask.checkpoint.folder import CheckpointFolder, CutFolder, read_json
 from demask.checkpoint.plan import KnownSlices, round_units
-from demask.checkpoint.sizes import apply_changes
-from demask.checkpoint.slices import ReducedModel
+from demask.checkpoint.slices import ReducedModel, apply_changes
 from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput, NotExportable
 from demask.failures import described
@@ -61,10 +60,10 @@ def smaller_config(
             for name in own
             if own[name] != shapes[name]
         }
-        whole = all(
+        is_complete = all(
             len(axes) == 1 and cut_to(shapes[name], axes[0], size) == own[name] for name, axes in changed.items()
         )
-        if whole and all(changed.get(name) == [0] for name in names):
+        if is_complete and all(changed.get(name) == [0] for name in names):
             return other, {name: axis for name, (axis,) in changed.items()}
     return None
 
@@ -73,7 +72,7 @@ def cut_to(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 
-def _seen_with(
+def _cut_tensors_of(
     stored: StoredTensors,
     family: Family,
     before: ConfigData,
@@ -145,7 +144,7 @@ def cut_vocabulary(
     cuts = {name: {axis: torch.arange(size)} for name, axis in tensors.items()}
     same = {name: name for name in stored.folder.file_of}
     note = f"{rows} -> {size} rows of the vocabulary: logits of the others are no longer computed"
-    return _seen_with(stored, family, data, smaller[0], same, cuts), smaller[0], note
+    return _cut_tensors_of(stored, family, data, smaller[0], same, cuts), smaller[0], note
 
 
 def _embedding_of(model: Any) -> str | None:
@@ -227,18 +226,18 @@ def drop_experts(
         return stored, data, "no expert is removed: none are known, or their units are not"
     count = len(next(iter(layers.values())))
     smaller = smaller_config(family, data, model, every, count - 1)
-    if smaller is None or any(_layer_of(stored, name) not in layers for name in smaller[1]):
+    if smaller is None or any(_layer_of_parameter(stored, name) not in layers for name in smaller[1]):
         return stored, data, "no expert is removed: no number of the config says how many there are"
     modules = {name.rpartition(".")[0] for name in every}
     for name, axis in smaller[1].items():
         # What an expert adds without its units is alive: its row of a bias.
-        tensor, at = stored.name_of(name), _layer_of(stored, name)
+        tensor, at = stored.name_of(name), _layer_of_parameter(stored, name)
         if name not in every and tensor is not None and name.rpartition(".")[0] in modules:
             layers[at] = layers[at] | ~stored.pattern(tensor).axes[axis]
     least = max(1, *(int(live.sum()) for live in layers.values()))
     for size in range(least, count):
         smaller = smaller_config(family, data, model, every, size)
-        if smaller is not None and _runs(family, smaller[0], stored):
+        if smaller is not None and _is_capturable(family, smaller[0], stored):
             break
     else:
         return (stored, data, f"none of {count} experts is removed: a layer, or the class, needs them all")
@@ -246,7 +245,7 @@ def drop_experts(
     cuts: dict[str, dict[int, Tensor]] = {}
     numbered: dict[str, Tensor] = {}  # by the names before experts' numbers, those that stay
     for name, axis in smaller[1].items():
-        own, tensor = staying[_layer_of(stored, name)], stored.name_of(name)
+        own, tensor = staying[_layer_of_parameter(stored, name)], stored.name_of(name)
         if tensor is not None:
             cuts.setdefault(tensor, {})[axis] = own
         elif name in every:
@@ -259,10 +258,10 @@ def drop_experts(
         f"{count} -> {size} experts in {len(layers)} layers, where {min(dead)} to {max(dead)} "
         "added nothing; others are chosen in their place, which is not exact"
     )
-    return _seen_with(stored, family, data, smaller[0], new_names, cuts), smaller[0], note
+    return _cut_tensors_of(stored, family, data, smaller[0], new_names, cuts), smaller[0], note
 
 
-def _layer_of(stored: StoredTensors, parameter: str) -> tuple[str, int]:
+def _layer_of_parameter(stored: StoredTensors, parameter: str) -> tuple[str, int]:
     """The stack and number of the layer of a parameter; ("", 0) if it is in none."""
     every = ((stack.path, split) for stack in stored.stacks if (split := stack.split(parameter)))
     return next(((path, split[0]) for path, split in every), ("", 0))
@@ -274,7 +273,7 @@ def _fill_up(live: Tensor, size: int) -> Tensor:
     return order[:size].sort().values
 
 
-def _runs(family: Family, data: ConfigData, stored: StoredTensors) -> bool:
+def _is_capturable(family: Family, data: ConfigData, stored: StoredTensors) -> bool:
     """Whether the class of a config computes: an expert fewer than it chooses is too few."""
     try:
         return bool(ReducedModel(family, data, stored.stacks).groups)
@@ -293,7 +292,7 @@ def _numbered_prefix(stored: StoredTensors, name: str) -> str:
 
 
 def _renumbered(names: Mapping[str, str], prefix: str, staying: Sequence[int]) -> dict[str, str]:
-    """Names of tensors, and of those whose number after a prefix is one of `staying`, its place."""
+    """Names of tensors, and of those whose number after a prefix is one of `staying`, its index there."""
     result: dict[str, str] = {}
     for new, old in names.items():
         number, _, rest = new[len(prefix) :].partition(".") if new.startswith(prefix) else ("",) * 3

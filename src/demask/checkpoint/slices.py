@@ -2,13 +2,18 @@
 
 They are those of `demask.prune.groups`, by the op table, of a model with one layer of each kind.
 It has the checkpoint's sizes; no value of its weights is read, so that none needs memory.
+
+A config has one size for all layers, and its class has rules of its own for it. What they are is
+tried by building the class: the smallest config is taken of which the slices have the same members
+and are as wide.
 """
 
 from __future__ import annotations
 
+import copy as copies
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from demask.checkpoint.family import ConfigData, Family, LayerStack, reduced_config
+from demask.checkpoint.family import ConfigData, Family, LayerStack, numbers_of_config, reduced_config
 from demask.errors import DemaskError, NotExportable
 from demask.failures import described
 from demask.graph.result.resize import assign_tensor
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.groups import Group
+from demask.prune.coupling import Coupling, Group
+from demask.shrink.own_class.pretrained import HEADS, find_config, find_config_with_room
 
 KINDS = ("unit", "head")
 IMAGE, SAMPLES = 64, 4000  # of images whose size no config says; of sound
@@ -36,22 +41,14 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SliceMember:
-    """Positions of slices along one axis of a parameter of a layer.
+    """Positions of slices along one axis of a parameter of a layer."""
 
-    Attributes:
-        kind: the kind of the layer; None for a parameter in no layer.
-        name: the parameter's name in its layer ("mlp.up_proj.weight"), or in the model.
-        axis: the axis, of a tensor of rank `rank`.
-        positions: int64 [slices, positions of each].
-        produces: whether the slice is computed with these positions, rather than multiplied.
-    """
-
-    kind: LayerKind | None
-    name: str
+    kind: LayerKind | None  # of the layer; None for a parameter in no layer
+    name: str  # in its layer ("mlp.up_proj.weight"), or in the model
     axis: int
-    rank: int
-    positions: Tensor
-    produces: bool
+    rank: int  # of the tensor
+    positions: Tensor  # int64 [slices, positions of each]
+    produces: bool  # whether the slice is computed with these positions, rather than multiplied
 
     @property
     def key(self) -> tuple[LayerKind | None, str, int]:
@@ -60,19 +57,12 @@ class SliceMember:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SliceGroup:
-    """Slices of the layers of one kind, or of all layers, if they share them.
+    """Slices of the layers of one kind, or of all layers, if they share them."""
 
-    Attributes:
-        name: as of the group of the model that was captured.
-        kind: "unit" or "head": with the keys and values that several heads share.
-        members: where the slices are. Of a layer of another kind there are none.
-        size: the number of slices.
-    """
-
-    name: str
-    kind: str
-    members: tuple[SliceMember, ...]
-    size: int
+    name: str  # as of the group of the model that was captured
+    kind: str  # "unit" or "head": with the keys and values that several heads share
+    members: tuple[SliceMember, ...]  # of a layer of another kind there are none
+    size: int  # the number of slices
 
     @property
     def kinds(self) -> frozenset[LayerKind]:
@@ -130,7 +120,7 @@ class ReducedModel:
         return self._captured[1]
 
     def _capture(self, model: Any) -> tuple[tuple[SliceGroup, ...], Coupling]:
-        """The slices of a model on the meta device, which loses its place there, and its coupling.
+        """The slices of a model on the meta device, which leaves it, and its coupling.
         Raises NotExportable where it cannot be captured."""
         model.to_empty(device="cpu")
         for parameter in model.parameters():
@@ -155,8 +145,8 @@ class ReducedModel:
 
     def groups_of(self, data: ConfigData) -> tuple[SliceGroup, ...] | None:
         """The slices of a config; None where its model does not run."""
-        key = _key(data)
-        if key == _key(self.data):
+        key = _config_key(data)
+        if key == _config_key(self.data):
             return self.groups
         if key not in self._memory:
             model = self.family.try_build(data)
@@ -172,8 +162,8 @@ class ReducedModel:
 
     def in_float64(self, data: ConfigData) -> tuple[tuple[SliceGroup, ...], Coupling]:
         """The slices of a config, and its coupling, in float64. Raises NotExportable."""
-        groups = self._memory.get(_key(data))
-        if groups is not None and self._last is not None and self._last[0] == _key(data):
+        groups = self._memory.get(_config_key(data))
+        if groups is not None and self._last is not None and self._last[0] == _config_key(data):
             return groups, self._last[1]
         return self._capture(self.family.build(data).double())
 
@@ -195,7 +185,7 @@ class ReducedModel:
         return model
 
 
-def _key(data: ConfigData) -> str:
+def _config_key(data: ConfigData) -> str:
     return json.dumps(data, sort_keys=True, default=repr)
 
 
@@ -261,3 +251,91 @@ def example_of(model: Any) -> dict[str, Any]:
             f"no inputs are known for {type(model).__name__}", "unknown", "its checkpoint stays as it is"
         )
     return example
+
+
+def choose_sizes(reduced: ReducedModel, live: Mapping[str, int]) -> tuple[dict[str, int], ConfigData]:
+    """The smallest config with room for some slices of each group, and the slices that it has: a
+    config of which the slices have the same members and are as wide.
+
+    Families have rules of their own for numbers of heads (that they divide the width, that groups
+    have equally many): the next larger number is tried until one works, else no heads are cut.
+
+    Args:
+        live: by group, how many slices there must be room for.
+    """
+    groups = reduced.groups
+    wanted = {g.name: g.size if g.kind == "head" else live[g.name] for g in groups}
+    uncut = {g.name: g.size for g in groups}, reduced.data
+    if wanted != uncut[0]:
+        model = reduced.cut(wanted)
+        config = find_config_with_room(model, model.config)
+        sizes = _sizes_in(reduced, config.to_dict(), groups)
+        if sizes and all(sizes[name] >= n for name, n in wanted.items()):
+            uncut = sizes, config.to_dict()
+    for heads in _counts_of_heads(groups, live):
+        wanted = {**uncut[0], **heads}
+        model = reduced.cut(wanted)
+        fitting = find_config(model, copies.deepcopy(model.config))
+        if fitting is None:
+            continue
+        # One slice alone is no group: the sizes of its tensors, which fit, must be enough.
+        several = [group for group in groups if wanted[group.name] > 1]
+        config = fitting[1].to_dict()
+        for candidate in (config, _with_equal_heads(reduced.data, config)):
+            sizes = _sizes_in(reduced, candidate, several)
+            if sizes is not None and all(wanted[name] == n for name, n in sizes.items()):
+                return wanted, candidate
+    return uncut
+
+
+def _with_equal_heads(before: ConfigData, after: ConfigData) -> ConfigData:
+    """A config with as many heads in numbers that no shape depends on, as those of keys that are
+    computed from a common latent, as in those that another config had equal to them."""
+    old, new = dict(numbers_of_config(before)), dict(numbers_of_config(after))
+    heads = [k for k in old.keys() & new.keys() if HEADS.search(k[-1]) and k[-1][-3:] != "dim"]
+    changed = {old[k]: new[k] for k in heads if old[k] != new[k]}
+    other = copies.deepcopy(after)
+    for keys in heads:
+        part = other
+        for key in keys[:-1]:
+            part = part[key]
+        part[keys[-1]] = changed.get(old[keys], new[keys]) if old[keys] == new[keys] else new[keys]
+    return other
+
+
+def _counts_of_heads(groups: Sequence[SliceGroup], live: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Numbers of heads with room for the live ones, by group, the fewest first. Those of one stack
+    of layers are as many in all its groups."""
+    heads = [group for group in groups if group.kind == "head"]
+    most: dict[str, int] = {}
+    for _ in heads:  # groups may connect stacks
+        for group in heads:
+            paths = {kind.stack for kind in group.kinds}
+            top = max([live[group.name], *(most.get(path, 0) for path in paths)])
+            most |= dict.fromkeys(paths, top)
+    wanted = {g.name: min(g.size, max(most[k.stack] for k in g.kinds)) for g in heads}
+    while any(wanted[g.name] < g.size for g in heads):
+        yield wanted
+        wanted = {g.name: min(g.size, wanted[g.name] + 1) for g in heads}
+
+
+def _sizes_in(reduced: ReducedModel, data: ConfigData, groups: Sequence[SliceGroup]) -> dict[str, int] | None:
+    """How many slices groups have in a config; None where its model does not run, or they have
+    other members or are not as wide."""
+    own = {group.name: group for group in reduced.groups_of(data) or ()}
+    if not all(group.name in own and own[group.name].is_like(group) for group in groups):
+        return None
+    return {group.name: own[group.name].size for group in groups}
+
+
+def apply_changes(config: ConfigData, before: ConfigData, after: ConfigData) -> None:
+    """Set in a config, in place, what differs between two others, which have fewer layers."""
+    for key in before.keys() - after.keys():
+        config.pop(key, None)
+    for key, value in after.items():
+        if value == before.get(key):
+            continue
+        if isinstance(value, dict) and isinstance(before.get(key), dict):
+            apply_changes(config.setdefault(key, {}), before[key], value)
+        else:
+            config[key] = value

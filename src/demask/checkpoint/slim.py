@@ -28,6 +28,7 @@ from demask.checkpoint.family import ConfigData
 from demask.checkpoint.folder import (
     CONFIG,
     INDEX,
+    QUANTIZATION,
     SINGLE,
     STATE,
     CheckpointFolder,
@@ -39,14 +40,12 @@ from demask.checkpoint.folder import (
 from demask.checkpoint.gguf_file import check_gguf, write_gguf
 from demask.checkpoint.plan import CheckpointPlan, cut_tensor, new_name, plan_checkpoint
 from demask.checkpoint.proof import prove
-from demask.checkpoint.quantized import KEY
 from demask.checkpoint.report import CheckpointReport, describe_plan
 from demask.checkpoint.requested import cut_vocabulary, drop_experts
-from demask.checkpoint.sizes import apply_changes
-from demask.checkpoint.source import check_output, open_checkpoint
+from demask.checkpoint.slices import apply_changes
 from demask.checkpoint.streamed import StreamedModel
 from demask.checkpoint.targets import TARGETS
-from demask.checkpoint.tensors import StoredTensors
+from demask.checkpoint.tensors import StoredTensors, check_output, open_checkpoint
 from demask.errors import BadInput, NotExportable
 from demask.failures import CallFailed, public
 from demask.files import atomic_write as atomic
@@ -154,13 +153,13 @@ def slim(
         own = LoraAdapter.read(Path(adapter), stored.model, stored.parameter_of.values())
         stored = StoredTensors(original, stored.model, stored.stacks, own)
         if layer_format is not None:
-            raise BadInput(f"{final}: its format has no place for an adapter; merge that into the folder")
+            raise BadInput(f"{final}: its format has no adapters; merge that into the folder")
         here, root = Path(adapter).resolve(), source.resolve()
         if root in here.parents:
             inside = here.relative_to(root).as_posix() + "/"
             others = tuple(name for name in others if not name.startswith(inside))
         if any(name.startswith(f"{ADAPTER}/") for name in others):
-            raise BadInput(f"{source} has a folder {ADAPTER}, the place of the adapter; rename it")
+            raise BadInput(f"{source} has a folder {ADAPTER}, where the adapter is written; rename it")
     try:
         if experts == "drop":
             stored, data, note = drop_experts(stored, family, data, progress)
@@ -186,8 +185,8 @@ def slim(
         apply_changes(config, data, plan.config)
     if loader.old_keys is not None:
         add_old_keys(config, plan.config, loader.old_keys.get(plan.config["model_type"], {}))
-    if KEY in config:
-        config[KEY] = renumbered(stored, plan, config[KEY])
+    if QUANTIZATION in config:
+        config[QUANTIZATION] = renumbered(stored, plan, config[QUANTIZATION])
     if original.left:
         first = ", ".join(original.left[:5]) + ", ..." * (len(original.left) > 5)
         notes.append(f"not copied, as weights in other formats, links or hidden: {first}")

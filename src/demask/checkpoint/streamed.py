@@ -137,7 +137,7 @@ class _ParameterReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("__get__", "__set__"):  # a shape or dtype, or `.T`
-            hollow = tree_map_only(nn.Parameter, _hollow, args)
+            hollow = tree_map_only(nn.Parameter, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape), args)
             result = func(*hollow, **kwargs)
             if not isinstance(result, Tensor):
                 return result
@@ -156,11 +156,6 @@ class _ParameterReads(TorchFunctionMode):
             value = self._streamed.read(name)
             self._values[name] = value.to(self._dtype) if value.is_floating_point() else value
         return self._values[name]
-
-
-def _hollow(parameter: nn.Parameter) -> Tensor:
-    """A tensor in memory of a parameter's shape and dtype, but of one number."""
-    return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
 
 
 @contextmanager

@@ -2,13 +2,17 @@
 
 A parameter of a model is a tensor of the same name, another name, or several tensors: experts of
 one layer are stored one by one in many folders, and one tensor in the model.
+Folders that are to be changed are opened here, with all checks before any work.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,38 +20,35 @@ import torch
 from torch import Tensor
 
 from demask.checkpoint.adapter import LoraAdapter
-from demask.checkpoint.family import LayerStack
-from demask.checkpoint.folder import CheckpointFolder
+from demask.checkpoint.family import ConfigData, Family, LayerStack, find_stacks, numbers_of_config
+from demask.checkpoint.folder import CONFIG, CheckpointFolder
 from demask.compat.transformers_names import parameters_of_files, tensors_of_files
-from demask.errors import DemaskError
+from demask.errors import BadInput, DemaskError
+from demask.failures import described
 
+COUNTS = re.compile("layer|depth|expert|heads|blocks")  # in names of configs
+MANY = 10_000  # more of these than any model has
+BUFFER_BYTES = 2**32  # of tables that a class computes, more than those of any
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredPart:
-    """A tensor of a folder that is an axis of a parameter, or a part of it.
+    """A tensor of a folder that is an axis of a parameter, or a part of it."""
 
-    Attributes:
-        tensor: its name in the folder.
-        axis: its axis.
-        positions: int64, the parameter's position of each of its own; None: the same.
-        expert: the position along the parameter's first axis, if it is of one expert.
-    """
-
-    tensor: str
+    tensor: str  # its name in the folder
     axis: int
-    positions: Tensor | None = None
-    expert: int | None = None
+    positions: Tensor | None = None  # int64, the parameter's position of each of its own; None: the same
+    expert: int | None = None  # the position along the parameter's first axis, if it is of one expert
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZeroPattern:
-    """Where a tensor is zero. everywhere: all of it. axes: by axis, bool of its length, True where
-    it is zero all along the other axes; of a tensor of three axes, for each position of the first:
-    [first axis, length]."""
+    """Where a tensor is zero."""
 
     everywhere: bool
+    # bool of the length, True where it is zero all along the other axes; of a tensor of three axes, for each
+    # position of the first: [first axis, length]
     axes: Mapping[int, Tensor]
 
 
@@ -212,3 +213,72 @@ def _read_pattern(folder: CheckpointFolder, name: str) -> ZeroPattern:
     axes = {0: np.concatenate(rows), **others}
     zero = {axis: torch.from_numpy((bits & ~np.array(sign, bits.dtype)) == 0) for axis, bits in axes.items()}
     return ZeroPattern(bool(zero[0].all()), zero)
+
+
+def open_checkpoint(source: Path) -> tuple[Family, ConfigData, StoredTensors]:
+    """A folder's class, its config with all keys, and its tensors. Raises BadInput for a folder
+    that is incomplete, damaged, quantized in a way that cannot be cut, or of no class of
+    transformers."""
+    folder = CheckpointFolder.read(source)
+    check_counts(folder)
+    family = Family.of(source, folder.config)
+    data = family.full_config(folder.config)
+    try:
+        model = family.build(data)
+    except Exception as error:
+        raise BadInput(
+            f"{source}: {family.model.__name__} cannot be built from its config: {described(error)}"
+        ) from error
+    check_tensors(StoredTensors(folder, model, ()))
+    return family, data, StoredTensors(folder, model, find_stacks(family, data, model))
+
+
+def check_output(source: Path, target: Path) -> None:
+    """Raise BadInput where the new folder cannot be written."""
+    if "\0" in str(target):
+        raise BadInput(f"expected the name of a new folder, got {str(target)!r:.80}")
+    if target.exists() or target.is_symlink():
+        raise BadInput(f"{target}: exists; give the name of a new folder")
+    parent = target.resolve().parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise BadInput(f"cannot write {target}: {parent} is no folder that can be written")
+    if source.resolve() in (target.resolve(), *target.resolve().parents):
+        raise BadInput(f"{target}: expected a folder outside of {source}")
+
+
+def check_counts(folder: CheckpointFolder) -> None:
+    """Raise BadInput where a config counts more layers, experts or heads than a folder has room
+    for: some classes make lists of that length before a model is built."""
+    for keys, value in numbers_of_config(dict(folder.config)):
+        if COUNTS.search(keys[-1]) and value > max(MANY, len(folder.file_of)):
+            raise BadInput(
+                f"{folder.path / CONFIG}: {'.'.join(keys)} is {value}, and the folder has {len(folder.file_of)} tensors"
+            )
+
+
+def check_tensors(stored: StoredTensors) -> None:
+    """Raise BadInput where tensors are not those of the class and config."""
+    path, kind = stored.folder.path, type(stored.model)
+    for name, parameter in stored.parameter_of.items():
+        if parameter is None:
+            continue
+        here, there = stored.folder.stored(name).shape, stored.shapes[parameter]
+        if here != there:
+            raise BadInput(f"{path}: {name} is {here}, and {there} by the config; the folder does not fit its class")
+    if not any(p is not None for p in stored.parameter_of.values()):
+        raise BadInput(f"{path}: none of its tensors belongs to {kind.__name__}")
+    ignored = getattr(stored.model, "_keys_to_ignore_on_load_missing", None) or ()
+    tied: dict[int, list[str]] = {}
+    for name, parameter in stored.model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    for names in tied.values():
+        if not any(map(stored.is_stored, names)) and not any(re.search(pattern, names[0]) for pattern in ignored):
+            raise BadInput(
+                f"{path}: no tensor is {names[0]} of {kind.__name__}, which "
+                "transformers draws at random; copy the folder again"
+            )
+    buffers = sum(b.numel() * b.element_size() for b in stored.model.buffers())
+    if buffers > stored.folder.nbytes + BUFFER_BYTES:
+        raise BadInput(
+            f"{path / CONFIG}: {kind.__name__} computes tables of {buffers:,} bytes; a size in its config is too large"
+        )

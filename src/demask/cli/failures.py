@@ -25,28 +25,24 @@ def words_of(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, DemaskError):
-        return _line(str(error))
+        return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     text = str(error) or type(error).__name__
     if isinstance(error, MemoryError) or any(words in text.lower() for words in MEMORY):
-        return f"not enough memory ({_first(text)}); use a smaller batch, smaller inputs or a part"
+        return f"not enough memory ({_first_line(text)}); use a smaller batch, smaller inputs or a part"
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror or _first(text)}"
+        return f"{error.filename}: {error.strerror or _first_line(text)}"
     return (
-        f"internal error, {type(error).__name__}: {_first(text)}; please report it, with the "
-        f"traceback in {_stored(error)}"
+        f"internal error, {type(error).__name__}: {_first_line(text)}; please report it, with the "
+        f"traceback in {_store_traceback(error)}"
     )
 
 
-def _line(text: str) -> str:
-    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
-
-
-def _first(text: str) -> str:
+def _first_line(text: str) -> str:
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= 200 else f"{line[:200]}…"
 
 
-def _stored(error: BaseException) -> str:
+def _store_traceback(error: BaseException) -> str:
     """The file that a traceback was written to; or that there is none."""
     try:
         with tempfile.NamedTemporaryFile("w", prefix="demask-", suffix=".log", delete=False) as file:

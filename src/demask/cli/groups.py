@@ -121,7 +121,7 @@ def next_command(ctx: Any) -> str:
     quoted = {name: shlex.quote(str(values[name])) for name in names[which]}
     line = templates[which].format(**quoted)
     words = shlex.split(line)
-    return line if words[0] != "demask" else shlex.join([*words, *_repeated(ctx, words)])
+    return line if words[0] != "demask" else shlex.join([*words, *_repeated_options(ctx, words)])
 
 
 def _key_of(ctx: Any) -> str:
@@ -131,7 +131,7 @@ def _key_of(ctx: Any) -> str:
     return "stream --plan" if ctx.params.get("plan") else name
 
 
-def _repeated(ctx: Any, words: list[str]) -> Iterator[str]:
+def _repeated_options(ctx: Any, words: list[str]) -> Iterator[str]:
     """The passed options that the command in `words` has too, as words."""
     command: Any = ctx.find_root().command
     for word in words[1:]:

@@ -7,11 +7,9 @@ from typing import Annotated
 
 import typer
 
-from demask.cli.commands import checks, halos, pilot, slim, speed, streams, strides
-from demask.cli.demo import command as demonstration
+from demask.cli.commands import checks, demo, pilot, prune, slim, speed, streams, strides
 from demask.cli.failures import status_of, words_of
 from demask.cli.groups import CommandsByJob, add_command
-from demask.cli.pruning import command as pruning
 from demask.installation import VERSION
 
 app = typer.Typer(
@@ -23,11 +21,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 JOBS = {
-    "Try it": {"demo": demonstration.demo},
-    "Make a network smaller": {"slim": slim.slim, "prune": pruning.prune},
+    "Try it": {"demo": demo.demo},
+    "Make a network smaller": {"slim": slim.slim, "prune": prune.prune},
     "Make it faster": {"optimize": speed.optimize, "bench": speed.bench},
     "Look into it, and check it": {"inspect": checks.inspect, "verify": checks.verify},
-    "Run it on large images": {"stream": streams.stream, "halo": halos.halo},
+    "Run it on large images": {"stream": streams.stream, "halo": streams.halo},
     "Replace strided convolutions": {"lower": strides.lower, "raise": strides.raise_strides},
 }
 for _job, _commands in JOBS.items():

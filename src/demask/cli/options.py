@@ -40,10 +40,10 @@ def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
 
 def _checked_picture(path: Path | None) -> Path | None:
     """The file of an option. Raises BadInput now if no picture could be drawn to it after the work."""
-    from demask.files.pictures import SUFFIXES, check_picture
+    from demask.files.atomic_write import PICTURE_SUFFIXES, check_picture
 
     if path is not None:
-        check_output(path, SUFFIXES)
+        check_output(path, PICTURE_SUFFIXES)
         check_picture(path, "--plot")
     return path
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from demask.cli.ports import NetworkInput, fitted, matched
-from demask.cli.read_network import NetworkFile, ports_of
+from demask.cli.read_network import NetworkFile, NetworkInput, fitted, matched, ports_of
 from demask.errors import BadInput
 from demask.files.arrays import ARRAYS, read_arrays
 
@@ -44,7 +43,7 @@ def read_inputs(path: Path, network: NetworkFile, batch: int = BATCH) -> list[tu
     ports = ports_of(network)
     if not ports:
         raise BadInput("the network takes no tensors")
-    arrays = matched(_arrays(path, ports[0]), ports, path)
+    arrays = matched(_read_arrays_or_read_images(path, ports[0]), ports, path)
     tensors = [fitted(arrays[port.name], port, path, start=1) for port in ports]
     if not all(tensor.ndim for tensor in tensors):
         raise BadInput(f"{path}: expected arrays whose first axes run over the inputs")
@@ -59,24 +58,18 @@ def read_inputs(path: Path, network: NetworkFile, batch: int = BATCH) -> list[tu
             f"{path}: the network takes {step} inputs at a time, got {count}; give a "
             "multiple, or export it with a dynamic dimension 0"
         )
-    return list(_batches(tensors, count, step))
+    return [tuple(tensor[start : start + step] for tensor in tensors) for start in range(0, count, step)]
 
 
-def _batches(tensors: list[Tensor], count: int, step: int) -> Iterator[tuple[Tensor, ...]]:
-    for start in range(0, count, step):
-        yield tuple(tensor[start : start + step] for tensor in tensors)
-
-
-def _arrays(path: Path, first: NetworkInput) -> Mapping[str, Tensor]:
-    """The arrays in a file or folder, by name."""
+def _read_arrays_or_read_images(path: Path, first: NetworkInput) -> Mapping[str, Tensor]:
     if path.is_dir():
-        return {first.name: _images(path, first)}
+        return {first.name: _read_images(path, first)}
     if path.suffix not in ARRAYS:
         raise BadInput(f"expected a file {', '.join(ARRAYS)} or a folder of images, got {path}")
     return {name or first.name: array for name, array in read_arrays(path).items()}
 
 
-def _images(folder: Path, port: NetworkInput) -> Tensor:
+def _read_images(folder: Path, port: NetworkInput) -> Tensor:
     """All images of a folder, in the order of their names, uint8 (N, channels, H, W)."""
     try:
         from PIL import Image

@@ -1,4 +1,5 @@
-"""Reads the networks of commands, from any supported file, with example inputs."""
+"""Reads the networks of commands, from any supported file, with example inputs: their names, sizes and
+types, and arrays that fit them."""
 
 from __future__ import annotations
 
@@ -18,20 +19,19 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.cli.options import NetworkOptions, import_modules
-from demask.cli.ports import NAMELESS, NetworkInput, fitted, matched
 from demask.errors import BadInput, NotExportable, RefusedFile
 from demask.files.arrays import read_arrays
 from demask.files.onnx.check import session
 from demask.files.onnx.module import OnnxModule, from_onnx
 from demask.files.onnx.read.reader import read
-from demask.files.onnx.write.writer import as_demasked
-from demask.files.pt2.io import read_model
+from demask.files.onnx.write.writer import as_demasked, default_interface
+from demask.files.pt2 import read_model
 from demask.files.retrace import MAX_EXAMPLE
 from demask.graph import provenance
 from demask.graph.capture.capture import capture
 from demask.graph.example_inputs import draw_input, expected_domains, inputs_of_program
 from demask.graph.module_copy import structural_copy
-from demask.graph.provenance import Interface, Provenance
+from demask.graph.provenance import NAMELESS, Interface, Provenance
 from demask.ops.schema import example_size
 
 OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
@@ -48,14 +48,61 @@ TRIED = (((224, 224), 16), ((320, 320), 512), ((640, 640), 4096), ((48, 320), 16
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkFile:
-    """A network read from a file, and example arguments: empty where the program has its own. file:
-    the ONNX file that computes this, if it was read from one. model: None for a file that can only
-    be edited, of `read_to_edit`."""
+class NetworkInput:
+    """An input of a network: its name, its sizes (dynamic ones by name) and its type."""
 
-    model: Any
-    args: tuple[Tensor, ...]
-    file: Path | None = None
+    name: str
+    sizes: tuple[int | str, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, sizes: Sequence[int | str], dtype: torch.dtype) -> NetworkInput:
+        """With INPUT.AXIS as the names of dynamic sizes that have none."""
+        named = (f"{name}.{k}" if n in NAMELESS else n for k, n in enumerate(sizes))
+        return cls(name, tuple(named), dtype)
+
+    def __str__(self) -> str:
+        sizes = ", ".join("any" if isinstance(n, str) else str(n) for n in self.sizes)
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')} [{sizes}]"
+
+    def agrees(self, shape: Sequence[int | str], start: int = 0) -> bool:
+        """Whether fixed sizes are alike, from an axis on."""
+        if len(shape) != len(self.sizes):
+            return False
+        pairs = zip(self.sizes[start:], shape[start:], strict=True)
+        return all(isinstance(a, str) or isinstance(b, str) or a == b for a, b in pairs)
+
+
+def matched(arrays: Mapping[str, Tensor], ports: Sequence[NetworkInput], path: Path) -> dict[str, Tensor]:
+    """One array for each input: by name, else in order."""
+    names = [port.name for port in ports]
+    if set(names) <= set(arrays):
+        return {name: arrays[name] for name in names}
+    if len(arrays) != len(ports):
+        raise BadInput(f"{path}: expected arrays for {names}, got {list(arrays)}")
+    return dict(zip(names, arrays.values(), strict=True))
+
+
+def fitted(array: Tensor, port: NetworkInput, path: Path, start: int = 0) -> Tensor:
+    """An array in the type of an input; BadInput where its sizes, from axis `start` on, or its type
+    do not fit. Numbers of uint8 become x / 255 for an input of floating ones."""
+    kind = str(array.dtype).removeprefix("torch.")
+    if port.dtype.is_floating_point and array.dtype == torch.uint8:
+        array = array.to(port.dtype) / 255
+    elif port.dtype.is_floating_point == array.is_floating_point():
+        array = array.to(port.dtype)
+    if array.dtype != port.dtype or not port.agrees(array.shape, start):
+        raise BadInput(f"{path}: expected input {port}, got {kind} {list(array.shape)}")
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkFile:
+    """A network read from a file, and example arguments."""
+
+    model: Any  # None for a file that can only be edited, of `read_to_edit`
+    args: tuple[Tensor, ...]  # () where the program has its own
+    file: Path | None = None  # the ONNX file that computes this
 
     @property
     def module(self) -> nn.Module:
@@ -67,7 +114,7 @@ class NetworkFile:
     @property
     def example(self) -> tuple[Tensor, ...]:
         """Example arguments, drawn where there are none; BadInput where it takes keywords."""
-        return self.args or _drawn(self.model, _shapes_of(self.model))
+        return self.args or _draw_inputs(self.model, _shapes_of(self.model))
 
 
 def read_network(path: Path, options: NetworkOptions = PLAIN, *, inner: bool = False) -> NetworkFile:
@@ -83,14 +130,14 @@ def read_network(path: Path, options: NetworkOptions = PLAIN, *, inner: bool = F
         sizes = [n for port in ports_of(NetworkFile(model, ())) for n in port.sizes[1:]]
         static = static if any(isinstance(n, str) for n in sizes) else False
     if not (options.sizes or options.inputs or static):
-        args = () if isinstance(model, ExportedProgram) else _drawn(model, _shapes_of(model))
+        args = () if isinstance(model, ExportedProgram) else _draw_inputs(model, _shapes_of(model))
         return NetworkFile(model, args)
     ports = ports_of(NetworkFile(model, ()))
     arrays = _input_arrays(options.inputs, ports)
-    shapes = _sized(ports, _chosen(options.sizes, ports, path), arrays, _shapes_of(model))
-    drawings = _drawn(model, shapes)
+    shapes = _resolve_sizes(ports, _parse_sizes(options.sizes, ports, path), arrays, _shapes_of(model))
+    drawings = _draw_inputs(model, shapes)
     args = tuple(arrays.get(p.name, x) for p, x in zip(ports, drawings, strict=True))
-    return NetworkFile(_fixed(model, args, static) if static else model, args)
+    return NetworkFile(_fix_sizes(model, args, static) if static else model, args)
 
 
 def ports_of(network: NetworkFile) -> tuple[NetworkInput, ...]:
@@ -114,23 +161,19 @@ def _shapes_of(model: ExportedProgram | fx.GraphModule) -> list[tuple[int, ...]]
     return [spec.example for spec in cast(Provenance, model.demasked).inputs]
 
 
-def _drawn(model: ExportedProgram | fx.GraphModule, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+def _draw_inputs(model: ExportedProgram | fx.GraphModule, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Random example inputs in the ranges that the network's first ops accept."""
     ports, domains = ports_of(NetworkFile(model, ())), expected_domains(cast(Any, model))
     if isinstance(model, ExportedProgram):
-        args, kwargs = pytree.tree_unflatten(list(range(len(ports))), _in_spec(model, len(ports)))
+        spec: Any = model.call_spec.in_spec
+        if spec.num_leaves != len(ports):
+            raise BadInput("the network takes inputs that are not tensors: use it in Python")
+        args, kwargs = pytree.tree_unflatten(list(range(len(ports))), spec)
         if kwargs or list(args) != list(range(len(ports))):
             raise BadInput(
                 "the network takes keywords or nested inputs: leave --size, --input and --static out, or use Python"
             )
     return tuple(example(port, shape, domains.get(port.name)) for port, shape in zip(ports, shapes, strict=True))
-
-
-def _in_spec(model: ExportedProgram, count: int) -> Any:
-    spec: Any = model.call_spec.in_spec
-    if spec.num_leaves != count:
-        raise BadInput("the network takes inputs that are not tensors: use it in Python")
-    return spec
 
 
 def example(port: NetworkInput, shape: Sequence[int], domain: Any = None) -> Tensor:
@@ -173,10 +216,10 @@ def fixes_of(path: Path, fix: Sequence[str] | None) -> list[str]:
 def _read_onnx(path: Path, options: NetworkOptions, static: bool | str) -> NetworkFile:
     module = fixed_network(path, options.fix)
     ports = tuple(map(_port, cast(Interface, module.interface).inputs))
-    arrays, chosen = _input_arrays(options.inputs, ports), _chosen(options.sizes, ports, path)
-    args = _running(module, ports, chosen, arrays)
+    arrays, chosen = _input_arrays(options.inputs, ports), _parse_sizes(options.sizes, ports, path)
+    args = _find_running_inputs(module, ports, chosen, arrays)
     if static:
-        module.interface = _static(module.interface, args, static)
+        module.interface = _with_static_sizes(module.interface, args, static)
     model = as_demasked(capture(module, args))
     domains = expected_domains(model)
     names = [spec.name for spec in cast(Provenance, model.demasked).inputs]
@@ -196,7 +239,7 @@ def read_to_edit(path: Path, options: NetworkOptions) -> NetworkFile:
         if path.suffix != ".onnx" or options.fix or isinstance(error, RefusedFile):
             raise
     ports = tuple(map(_port, read(path).graph.inputs))
-    arrays, chosen = _input_arrays(options.inputs, ports), _chosen(options.sizes, ports, path)
+    arrays, chosen = _input_arrays(options.inputs, ports), _parse_sizes(options.sizes, ports, path)
 
     def run(*args: Tensor) -> None:
         try:
@@ -206,7 +249,7 @@ def read_to_edit(path: Path, options: NetworkOptions) -> NetworkFile:
         if runner is not None:
             runner.run(None, {p.name: x.numpy() for p, x in zip(ports, args, strict=True)})
 
-    return NetworkFile(None, _running(run, ports, chosen, arrays), path)
+    return NetworkFile(None, _find_running_inputs(run, ports, chosen, arrays), path)
 
 
 def _port(port: provenance.OnnxPort) -> NetworkInput:
@@ -219,19 +262,19 @@ def _port(port: provenance.OnnxPort) -> NetworkInput:
     return NetworkInput.of(port.name, port.sizes, dtype)
 
 
-def _running(
+def _find_running_inputs(
     module: Callable[..., Any], ports: Sequence[NetworkInput], chosen: Mapping[str, int], arrays: Mapping[str, Tensor]
 ) -> tuple[Tensor, ...]:
     """Inputs of the first of the sizes to try that the network accepts."""
     failures: list[str] = []
-    tried = list(product((1, None), TRIED)) if any(_dynamic(ports)) else [(1, TRIED[0])]
+    tried = list(product((1, None), TRIED)) if any(_dynamic_sizes(ports)) else [(1, TRIED[0])]
     for other, (image, length) in tried:
         # Open sizes of further inputs are those of a state, which is of one, or of the first.
         lengths = [length, *[other or length] * (len(ports) - 1)]
         guesses = [
-            _guessed(port, image, n, further=k > 0) for k, (port, n) in enumerate(zip(ports, lengths, strict=True))
+            _guess_sizes(port, image, n, further=k > 0) for k, (port, n) in enumerate(zip(ports, lengths, strict=True))
         ]
-        shapes = _sized(ports, chosen, arrays, guesses)
+        shapes = _resolve_sizes(ports, chosen, arrays, guesses)
         args = tuple(arrays.get(port.name, example(port, shape)) for port, shape in zip(ports, shapes, strict=True))
         try:
             with torch.no_grad():
@@ -239,13 +282,13 @@ def _running(
             return args
         except Exception as error:  # whatever the ops raise of sizes that do not fit
             failures.append(f"{[list(x.shape) for x in args]}: {error}")
-    names = ", ".join(dict.fromkeys(_dynamic(ports))) or "none"
+    names = ", ".join(dict.fromkeys(_dynamic_sizes(ports))) or "none"
     raise BadInput(
         f"the network fails on example inputs of sizes {failures[0]}; give --input FILE, or --size NAME=N for {names}"
     )
 
 
-def _guessed(port: NetworkInput, image: tuple[int, int], length: int, *, further: bool) -> tuple[int, ...]:
+def _guess_sizes(port: NetworkInput, image: tuple[int, int], length: int, *, further: bool) -> tuple[int, ...]:
     """Sizes to try: one at first, then images where there are four axes; but a further input whose
     last size is known is a cache of keys or values."""
     is_image = len(port.sizes) == 4 and not (further and isinstance(port.sizes[3], int))
@@ -258,12 +301,12 @@ def _guessed(port: NetworkInput, image: tuple[int, int], length: int, *, further
 # ------------------------------------------------------------------------- what the caller says
 
 
-def _dynamic(ports: Sequence[NetworkInput]) -> Iterator[str]:
+def _dynamic_sizes(ports: Sequence[NetworkInput]) -> Iterator[str]:
     return (size for port in ports for size in port.sizes if isinstance(size, str))
 
 
-def _chosen(sizes: Sequence[str] | None, ports: Sequence[NetworkInput], path: Path) -> dict[str, int]:
-    known, chosen = set(_dynamic(ports)), {}
+def _parse_sizes(sizes: Sequence[str] | None, ports: Sequence[NetworkInput], path: Path) -> dict[str, int]:
+    known, chosen = set(_dynamic_sizes(ports)), {}
     for text in sizes or ():
         name, _, number = text.rpartition("=")
         if not name or not number.isdecimal() or not 0 < int(number[:20]) <= MAX_EXAMPLE:
@@ -294,7 +337,7 @@ def _input_arrays(inputs: Sequence[str] | None, ports: Sequence[NetworkInput]) -
     return by_name
 
 
-def _sized(
+def _resolve_sizes(
     ports: Sequence[NetworkInput],
     chosen: Mapping[str, int],
     arrays: Mapping[str, Tensor],
@@ -308,15 +351,15 @@ def _sized(
             for name, n in zip(port.sizes, arrays[port.name].shape, strict=True):
                 if isinstance(name, str) and values.setdefault(name, n) != n:
                     raise BadInput(f"size {name}: got {values[name]} and {n} (input {port.name!r})")
-    places = [
+    named_axes = [
         (axis, name, guess[axis])
         for port, guess in zip(ports, guesses, strict=True)
         for axis, name in enumerate(port.sizes)
         if isinstance(name, str)
     ]
-    ones = {name: 1 for _, name, _ in places if name.isidentifier()}
-    computed = {name for _, name, _ in places if name not in ones and computed_size(name, ones) is not None}
-    for _, name, n in sorted(places, key=lambda place: place[0]):  # what is a batch anywhere, is one
+    ones = {name: 1 for _, name, _ in named_axes if name.isidentifier()}
+    computed = {name for _, name, _ in named_axes if name not in ones and computed_size(name, ones) is not None}
+    for _, name, n in sorted(named_axes, key=lambda row: row[0]):  # what is a batch anywhere, is one
         if name not in computed:
             values.setdefault(name, n)
     for name in computed:
@@ -344,7 +387,7 @@ def computed_size(text: str, values: Mapping[str, int]) -> int | None:
         return None
 
 
-def _static(interface: Interface, args: Sequence[Tensor], static: bool | str) -> Interface:
+def _with_static_sizes(interface: Interface, args: Sequence[Tensor], static: bool | str) -> Interface:
     """An interface whose sizes are those of the example. "inner": but for the batch, which is what
     axis 0 of an input has, wherever it is; that of several inputs has to have a name."""
     batch = {port.sizes[0] for port in interface.inputs if port.sizes}
@@ -360,18 +403,12 @@ def _static(interface: Interface, args: Sequence[Tensor], static: bool | str) ->
     return replace(interface, inputs=tuple(inputs))
 
 
-def _fixed(model: ExportedProgram | fx.GraphModule, args: tuple[Tensor, ...], static: bool | str) -> fx.GraphModule:
+def _fix_sizes(model: ExportedProgram | fx.GraphModule, args: tuple[Tensor, ...], static: bool | str) -> fx.GraphModule:
     """The network with sizes fixed to those of the example."""
-    whole: Any = (
+    network: Any = (
         as_demasked(capture(model)) if isinstance(model, ExportedProgram) else structural_copy(model, share=True)
     )
-    record = cast(Provenance, whole.demasked)
-    interface = record.interface
-    if interface is None:
-        inputs = tuple(provenance.OnnxPort(s.name, s.dtype, s.sizes) for s in record.inputs)
-        leaves = pytree.tree_leaves(whole.graph.output_node().args[0])
-        names = ["output"] if len(leaves) == 1 else [f"output_{k}" for k in range(len(leaves))]
-        outputs = tuple(provenance.OnnxPort(name, "", None) for name in names)
-        interface = Interface(inputs, outputs)
-    whole.demasked = replace(record, interface=_static(interface, args, static))
-    return as_demasked(capture(whole, args))
+    record = cast(Provenance, network.demasked)
+    interface = record.interface or default_interface(network)
+    network.demasked = replace(record, interface=_with_static_sizes(interface, args, static))
+    return as_demasked(capture(network, args))

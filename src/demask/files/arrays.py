@@ -83,9 +83,9 @@ def read_arrays(path: Path) -> dict[str, Tensor]:
     match path.suffix:
         case ".npy":
             with open_plain(path) as file:
-                return {"": _array(file, os.fstat(file.fileno()).st_size, str(path))}
+                return {"": _read_array(file, os.fstat(file.fileno()).st_size, str(path))}
         case ".npz":
-            return _archive(path)
+            return _read_archive(path)
         case ".safetensors":
             with open_plain(path):
                 pass
@@ -96,7 +96,7 @@ def read_arrays(path: Path) -> dict[str, Tensor]:
     raise BadInput(f"expected a file {', '.join(ARRAYS)}, got {path}")
 
 
-def _archive(path: Path) -> dict[str, Tensor]:
+def _read_archive(path: Path) -> dict[str, Tensor]:
     arrays = {}
     with open_zip(path, compressed=True) as archive:
         for entry in archive.infolist():
@@ -104,11 +104,11 @@ def _archive(path: Path) -> dict[str, Tensor]:
             if name == entry.filename:
                 raise BadInput(f"entry {name!r}: expected arrays that numpy.savez wrote")
             with archive.open(entry) as file:
-                arrays[name] = _array(file, entry.file_size, repr(entry.filename))
+                arrays[name] = _read_array(file, entry.file_size, repr(entry.filename))
     return arrays
 
 
-def _array(file: Any, size: int, where: str) -> Tensor:
+def _read_array(file: Any, size: int, where: str) -> Tensor:
     header = npy_header(file, size, where)
     order = "F" if header.fortran else "C"
     flat = np.empty(math.prod(header.shape), header.dtype)

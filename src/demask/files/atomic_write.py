@@ -1,5 +1,5 @@
-"""Atomic writes: a file appears complete or not at all. And temporary folders that a killed process
-does not leave for ever."""
+"""Atomic writes: a file appears complete or not at all. Temporary folders that a killed process does not
+leave for ever."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 from demask.errors import BadInput
+from demask.installation import install_command
+
+PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
+PICTURE_DOTS = 160  # per inch, where the format has dots
+PREFIX, SUFFIX = ".demask-", ".part"  # of the names of files being written, and temporary folders
+
 
 try:
     import fcntl
 except ImportError:  # Windows, where an open file cannot be removed either
     fcntl = None
-
-PREFIX, SUFFIX = ".demask-", ".part"  # of the names of files being written, and temporary folders
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:
@@ -34,7 +38,7 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
     """
     try:
         final = Path(path).resolve()
-        folder, status = final.parent, _status(final)
+        folder, status = final.parent, _stat_or_none(final)
         if not folder.is_dir():
             words = f"the folder {folder} does not exist; create it first"
         elif status is not None and stat.S_ISDIR(status.st_mode):
@@ -66,12 +70,12 @@ def write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     final = check_writable(path)
     try:
         _remove_stale(final.parent)
-        before = _status(final)
-        with _part(final.parent, 0o666 if before is None else 0o600) as (part, file):
+        before = _stat_or_none(final)
+        with _locked_part_file(final.parent, 0o666 if before is None else 0o600) as (part, file):
             yield file
             file.flush()
             if before is not None:
-                _hand_on(before, file.fileno())
+                _copy_owner_and_mode(before, file.fileno())
             os.fsync(file.fileno())
             if os.name == "nt":
                 file.close()  # Windows renames no open file
@@ -81,7 +85,7 @@ def write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _part(folder: Path, mode: int) -> Iterator[tuple[Path, BinaryIO]]:
+def _locked_part_file(folder: Path, mode: int) -> Iterator[tuple[Path, BinaryIO]]:
     """A new file with a unique name, locked while its process writes it; removed at the end if it
     was not renamed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -89,7 +93,7 @@ def _part(folder: Path, mode: int) -> Iterator[tuple[Path, BinaryIO]]:
         path = folder / f"{PREFIX}{secrets.token_hex(6)}{SUFFIX}"
         file = open(os.open(path, flags, mode), "w+b")  # noqa: SIM115
         # Before the lock was taken, another process may have removed the file as stale.
-        if not _locked(file.fileno(), wait=True) or os.fstat(file.fileno()).st_nlink:
+        if not _lock(file.fileno(), wait=True) or os.fstat(file.fileno()).st_nlink:
             break
         file.close()
     try:
@@ -113,7 +117,7 @@ def temporary_folder() -> Iterator[Path]:
             with suppress(FileNotFoundError):  # another process removed it as stale, before it was locked
                 descriptor = os.open(folder, os.O_RDONLY)
                 stack.callback(os.close, descriptor)
-                if not _locked(descriptor, wait=True) or folder.exists():
+                if not _lock(descriptor, wait=True) or folder.exists():
                     break
         yield folder
 
@@ -160,13 +164,13 @@ def _remove_stale(folder: Path) -> None:
                 with suppress(OSError):
                     descriptor = os.open(entry.path, os.O_RDONLY)
                     try:
-                        if _locked(descriptor, wait=False):
+                        if _lock(descriptor, wait=False):
                             (shutil.rmtree if is_folder else os.unlink)(entry.path)
                     finally:
                         os.close(descriptor)
 
 
-def _locked(descriptor: int, *, wait: bool) -> bool:
+def _lock(descriptor: int, *, wait: bool) -> bool:
     """Lock a file until it is closed or the process ends. False where it cannot be locked."""
     if fcntl is None:
         return False
@@ -177,7 +181,7 @@ def _locked(descriptor: int, *, wait: bool) -> bool:
     return True
 
 
-def _hand_on(before: os.stat_result, descriptor: int) -> None:
+def _copy_owner_and_mode(before: os.stat_result, descriptor: int) -> None:
     """Copy owner, group and permissions of the replaced file. If the group cannot be set, group
     permissions are removed, because they were meant for another group."""
     if not hasattr(os, "fchown"):
@@ -192,7 +196,18 @@ def _hand_on(before: os.stat_result, descriptor: int) -> None:
     os.fchmod(descriptor, mode)
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _stat_or_none(path: Path) -> os.stat_result | None:
     with suppress(FileNotFoundError):
         return os.stat(path)
     return None
+
+
+def check_picture(path: Path, what: str = "a picture") -> None:
+    """Raise BadInput where no picture can be drawn to `path`: another suffix than PICTURE_SUFFIXES, or no
+    matplotlib, which is an extra. what: the output it is for."""
+    if path.suffix not in PICTURE_SUFFIXES:
+        raise BadInput(f"expected a picture that ends in {', '.join(PICTURE_SUFFIXES)}, got {path}")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise BadInput(f"{what} needs matplotlib ({error}): {install_command('plot')}, or leave it out") from error

@@ -1,4 +1,5 @@
-"""Files, zip archives, JSON and TOML, read within limits: the first check of untrusted files."""
+"""Files, zip archives, JSON and TOML, read within limits: the first check of untrusted files. What
+another format is, where a network is expected."""
 
 from __future__ import annotations
 
@@ -12,10 +13,19 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from demask.errors import BadInput, RefusedFile
 
+EXPORT = (
+    "build its Python module, load the weights into it, and write "
+    "torch.export.save(torch.export.export(module, inputs), 'model.pt2')"
+)
+TORCHSCRIPT = f"TorchScript of torch.jit.save, which torch.export does not take: {EXPORT}"
+PICKLE = f"a pickle of torch.save, which has no graph and runs code when it is read: {EXPORT}"
+SAFETENSORS = f"safetensors, which have weights and no graph: {EXPORT}"
+ONNX = "an ONNX file: rename it to end in .onnx"
 MAX_ENTRIES = 50_000  # files in one archive: two per tensor of a very large model
 MAX_JSON_BYTES = 256 * 2**20
 MAX_JSON_VALUES = 8_000_000  # a value of two bytes becomes an object of about sixty
@@ -23,17 +33,16 @@ MAX_JSON_DEPTH = 200
 MAX_INT = 2**64
 MAX_TOML_BYTES = 2**16
 MAX_RATIO, SMALL = 100, 64 * 2**20  # decompressed bytes per compressed byte, on top of SMALL
-
 _NAME = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
 
 
 def check_exists(path: str | os.PathLike[str]) -> None:
     """Raise BadInput if there is no file, folder or other thing of this name."""
     if not os.path.lexists(path):
-        raise _missing(str(path))
+        raise _missing_file(str(path))
 
 
-def _missing(what: str) -> BadInput:
+def _missing_file(what: str) -> BadInput:
     return BadInput(f"{what}: no such file; check the path")
 
 
@@ -49,7 +58,7 @@ def open_plain(path: str | os.PathLike[str], what: str | None = None) -> Iterato
     try:
         descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0))
     except FileNotFoundError:
-        raise _missing(what) from None
+        raise _missing_file(what) from None
     except (OSError, ValueError) as error:
         raise BadInput(f"{what} cannot be read: {getattr(error, 'strerror', error)}") from None
     try:
@@ -141,7 +150,7 @@ def _check_directory(archive: zipfile.ZipFile, file_bytes: int, compressed: bool
 def _check_entry(entry: zipfile.ZipInfo, compressed: bool) -> None:
     name = entry.filename
     if compressed:
-        _check_packed(entry)
+        _check_compressed(entry)
     elif entry.orig_filename != name or not _NAME.fullmatch(name) or ".." in name.split("/"):
         raise RefusedFile(f"entry {entry.orig_filename!r}: expected a plain relative name")
     elif entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
@@ -153,7 +162,7 @@ def _check_entry(entry: zipfile.ZipInfo, compressed: bool) -> None:
         raise RefusedFile(f"entry {name!r} is a link or a device; expected plain files")
 
 
-def _check_packed(entry: zipfile.ZipInfo) -> None:
+def _check_compressed(entry: zipfile.ZipInfo) -> None:
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise RefusedFile(f"entry {entry.filename!r}: expected it stored or deflated")
     if entry.file_size > SMALL + MAX_RATIO * entry.compress_size:
@@ -186,7 +195,9 @@ def parse_json(data: bytes | str, where: str) -> Any:
         raise RefusedFile(f"{where}: {count} JSON values; expected at most {MAX_JSON_VALUES}")
     try:
         text = data.decode() if isinstance(data, bytes) else data
-        value = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant, parse_int=_bounded_int)
+        value = json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant, parse_int=_bounded_int
+        )
     except RecursionError as error:
         raise RefusedFile(f"{where}: JSON nested too deeply") from error
     except RefusedFile as error:
@@ -197,14 +208,14 @@ def parse_json(data: bytes | str, where: str) -> Any:
     return value
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         raise RefusedFile("a JSON object has the same key twice")
     return mapping
 
 
-def _no_constant(text: str) -> Any:
+def _refuse_constant(text: str) -> Any:
     raise RefusedFile(f"got {text}, which is not JSON")
 
 
@@ -222,3 +233,32 @@ def _check_depth(value: Any, where: str) -> None:
         containers = [outer for outer in level if isinstance(outer, dict | list)]
         level = [item for outer in containers for item in (outer.values() if isinstance(outer, dict) else outer)]
         depth += 1
+
+
+def other_kind(path: str | os.PathLike[str]) -> str:
+    """Format of a file without a network that demask can read, and advice; "" if unknown."""
+    try:
+        with open_plain(path) as file:
+            head = file.read(64)
+            if head.startswith(b"PK"):
+                with zipfile.ZipFile(file) as archive:
+                    return _zip_kind(archive.namelist())
+    except (BadInput, zipfile.BadZipFile, NotImplementedError, ValueError):
+        return ""
+    if head.startswith(b"\x80"):  # torch.save before 1.6, and pickle itself
+        return PICKLE
+    if int.from_bytes(head[:8], "little") < 2**27 and head[8:9] == b"{":
+        return SAFETENSORS
+    return ONNX if _starts_as_onnx(head, Path(path).suffix) else ""
+
+
+def _zip_kind(names: list[str]) -> str:
+    inner = {name.partition("/")[2] for name in names}
+    if "data.pkl" not in inner:
+        return ""
+    return TORCHSCRIPT if "constants.pkl" in inner else PICKLE
+
+
+def _starts_as_onnx(head: bytes, suffix: str) -> bool:
+    """Whether a file begins like ONNX: format version, then producer or opsets."""
+    return suffix != ".onnx" and head[:1] == b"\x08" and head[2:3] in (b"\x12", b"\x3a", b"\x42")

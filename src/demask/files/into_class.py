@@ -82,7 +82,7 @@ def resize(model: nn.Module, state_dict: Mapping[str, Tensor], numbers: Numbers 
     for name, tensor in state_dict.items():
         old = originals.get(name)
         if old is not None and tuple(old.shape) != tuple(tensor.shape):
-            cuts[name] = _cut(name, old, tensor)
+            cuts[name] = _first_positions_cut(name, old, tensor)
         if id(tensor) not in tensors:
             grad = old is None or old.requires_grad or not isinstance(old, nn.Parameter)
             tensors[id(tensor)] = tensor.detach().clone()
@@ -90,11 +90,11 @@ def resize(model: nn.Module, state_dict: Mapping[str, Tensor], numbers: Numbers 
                 tensors[id(tensor)] = nn.Parameter(tensors[id(tensor)], grad)
         if not assign_tensor(copy, name, tensors[id(tensor)]):
             raise BadInput(f"the model has no place for {name!r}")
-    _own_the_rest(copy, set(state_dict))
+    _copy_other_buffers(copy, set(state_dict))
     run_hooks(copy)
     for c in computed_tensors(copy):
         if computed[c.name].shape != (value := c.value()).shape:
-            cuts[c.name] = _cut(c.name, computed[c.name], value)
+            cuts[c.name] = _first_positions_cut(c.name, computed[c.name], value)
     modes = {module: module.training for module in copy.modules()}
     copy.eval()  # weights of a spectral norm change when they are read in train mode
     for module, training in modes.items():
@@ -102,7 +102,7 @@ def resize(model: nn.Module, state_dict: Mapping[str, Tensor], numbers: Numbers 
         module.training = training
     check_loaded_saves(copy)
     for _ in fitting_configs(copy):
-        if _agrees(copy, numbers):
+        if _has_numbers(copy, numbers):
             return copy
     _set_numbers(copy, cuts, numbers)
     return copy
@@ -120,16 +120,15 @@ def describe_graphs(paths: Sequence[str]) -> str:
     )
 
 
-def _agrees(copy: nn.Module, numbers: Numbers | None) -> bool:
-    """Whether the modules have these numbers."""
+def _has_numbers(copy: nn.Module, numbers: Numbers | None) -> bool:
     return all(
-        _plain(getattr(module_at(copy, path), name, None)) == _plain(value)
+        _as_stored_number(getattr(module_at(copy, path), name, None)) == _as_stored_number(value)
         for path, values in (numbers or {}).items()
         for name, value in values.items()
     )
 
 
-def _plain(value: Any) -> Any:
+def _as_stored_number(value: Any) -> Any:
     """A number, or a list of numbers where the attribute is a tuple, as JSON files store it."""
     return list(value) if isinstance(value, tuple) else value
 
@@ -152,7 +151,7 @@ def _check_names(known: Set[str], needed: Set[str], names: Set[str]) -> None:
         )
 
 
-def _cut(name: str, old: Tensor, new: Tensor) -> Cut:
+def _first_positions_cut(name: str, old: Tensor, new: Tensor) -> Cut:
     """The cut of a tensor, of which only the sizes are known: its first positions remain."""
     if old.ndim != new.ndim or any(a < b for a, b in zip(old.shape, new.shape, strict=True)):
         shapes = f"{tuple(new.shape)} is not cut from {tuple(old.shape)}"
@@ -161,7 +160,7 @@ def _cut(name: str, old: Tensor, new: Tensor) -> Cut:
     return Cut(name, tuple(old.shape), remaining)
 
 
-def _own_the_rest(copy: nn.Module, done: set[str]) -> None:
+def _copy_other_buffers(copy: nn.Module, done: set[str]) -> None:
     """Copy the buffers that are in no state dict, so that the copy shares no tensor."""
     for name, buffer in list(copy.named_buffers(remove_duplicate=False)):
         if name not in done:
@@ -183,7 +182,7 @@ def _set_numbers(copy: nn.Module, cuts: Mapping[str, Cut], numbers: Numbers | No
             continue
         single: dict[str, int] = {}  # numbers that no shape has
         for name, value in numbers_of(module).items():
-            sizes = set(_became(path, value, cuts))
+            sizes = set(_new_axis_sizes(path, value, cuts))
             if not sizes and isinstance(value, int):
                 single[name] = value
             if len(sizes) > 1:
@@ -195,7 +194,7 @@ def _set_numbers(copy: nn.Module, cuts: Mapping[str, Cut], numbers: Numbers | No
             if sizes:
                 setattr(module, name, sizes.pop())
         for (a, x), (b, y) in combinations(single.items(), 2):
-            if sizes := set(_became(path, x * y, cuts)) - {x * y}:
+            if sizes := set(_new_axis_sizes(path, x * y, cuts)) - {x * y}:
                 raise BadInput(
                     f"{path or 'the model'}: shapes do not determine {a} = {x} and {b} = {y}, "
                     f"where {x * y} became {', '.join(map(str, sorted(sizes)))}; pass "
@@ -204,7 +203,7 @@ def _set_numbers(copy: nn.Module, cuts: Mapping[str, Cut], numbers: Numbers | No
                 )
 
 
-def _became(path: str, value: Any, cuts: Mapping[str, Cut]) -> Iterator[int]:
+def _new_axis_sizes(path: str, value: Any, cuts: Mapping[str, Cut]) -> Iterator[int]:
     """New sizes of axes whose size was `value`, in a module's tensors and those of its layers."""
     for name, cut in cuts.items():
         owner = name.rpartition(".")[0]

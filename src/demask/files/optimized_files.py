@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.files.archive.archive import from_bytes, to_bytes
+from demask.files.archive import from_bytes, to_bytes
 from demask.graph.node_records import TensorType
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN
@@ -64,7 +64,7 @@ class OptimizedFile:
         files, code = PrivateFiles.of(folder, "network", LIMIT, MOST), _code_digest()
         if files is None or code is None:
             return None
-        inputs = [_describe(leaf) for leaf in pytree.tree_leaves((race.args, race.kwargs))]
+        inputs = [_describe_input(leaf) for leaf in pytree.tree_leaves((race.args, race.kwargs))]
         where = (costs.machine, find_spec("llvmlite") is not None, code)
         with suppress(RuntimeError):  # of a tensor without plain memory
             name = network_name(race.program, (inputs, options, where))
@@ -145,7 +145,7 @@ class EarlierChoice:
 def network_name(program: Program, more: object) -> str | None:
     """64 hexadecimal digits: of a program's graph and weights, and of the repr of `more`; None if
     texts and numbers do not determine them."""
-    text = repr((_graph_text(program.graph), _signature(program), more))
+    text = repr((_graph_text(program.graph), _program_signature(program), more))
     if " at 0x" in text:  # an address: of a function or object without a name
         return None
     digest = hashlib.sha256(text.encode())
@@ -165,11 +165,11 @@ def network_name(program: Program, more: object) -> str | None:
         digest.update(repr(described).encode())
         for tensor in (constant.tensor, constant.declared):
             if tensor is not None:
-                _add(digest, tensor)
+                _hash_tensor(digest, tensor)
     return digest.hexdigest()
 
 
-def _signature(program: Program) -> tuple[Any, ...]:
+def _program_signature(program: Program) -> tuple[Any, ...]:
     """What a program has in addition to its graph and constants."""
     sizes = sorted((str(symbol), size) for symbol, size in program.example.sizes.items())
     return (
@@ -192,14 +192,14 @@ def _graph_text(graph: fx.Graph) -> list[tuple[Any, ...]]:
     ]
 
 
-def _describe(leaf: Any) -> object:
+def _describe_input(leaf: Any) -> object:
     """An example input without the values of tensors."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.dtype, tuple(leaf.shape), leaf.stride(), str(leaf.device), leaf.requires_grad
 
 
-def _add(digest: Any, tensor: Tensor) -> None:
+def _hash_tensor(digest: Any, tensor: Tensor) -> None:
     """Add the content of a tensor to a hash. Raises RuntimeError for one without plain memory."""
     plain = tensor.detach().cpu().contiguous()
     digest.update(repr((tensor.dtype, tuple(tensor.shape), tensor.stride())).encode())

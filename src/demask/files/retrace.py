@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from demask.compat.fake_shapes import shapes_only
 from demask.compat.fx_internals import PyTreeCodeGen, codegen_of
 from demask.errors import BadInput, NotExportable
-from demask.files.archive.node_codec import DTYPES
+from demask.files.node_codec import DTYPES
 from demask.graph.guards import are_true, fixed_symbols
 from demask.graph.provenance import InputSpec, Provenance
 
@@ -65,14 +65,14 @@ def example(slim: fx.GraphModule) -> tuple[tuple[Any, ...], dict[str, Any], Any]
     if len(placeholders) == len(provenance.inputs):
         specs = {n.name: s for n, s in zip(placeholders, provenance.inputs, strict=True)}
     # torch.export treats a dynamic dimension of size 1 as constant.
-    sizes_from_2 = _sizes(provenance.inputs, 2)
+    sizes_from_2 = _symbol_sizes(provenance.inputs, 2)
     least = 2 if are_true(provenance.guards, sizes_from_2) else 0
     fixed = fixed_symbols(provenance.guards, sizes_from_2)
     generator, shapes, leaves = torch.Generator().manual_seed(SEED), ShapesCollection(), []
     device = next((p.device for p in slim.parameters()), torch.device("cpu"))
     for node in placeholders:
         if node.name not in specs:
-            leaves.append(_constant(node))
+            leaves.append(_python_constant(node))
             continue
         tensor = _example_tensor(specs[node.name], least, generator).to(device)
         named_sizes = zip(specs[node.name].sizes, tensor.shape, strict=True)
@@ -110,12 +110,12 @@ def accepts(slim: fx.GraphModule, args: Any, kwargs: Any) -> bool:
     )
 
 
-def _constant(node: fx.Node) -> Any:
+def _python_constant(node: fx.Node) -> Any:
     value = node.meta.get("val")
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def _sizes(specs: Sequence[InputSpec], least: int) -> dict[str, int]:
+def _symbol_sizes(specs: Sequence[InputSpec], least: int) -> dict[str, int]:
     """The example's size of each symbol, at least `least`."""
     return {
         size: max(n, least)

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors file, read whole or in blocks of rows.
+"""Tensors of a safetensors file, read completely or in blocks of rows.
 
 A safetensors file is eight bytes with the length of a JSON header, the header, the values.
 Blocks are read by `pread` into one buffer: the file's pages belong to the kernel's cache, so the
@@ -76,23 +76,21 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """The tensors of a safetensors file. size (bytes), modified (nanoseconds): of the file when its
-    header was read, to detect later changes. metadata: the texts in its header. unread: the names
-    of tensors of other dtypes than those in `DTYPES`."""
+    """The tensors of a safetensors file."""
 
     path: Path
-    size: int
-    modified: int
+    size: int  # bytes, when its header was read: shows later changes
+    modified: int  # nanoseconds, likewise
     tensors: Mapping[str, StoredTensor]
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the texts in its header
+    unread: tuple[str, ...] = ()  # names of tensors of dtypes that are not in `DTYPES`
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], part: tuple[int, int] | None = None, what: str = "") -> WeightFile:
         """The tensors in the header of a file, of the dtypes in `DTYPES`.
 
         Args:
-            part: first and last byte + 1 of the safetensors data; None is the whole file.
+            part: first and last byte + 1 of the safetensors data; None is the entire file.
             what: name of the file in errors, by default its path.
 
         Raises:
@@ -114,7 +112,7 @@ class WeightFile:
                 header = parse_json(file.read(length), f"{what}: header")
         except OSError as error:
             raise BadInput(f"{what}: cannot be read: {error.strerror or error}") from error
-        tensors = dict(_tensors(header, start + 8 + length, end, what))
+        tensors = dict(_parse_header(header, start + 8 + length, end, what))
         metadata = header.get("__metadata__") or {}
         if not isinstance(metadata, dict):
             raise RefusedFile(f"{what}: expected texts as metadata, got {metadata!r:.80}")
@@ -174,12 +172,12 @@ class WeightFile:
             os.close(descriptor)
 
     def tensor(self, stored: StoredTensor) -> Tensor:
-        """A whole tensor, in new memory."""
+        """All of a tensor, in new memory."""
         values = torch.empty(stored.shape, dtype=stored.dtype)
         if stored.nbytes:
             with self.open() as descriptor:
                 flat = values.view(-1).view(torch.uint8)
-                _fill(descriptor, flat, stored.offset, stored.nbytes, self.path)
+                _read_into(descriptor, flat, stored.offset, stored.nbytes, self.path)
         return values
 
     def blocks(self, stored: StoredTensor, rows: int, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -192,8 +190,9 @@ class WeightFile:
             for start in range(0, count, rows):
                 size = min(rows, count - start) * stored.row_bytes
                 offset = stored.offset + start * stored.row_bytes
-                _fill(descriptor, buffer, offset, size, self.path)
-                _announce(descriptor, offset + size, rows * stored.row_bytes)
+                _read_into(descriptor, buffer, offset, size, self.path)
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(descriptor, offset + size, rows * stored.row_bytes, os.POSIX_FADV_WILLNEED)
                 yield start, buffer[:size].view(stored.dtype).view(-1, *stored.shape[1:])
 
 
@@ -235,8 +234,8 @@ def with_weights(
     return copy, stored_by_name
 
 
-def _tensors(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str, StoredTensor]]:
-    """Name and place of each tensor in a header. first, end: bytes where the values begin, end."""
+def _parse_header(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str, StoredTensor]]:
+    """Name and location of each tensor in a header. first, end: bytes where the values begin, end."""
     if not isinstance(header, dict):
         raise RefusedFile(f"{what}: expected an object as header")
     for name, entry in header.items():
@@ -260,7 +259,7 @@ def _tensors(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str
         yield name, stored
 
 
-def _fill(descriptor: int, buffer: Tensor, offset: int, size: int, path: Path) -> None:
+def _read_into(descriptor: int, buffer: Tensor, offset: int, size: int, path: Path) -> None:
     """Read `size` bytes at `offset` of the file into the beginning of the buffer."""
     memory = buffer.numpy().data
     done = 0
@@ -269,8 +268,3 @@ def _fill(descriptor: int, buffer: Tensor, offset: int, size: int, path: Path) -
         if count == 0:
             raise BadInput(f"{path}: ends {size - done} bytes early; write it again")
         done += count
-
-
-def _announce(descriptor: int, offset: int, size: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)

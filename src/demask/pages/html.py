@@ -1,16 +1,5 @@
-"""Sections as one self-contained web page, or as a part of a notebook. Nothing is loaded from
-elsewhere and no script runs; names are escaped.
-
-The style of pages: for light and dark, for phones and for paper. Every rule is of
-`.demask-page`, so that a notebook around it stays as it is.
-
-The picture of a network: one box per module, drawn as SVG without a package.
-
-A box is the weight of a module: as wide as it has rows, as high as it has columns, on a scale of
-square roots. What stays is filled, what went has a dashed border, so that colors are not needed.
-
-Charts over steps as SVG, drawn without a package: curves of training, bytes alive.
-"""
+"""Sections as one self-contained web page, or as a part of a notebook. Nothing is loaded from elsewhere
+and no script runs; names are escaped. Pictures and charts are SVG, drawn without a package."""
 
 from __future__ import annotations
 
@@ -41,184 +30,9 @@ WIDTH, HEIGHT = 420, 190  # of a chart, in pixels: letters can be read on a phon
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 24, 34  # of its axes
 ACROSS, DOWN = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 POINTS = 400  # of a chart: more are joined
-
-
-def draw_curves(curves: StepCharts) -> str:
-    """One chart per curve."""
-    return "\n".join(_curve(curve, curves) for curve in curves.curves)
-
-
-def draw_timeline(timeline: Timeline) -> str:
-    """Bytes alive over steps, with a line at each limit."""
-    peak, total = timeline.peak, sum(span.length for span in timeline.spans) or 1.0
-    most = max([peak.bytes, *timeline.limits.values(), 1])
-    title = f"{len(timeline.spans):,} steps; at most {format_bytes(peak.bytes)} alive, at {peak.name}"
-    parts, start = [_text(LEFT, 14, "bytes alive", 'class="strong"')], 0.0
-    for k in range(3):
-        parts.append(_grid_line(TOP + DOWN * (1 - k / 2), format_bytes(int(most * k / 2))))
-    for span in _joined(timeline.spans, total):
-        x, width = LEFT + ACROSS * start / total, ACROSS * span.length / total
-        height = DOWN * span.bytes / most
-        words = f"{span.name}: {format_bytes(span.bytes)}{f', {span.words}' * bool(span.words)}"
-        parts.append(
-            f'<rect class="stays" x="{x:.2f}" y="{TOP + DOWN - height:.2f}" '
-            f'width="{max(width, 0.3):.2f}" height="{height:.2f}">'
-            f"<title>{escape(words)}</title></rect>"
-        )
-        start += span.length
-    for name, size in timeline.limits.items():
-        y = TOP + DOWN * (1 - size / most)
-        words = f"{name} {format_bytes(size)}"
-        parts.append(_level("mark", y))
-        below = y - 4 if y > TOP else y + 12
-        parts.append(_text(WIDTH - RIGHT, below, words, 'text-anchor="end"'))
-    parts.append(_text(LEFT + ACROSS / 2, HEIGHT - 8, timeline.across, 'text-anchor="middle"'))
-    return f"{_svg(title, parts)}\n<p>{escape(title)}.</p>"
-
-
-def _joined(spans: Sequence[Span], total: float) -> list[Span]:
-    """At most about POINTS spans: neighbors are joined, with the most bytes of any of them."""
-    if len(spans) <= POINTS:
-        return [*spans]
-    joined: list[Span] = []
-    for span in spans:
-        last = joined[-1] if joined else None
-        if last is not None and last.length + span.length <= total / POINTS:
-            larger = max(last, span, key=lambda one: one.bytes)
-            joined[-1] = Span(larger.name, last.length + span.length, larger.bytes, larger.words)
-        else:
-            joined.append(span)
-    return joined
-
-
-def _curve(curve: Curve, curves: StepCharts) -> str:
-    points = [(x, y) for x, y in _averaged(curve.points) if math.isfinite(y)]
-    low, high, step = _ticks([y for _, y in points])
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return (LEFT + ACROSS * x / (curves.last or 1), TOP + DOWN * (high - y) / (high - low))
-
-    parts = [_text(LEFT, 14, curve.title, 'class="strong"')]
-    for k in range(round((high - low) / step) + 1):
-        value = low + k * step
-        parts.append(_grid_line(at(0, value)[1], f"{value:.4g}"))
-    for x, words in curves.events:
-        across = at(x, low)[0]
-        title = f"<title>step {x:g}: {escape(words)}</title>"
-        parts.append(
-            f'<line class="mark" x1="{across:.1f}" x2="{across:.1f}" y1="{TOP}" y2="{TOP + DOWN}">{title}</line>'
-        )
-    drawn = [at(x, y) for x, y in points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
-    parts.append(f'<polyline class="curve" points="{path}"/>')
-    if curve.has_dots:
-        parts += [f'<circle class="stays" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in drawn]
-    for x in (0, curves.last / 2, curves.last):
-        anchor = "end" if x == curves.last else "middle"
-        words = f"{x:,.0f}" if curves.last >= 10 else f"{x:.3g}"
-        parts.append(_text(at(x, low)[0], TOP + DOWN + 14, words, f'text-anchor="{anchor}"'))
-    parts.append(_text(LEFT + ACROSS / 2, HEIGHT - 4, curves.across, 'text-anchor="middle"'))
-    ends = f": {points[0][1]:.4g} to {points[-1][1]:.4g}" if points else ""
-    return _svg(f"{curve.title}{ends}, over {curves.last:,g} {curves.across}", parts)
-
-
-def _averaged(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most POINTS points: means of equally many."""
-    size = math.ceil(len(points) / POINTS) or 1
-    groups = [points[k : k + size] for k in range(0, len(points), size)]
-    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
-
-
-def _ticks(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lowest tick, the highest, and their distance, of about five round ones."""
-    least, most = min(values, default=0.0), max(values, default=1.0)
-    span = (most - least) or abs(most) or 1.0
-    power = 10 ** math.floor(math.log10(span / 4))
-    step = next(power * k for k in (1, 2, 2.5, 5, 10) if span / (power * k) <= 5)
-    return math.floor(least / step) * step, (math.floor(most / step) + 1) * step, step
-
-
-def _svg(title: str, parts: Sequence[str]) -> str:
-    body = "\n".join(parts)
-    return (
-        f'<svg class="chart" role="img" viewBox="0 0 {WIDTH} {HEIGHT}">\n<title>{escape(title)}</title>\n{body}\n</svg>'
-    )
-
-
-def _grid_line(y: float, words: str) -> str:
-    return _level("grid", y) + _text(LEFT - 6, y + 4, words, 'text-anchor="end"')
-
-
-def _level(kind: str, y: float) -> str:
-    """A line across a chart."""
-    return f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-
-
-def _text(x: float, y: float, words: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(words)}</text>'
-
-
 WIDEST, HIGHEST, LEAST = 96, 56, 8  # of a box, in pixels
 SMALL = 64  # rows or columns of the largest box, at least: small networks have small boxes
 LOOKS = ("stays", "went", "changed")
-
-
-def draw_network(picture: NetworkPicture) -> str:
-    """The boxes in order of execution, block by block, below a key."""
-    widest = max(SMALL, *(box.rows[0] for box in picture.boxes))
-    highest = max(SMALL, *(box.columns[0] for box in picture.boxes))
-    blocks = []
-    for block, boxes in groupby(picture.boxes, key=_block):
-        drawn = "\n".join(_drawn(box, block, widest, highest) for box in boxes)
-        label = f'<span class="block">{escape(block)}</span>' if block else ""
-        blocks.append(f"<li>{label}\n<ul>\n{drawn}\n</ul></li>")
-    key = "".join(
-        f'<li><svg width="16" height="12" aria-hidden="true"><rect class="{look}" x="1" y="1" '
-        f'width="14" height="10"/></svg> {escape(words)}</li>'
-        for look in LOOKS
-        if (words := getattr(picture, look))
-    )
-    body = "\n".join(blocks)
-    return (
-        f'<ul class="key">{key}</ul>\n<ol class="network">\n{body}\n</ol>\n<p class="quiet">'
-        f"{escape(picture.words)} Point at a box, or move to it with the tab key, to read "
-        "more.</p>"
-    )
-
-
-def _block(box: Box) -> str:
-    """The name up to its last number, as "layer1.0" of "layer1.0.conv1"."""
-    if box.block is not None:
-        return box.block
-    steps = box.name.split(".")
-    numbers = [k for k, step in enumerate(steps[:-1]) if step.isdigit()]
-    return ".".join(steps[: numbers[-1] + 1]) if numbers else ""
-
-
-def _drawn(box: Box, block: str, widest: int, highest: int) -> str:
-    """A box with its name, and words that appear where it is pointed at or has the focus."""
-    width, height = _scaled(box.rows[0], widest, WIDEST), _scaled(box.columns[0], highest, HIGHEST)
-    left = width * min(box.rows[1] / max(box.rows[0], 1), 1)
-    top = height * min(box.columns[1] / max(box.columns[0], 1), 1)
-    stays = "changed" if box.is_changed else "stays"
-    is_cut = (left, top) != (width, height)
-    rects = [f'<rect class="went" x="1" y="1" width="{width:.1f}" height="{height:.1f}"/>'] * is_cut
-    if left and top:
-        rects.append(f'<rect class="{stays}" x="1" y="1" width="{left:.1f}" height="{top:.1f}"/>')
-    words = escape(f"{box.name}: {box.words}" if box.words else box.name)
-    name = escape(box.name.removeprefix(f"{block}.") if box.block is None else box.name)
-    name = name.replace(".", ".<wbr>").replace("_", "_<wbr>")  # where it may wrap
-    return (
-        f'<li><svg role="img" tabindex="0" width="{width + 2:.0f}" height="{height + 2:.0f}">'
-        f"<title>{words}</title>{''.join(rects)}</svg>"
-        f'<span class="name">{name}</span><span class="why" aria-hidden="true">{words}</span></li>'
-    )
-
-
-def _scaled(size: int, largest: int, pixels: int) -> float:
-    return max(LEAST, pixels * sqrt(size / max(largest, 1)))
-
-
 STYLE = """
 .demask-page { --ink: #1c2024; --paper: #fff; --quiet: #57616b; --line: #cfd6dd; --panel: #f3f5f7;
   --stays: #2b6cb0; --went: #b3500a; --changed: #1f7a4d;
@@ -289,6 +103,177 @@ STYLE = """
 """.strip()
 
 
+def draw_curves(curves: StepCharts) -> str:
+    """One chart per curve."""
+    return "\n".join(_draw_curve(curve, curves) for curve in curves.curves)
+
+
+def draw_timeline(timeline: Timeline) -> str:
+    """Bytes alive over steps, with a line at each limit."""
+    peak, total = timeline.peak, sum(span.length for span in timeline.spans) or 1.0
+    most = max([peak.bytes, *timeline.limits.values(), 1])
+    title = f"{len(timeline.spans):,} steps; at most {format_bytes(peak.bytes)} alive, at {peak.name}"
+    parts, start = [_svg_text(LEFT, 14, "bytes alive", 'class="strong"')], 0.0
+    for k in range(3):
+        parts.append(_grid_line(TOP + DOWN * (1 - k / 2), format_bytes(int(most * k / 2))))
+    for span in _join_spans(timeline.spans, total):
+        x, width = LEFT + ACROSS * start / total, ACROSS * span.length / total
+        height = DOWN * span.bytes / most
+        words = f"{span.name}: {format_bytes(span.bytes)}{f', {span.words}' * bool(span.words)}"
+        parts.append(
+            f'<rect class="stays" x="{x:.2f}" y="{TOP + DOWN - height:.2f}" '
+            f'width="{max(width, 0.3):.2f}" height="{height:.2f}">'
+            f"<title>{escape(words)}</title></rect>"
+        )
+        start += span.length
+    for name, size in timeline.limits.items():
+        y = TOP + DOWN * (1 - size / most)
+        words = f"{name} {format_bytes(size)}"
+        parts.append(_horizontal_line("mark", y))
+        below = y - 4 if y > TOP else y + 12
+        parts.append(_svg_text(WIDTH - RIGHT, below, words, 'text-anchor="end"'))
+    parts.append(_svg_text(LEFT + ACROSS / 2, HEIGHT - 8, timeline.across, 'text-anchor="middle"'))
+    return f"{_svg_chart(title, parts)}\n<p>{escape(title)}.</p>"
+
+
+def _join_spans(spans: Sequence[Span], total: float) -> list[Span]:
+    """At most about POINTS spans: neighbors are joined, with the most bytes of any of them."""
+    if len(spans) <= POINTS:
+        return [*spans]
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        if last is not None and last.length + span.length <= total / POINTS:
+            larger = max(last, span, key=lambda one: one.bytes)
+            joined[-1] = Span(larger.name, last.length + span.length, larger.bytes, larger.words)
+        else:
+            joined.append(span)
+    return joined
+
+
+def _draw_curve(curve: Curve, curves: StepCharts) -> str:
+    points = [(x, y) for x, y in _average_points(curve.points) if math.isfinite(y)]
+    low, high, step = _ticks([y for _, y in points])
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return (LEFT + ACROSS * x / (curves.last or 1), TOP + DOWN * (high - y) / (high - low))
+
+    parts = [_svg_text(LEFT, 14, curve.title, 'class="strong"')]
+    for k in range(round((high - low) / step) + 1):
+        value = low + k * step
+        parts.append(_grid_line(at(0, value)[1], f"{value:.4g}"))
+    for x, words in curves.events:
+        across = at(x, low)[0]
+        title = f"<title>step {x:g}: {escape(words)}</title>"
+        parts.append(
+            f'<line class="mark" x1="{across:.1f}" x2="{across:.1f}" y1="{TOP}" y2="{TOP + DOWN}">{title}</line>'
+        )
+    drawn = [at(x, y) for x, y in points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
+    parts.append(f'<polyline class="curve" points="{path}"/>')
+    if curve.has_dots:
+        parts += [f'<circle class="stays" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in drawn]
+    for x in (0, curves.last / 2, curves.last):
+        anchor = "end" if x == curves.last else "middle"
+        words = f"{x:,.0f}" if curves.last >= 10 else f"{x:.3g}"
+        parts.append(_svg_text(at(x, low)[0], TOP + DOWN + 14, words, f'text-anchor="{anchor}"'))
+    parts.append(_svg_text(LEFT + ACROSS / 2, HEIGHT - 4, curves.across, 'text-anchor="middle"'))
+    ends = f": {points[0][1]:.4g} to {points[-1][1]:.4g}" if points else ""
+    return _svg_chart(f"{curve.title}{ends}, over {curves.last:,g} {curves.across}", parts)
+
+
+def _average_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most POINTS points: means of equally many."""
+    size = math.ceil(len(points) / POINTS) or 1
+    groups = [points[k : k + size] for k in range(0, len(points), size)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+
+
+def _ticks(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lowest tick, the highest, and their distance, of about five round ones."""
+    least, most = min(values, default=0.0), max(values, default=1.0)
+    span = (most - least) or abs(most) or 1.0
+    power = 10 ** math.floor(math.log10(span / 4))
+    step = next(power * k for k in (1, 2, 2.5, 5, 10) if span / (power * k) <= 5)
+    return math.floor(least / step) * step, (math.floor(most / step) + 1) * step, step
+
+
+def _svg_chart(title: str, parts: Sequence[str]) -> str:
+    body = "\n".join(parts)
+    return (
+        f'<svg class="chart" role="img" viewBox="0 0 {WIDTH} {HEIGHT}">\n<title>{escape(title)}</title>\n{body}\n</svg>'
+    )
+
+
+def _grid_line(y: float, words: str) -> str:
+    return _horizontal_line("grid", y) + _svg_text(LEFT - 6, y + 4, words, 'text-anchor="end"')
+
+
+def _horizontal_line(kind: str, y: float) -> str:
+    """A line across a chart."""
+    return f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+
+
+def _svg_text(x: float, y: float, words: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(words)}</text>'
+
+
+def draw_network(picture: NetworkPicture) -> str:
+    """The boxes in order of execution, block by block, below a key."""
+    widest = max(SMALL, *(box.rows[0] for box in picture.boxes))
+    highest = max(SMALL, *(box.columns[0] for box in picture.boxes))
+    blocks = []
+    for block, boxes in groupby(picture.boxes, key=_block_name):
+        drawn = "\n".join(_draw_box(box, block, widest, highest) for box in boxes)
+        label = f'<span class="block">{escape(block)}</span>' if block else ""
+        blocks.append(f"<li>{label}\n<ul>\n{drawn}\n</ul></li>")
+    key = "".join(
+        f'<li><svg width="16" height="12" aria-hidden="true"><rect class="{look}" x="1" y="1" '
+        f'width="14" height="10"/></svg> {escape(words)}</li>'
+        for look in LOOKS
+        if (words := getattr(picture, look))
+    )
+    body = "\n".join(blocks)
+    return (
+        f'<ul class="key">{key}</ul>\n<ol class="network">\n{body}\n</ol>\n<p class="quiet">'
+        f"{escape(picture.words)} Point at a box, or move to it with the tab key, to read "
+        "more.</p>"
+    )
+
+
+def _block_name(box: Box) -> str:
+    """The name up to its last number, as "layer1.0" of "layer1.0.conv1"."""
+    if box.block is not None:
+        return box.block
+    steps = box.name.split(".")
+    numbers = [k for k, step in enumerate(steps[:-1]) if step.isdigit()]
+    return ".".join(steps[: numbers[-1] + 1]) if numbers else ""
+
+
+def _draw_box(box: Box, block: str, widest: int, highest: int) -> str:
+    """A box with its name, and words that appear where it is pointed at or has the focus."""
+    width, height = _box_pixels(box.rows[0], widest, WIDEST), _box_pixels(box.columns[0], highest, HIGHEST)
+    left = width * min(box.rows[1] / max(box.rows[0], 1), 1)
+    top = height * min(box.columns[1] / max(box.columns[0], 1), 1)
+    stays = "changed" if box.is_changed else "stays"
+    is_cut = (left, top) != (width, height)
+    rects = [f'<rect class="went" x="1" y="1" width="{width:.1f}" height="{height:.1f}"/>'] * is_cut
+    if left and top:
+        rects.append(f'<rect class="{stays}" x="1" y="1" width="{left:.1f}" height="{top:.1f}"/>')
+    words = escape(f"{box.name}: {box.words}" if box.words else box.name)
+    name = escape(box.name.removeprefix(f"{block}.") if box.block is None else box.name)
+    name = name.replace(".", ".<wbr>").replace("_", "_<wbr>")  # where it may wrap
+    return (
+        f'<li><svg role="img" tabindex="0" width="{width + 2:.0f}" height="{height + 2:.0f}">'
+        f"<title>{words}</title>{''.join(rects)}</svg>"
+        f'<span class="name">{name}</span><span class="why" aria-hidden="true">{words}</span></li>'
+    )
+
+
+def _box_pixels(size: int, largest: int, pixels: int) -> float:
+    return max(LEAST, pixels * sqrt(size / max(largest, 1)))
+
+
 def document(page: Page) -> str:
     """The page as an HTML document."""
     return (
@@ -296,23 +281,23 @@ def document(page: Page) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(page.title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n"
-        f'<body class="demask-page">\n<main>\n{_body(page, level=1)}\n</main>\n</body>\n</html>\n'
+        f'<body class="demask-page">\n<main>\n{_page_body(page, level=1)}\n</main>\n</body>\n</html>\n'
     )
 
 
 def fragment(page: Page) -> str:
     """The page as one element with its own style, which changes nothing around it."""
-    body = _body(page, level=3)
+    body = _page_body(page, level=3)
     return f'<div class="demask-page">\n<style>\n{STYLE}\n</style>\n{body}\n</div>\n'
 
 
-def _body(page: Page, level: int) -> str:
+def _page_body(page: Page, level: int) -> str:
     """level: of the title's heading."""
     parts = [f"<h{level}>{escape(page.title)}</h{level}>"]
     if page.summary:
         parts.append(f'<p class="summary">{escape(page.summary)}</p>')
     for section in flatten(page.sections, OnPage):
-        if written := _written(section):
+        if written := _section_html(section):
             heading = getattr(section, "heading", "")
             title = f"<h{level + 1}>{escape(heading)}</h{level + 1}>\n" if heading else ""
             parts.append(f"<section>\n{title}{written}\n</section>")
@@ -321,13 +306,13 @@ def _body(page: Page, level: int) -> str:
     return "\n".join(parts)
 
 
-def _written(section: Section) -> str:
+def _section_html(section: Section) -> str:
     """The HTML of a section without its heading; "" for one that is empty or only a terminal's."""
     match section:
         case Lines():
-            return _lines(section.lines)
+            return _lines_html(section.lines)
         case TextTable():
-            return _table(section) if section.rows else ""
+            return _table_html(section) if section.rows else ""
         case NetworkPicture():
             return draw_network(section) if section.boxes else ""
         case Timeline():
@@ -341,7 +326,7 @@ def _written(section: Section) -> str:
     return ""
 
 
-def _lines(lines: Sequence[str]) -> str:
+def _lines_html(lines: Sequence[str]) -> str:
     """One line as a paragraph, several as a list; line breaks in a line stay."""
     written = [escape(line).replace("\n", "<br>") for line in lines if line.strip()]
     if len(written) == 1:
@@ -350,7 +335,7 @@ def _lines(lines: Sequence[str]) -> str:
     return f"<ul>\n{items}\n</ul>" if items else ""
 
 
-def _table(table: TextTable) -> str:
+def _table_html(table: TextTable) -> str:
     """A table whose first column is a head, too, in a box that scrolls where it is too wide."""
 
     def cell(tag: str, k: int, text: str, scope: str = "") -> str:

@@ -1,5 +1,5 @@
-"""The sections of a page, as values: `text` prints them and `html` writes them, so that both have
-the same numbers."""
+"""The sections of a page, as values: `text` prints them and `html` writes them, so that both have the
+same numbers."""
 
 from __future__ import annotations
 
@@ -20,39 +20,30 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Rows of text below a head. A row of one cell is a heading of those that follow.
-
-    left: columns that are text, all others are numbers. unbroken: columns that a terminal does not
-    wrap. rules: numbers of rows with a line above them. terminal_rows: the rows that a terminal
-    shows, if these are others. width: of the table in a terminal; None for 100 columns.
-    """
+    """Rows of text below a head. A row of one cell is a heading of those that follow."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     heading: str = ""
-    left: Sequence[int] = (0,)
+    left: Sequence[int] = (0,)  # columns that are text, all others are numbers
     title: str = ""
-    terminal_rows: Sequence[Sequence[str]] | None = None
-    unbroken: Sequence[int] = ()
-    rules: Sequence[int] = ()
+    terminal_rows: Sequence[Sequence[str]] | None = None  # if a terminal shows others
+    unbroken: Sequence[int] = ()  # columns that a terminal does not wrap
+    rules: Sequence[int] = ()  # numbers of rows with a line above them
     is_close: bool = False
     pad_edge: bool = True
-    width: int | None = None
+    width: int | None = None  # in a terminal; None for 100 columns
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A module of a picture, by its weight.
-
-    rows, columns: of the weight, before and after; after is 0 where nothing is left. words: why.
-    block: the group that it is drawn in; None: what its name begins with.
-    """
+    """A module of a picture, by its weight."""
 
     name: str
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    words: str
-    block: str | None = None
+    rows: tuple[int, int]  # of the weight, before and after; after is 0 where nothing is left
+    columns: tuple[int, int]  # likewise
+    words: str  # why
+    block: str | None = None  # the group that it is drawn in; None: what its name begins with
     is_changed: bool = False
 
 

@@ -12,12 +12,10 @@ from demask.pilot.data.collect import collect
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.explain import Explanation, explain
 from demask.pilot.gate import Gate
-from demask.pilot.guarantee import Guarantee, by_mean, guarantee, splits
-from demask.pilot.packets.writer import PacketReader
-from demask.pilot.packets.writer import write as write_packets
-from demask.pilot.rate_bounds import clopper_pearson, paired_bound
-from demask.pilot.routing.calibrate import Calibrated
-from demask.pilot.routing.route import Route, Router
+from demask.pilot.guarantee import Guarantee, by_mean, clopper_pearson, guarantee, paired_bound, splits
+from demask.pilot.packet_writer import PacketReader
+from demask.pilot.packet_writer import write as write_packets
+from demask.pilot.route import Calibrated, Route, Router
 from demask.pilot.simplifiers.channels import Channels
 from demask.pilot.simplifiers.downsample import Downsample
 from demask.pilot.simplifiers.low_rank import LowRank

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -16,19 +18,60 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
+from demask.files import atomic_write as atomic
+from demask.files.atomic_write import PICTURE_DOTS, check_picture
 from demask.graph.isolation import in_isolation
 from demask.machine.byte_sizes import format_bytes
 from demask.machine.clock import Timing, race
 from demask.ops import TABLE, Table
 from demask.pages import Lines, Page, PageSource, TextTable
-from demask.pilot.data.lazy_weights import LoadedConstants
+from demask.pilot.data.execution_data import BARS
 from demask.pilot.data.measured_values import MeasuredValue, sites_of, zeroed
-from demask.pilot.data.sliced_run import each, flat, walk
+from demask.pilot.data.sliced_run import LoadedConstants, each, flat, walk
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier
 from demask.pilot.weight_layers import layers_of
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
 from demask.shrink.program_size import measure_program
+
+FIGURE_WIDTH, BAR_HEIGHT = 10.0, 0.34  # inches
+
+
+def draw_comparison(comparison: Comparison, path: Path) -> None:
+    """Write the picture to `path`, completely or not at all; its suffix is the format.
+    Refused simplifiers have the word instead of bars."""
+    check_picture(path)
+    from matplotlib.figure import Figure
+
+    rows = comparison.rows
+    figure = Figure(figsize=(FIGURE_WIDTH, BAR_HEIGHT * len(rows) + 1.1), layout="constrained")
+    panels = figure.subplots(1, 4, sharey=True, squeeze=False)[0]
+    columns = (
+        ("same class, %", [None if row.agreement is None else 100 * row.agreement for row in rows]),
+        ("correlation", [row.correlation for row in rows]),
+        ("recall of zeros, %", [None if row.recall is None else 100 * row.recall for row in rows]),
+        ("weights, % of full", [100 * row.weight_bytes / comparison.weight_bytes for row in rows]),
+    )
+    for axes, (title, values) in zip(panels, columns, strict=True):
+        _draw_panel(axes, title, values, rows)
+    panels[0].set_yticks(range(len(rows)), [row.by for row in rows], fontsize=8)
+    panels[0].set_ylim(len(rows) - 0.4, -0.6)
+    figure.suptitle(f"{comparison.inputs} inputs", fontsize=10)
+    with atomic.write(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=PICTURE_DOTS)
+
+
+def _draw_panel(axes: Axes, title: str, values: Sequence[float | None], rows: tuple[ComparisonRow, ...]) -> None:
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.tick_params(labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+    for position, (value, row) in enumerate(zip(values, rows, strict=True)):
+        words = "refused" if row.refused else "–" if value is None else f"{value:.3g}"
+        length = 0.0 if row.refused or value is None else max(value, 0.0)
+        axes.barh(position, length, height=0.65, color=BARS)
+        axes.annotate(words, (length, position), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)
+    axes.margins(x=0.2)
+
 
 DEFAULT = ("bits:8", "bits:4", "exponents", "rank:0.5", "channels:0.5", "downsample:2")
 WIDTH = 112
@@ -135,8 +178,8 @@ class Comparison(PageSource):
         size = format_bytes(self.weight_bytes)
         rows: list[tuple[str, ...]] = [("(full)", "", "", "", "", "", size, f"{self.macs:.3g}", speed)]
         for row in self.rows:
-            rows.append((row.by, *([""] * (len(heads) - 1) if row.refused else _cells(row))))
-        zeros = "" if self.zeros is None else f"; {_percent(self.zeros)} zeros after ReLU"
+            rows.append((row.by, *([""] * (len(heads) - 1) if row.refused else _row_cells(row))))
+        zeros = "" if self.zeros is None else f"; {_format_percent(self.zeros)} zeros after ReLU"
         refused = [f"{r.by}: refused: {r.refused}" for r in self.rows if r.refused]
         return Page(
             "demask pilot compare",
@@ -206,7 +249,7 @@ def compare(
     measured = []
     for one in chosen:
         report(one.text())
-        measured.append(_row(one, analysis, full, calls, runnable, (pairs, seconds)))
+        measured.append(_comparison_row(one, analysis, full, calls, runnable, (pairs, seconds)))
     rows = tuple(row for row, _, _ in measured)
     first = next((timing for _, _, timing in measured if timing is not None), None)
     here = capture_program(runnable, calls[0], {}, None)  # of these inputs' sizes, as the pilots are
@@ -215,7 +258,7 @@ def compare(
     return Comparison(rows, full.count, sizes.bytes, sizes.macs, full.zero_share(), first, same)
 
 
-def _row(
+def _comparison_row(
     one: Simplifier,
     analysis: Analysis,
     full: _Observed,
@@ -233,7 +276,7 @@ def _row(
     precision, recall = full.zero_rates(seen)
     timings: dict[str, Timing] = {}
     if limits[0]:
-        timings = _timed({"full": runnable, "pilot": slim}, calls[0], *limits)
+        timings = _time_alternately({"full": runnable, "pilot": slim}, calls[0], *limits)
     row = ComparisonRow(
         one.text(),
         sum(same) / len(same) if same else None,
@@ -250,7 +293,9 @@ def _row(
 
 
 @torch.no_grad()
-def _timed(networks: Mapping[str, nn.Module], args: tuple[Any, ...], pairs: int, seconds: float) -> dict[str, Timing]:
+def _time_alternately(
+    networks: Mapping[str, nn.Module], args: tuple[Any, ...], pairs: int, seconds: float
+) -> dict[str, Timing]:
     contenders = {name: (lambda net=net: net(*args)) for name, net in networks.items()}
     return Timing.of_each(race(contenders, pairs, seconds=seconds))
 
@@ -297,14 +342,14 @@ class _Observed:
         for site in self.sites.get(node, ()):
             self.magnitudes[site.name].append(site.measured(value, "mean")[0])
             if zeroed(node):
-                self.zeros.setdefault(site.name, []).append(_whole(value == 0, site))
+                self.zeros.setdefault(site.name, []).append(_restore_cut_channels(value == 0, site))
 
     def agreed(self, other: _Observed) -> tuple[bool, ...]:
         """Per row of the first output, whether the largest entry has the same index; () where there
         are no classes."""
         same: list[bool] = []
         for mine, theirs in zip(self.outputs, other.outputs, strict=True):
-            a, b = (_tensors(out)[0] for out in (mine, theirs))
+            a, b = (_float_tensors(out)[0] for out in (mine, theirs))
             if a.ndim < 2 or a.shape[-1] < 2:
                 return ()
             same += (a.argmax(-1) == b.argmax(-1)).flatten().tolist()
@@ -314,7 +359,7 @@ class _Observed:
         """The relative error of all outputs, in the Euclidean norm, in float64."""
         gap = norm = 0.0
         for mine, theirs in zip(self.outputs, other.outputs, strict=True):
-            for a, b in zip(_tensors(mine), _tensors(theirs), strict=True):
+            for a, b in zip(_float_tensors(mine), _float_tensors(theirs), strict=True):
                 gap += float((a.double() - b.double()).square().sum())
                 norm += float(a.double().square().sum())
         return math.sqrt(gap / norm) if norm else None
@@ -333,20 +378,19 @@ class _Observed:
         hit = claimed = actual = 0
         for name, mine in self.zeros.items():
             for a, b in zip(mine, other.zeros.get(name, ()), strict=False):
-                b = _like(b, a)
+                b = _resize_zeros(b, a)
                 if b is None:
                     return None, None
                 hit, claimed, actual = (hit + int((a & b).sum()), claimed + int(b.sum()), actual + int(a.sum()))
         return (hit / claimed if claimed else None), (hit / actual if actual else None)
 
     def zero_share(self) -> float | None:
-        """The share of elements after ReLU that are zero."""
         every = [m for maps in self.zeros.values() for m in maps]
         count = sum(m.numel() for m in every)
         return sum(int(m.sum()) for m in every) / count if count else None
 
 
-def _whole(zeros: Tensor, site: MeasuredValue) -> Tensor:
+def _restore_cut_channels(zeros: Tensor, site: MeasuredValue) -> Tensor:
     """Zeros of all channels of the full network: those that were cut are zero."""
     if site.remaining is None or site.axis is None:
         return zeros
@@ -355,7 +399,7 @@ def _whole(zeros: Tensor, site: MeasuredValue) -> Tensor:
     return full.index_copy(site.axis, torch.tensor(site.remaining, dtype=torch.int64), zeros)
 
 
-def _like(zeros: Tensor, full: Tensor) -> Tensor | None:
+def _resize_zeros(zeros: Tensor, full: Tensor) -> Tensor | None:
     """A pilot's zeros in the size of the full map: the nearest position of a smaller image."""
     if zeros.shape == full.shape:
         return zeros
@@ -364,23 +408,23 @@ def _like(zeros: Tensor, full: Tensor) -> Tensor | None:
     return None
 
 
-def _tensors(out: Any) -> list[Tensor]:
+def _float_tensors(out: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _cells(row: ComparisonRow) -> list[str]:
+def _row_cells(row: ComparisonRow) -> list[str]:
     speed = "–" if row.speed is None else f"{row.speed:.2f} ×"
     return [
-        _percent(row.agreement),
+        _format_percent(row.agreement),
         "–" if row.error is None else f"{row.error:.2g}",
         "–" if row.correlation is None else f"{row.correlation:.3f}",
-        _percent(row.precision),
-        _percent(row.recall),
+        _format_percent(row.precision),
+        _format_percent(row.recall),
         format_bytes(row.weight_bytes),
         f"{row.macs:.3g}",
         speed,
     ]
 
 
-def _percent(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f} %"

@@ -19,22 +19,22 @@ from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
+from demask.graph.provenance import WHOLE
 from demask.machine.clock import PAIRS, is_faster, race
 from demask.ops import TABLE, Table
 from demask.pilot.chains.exact_conditions import Certified, Columns
-from demask.pilot.conditions.base import Condition, Conditioned, Decision, parsed
+from demask.pilot.conditions.base import Args, Condition, Conditioned, Decision, Kwargs, parsed
 from demask.pilot.conditions.channel_conditions import ConstantChannels, PilotValue, Precision, Skip
 from demask.pilot.conditions.regions import Regions
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.guarantee import LEVEL, LOSS, Guarantee, guarantee, observed
-from demask.pilot.routing.route import Route
+from demask.pilot.route import Route
 from demask.pilot.simplifiers.simplify import Simplifier
 from demask.tune.race import speed_of
 
 KINDS = (Columns, Certified, Skip, ConstantChannels, PilotValue, Precision, Route, Regions)
 CHOSEN = (Skip, ConstantChannels, PilotValue, Precision, Route)  # whose first parameter a guarantee chooses
 KNOBS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # shares that are computed, the most careful first
-WHOLE = "the network, whole"
 WARMUP = 3
 
 
@@ -42,8 +42,8 @@ WARMUP = 3
 @public
 def condition(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
+    args: Args,
+    kwargs: Kwargs = None,
     *,
     pilot: str | Simplifier | nn.Module | ExecutionData | None = None,
     condition: str | Condition = "columns",
@@ -112,7 +112,7 @@ def condition(
         >>> print(half.conditioned)
         skip:0.5 by bits:8, outputs may differ
         0: skip (0.5 of 64 positions)
-        2: dense (the network's output is returned whole)
+        2: dense (the network's output is returned in full)
     """
     example = tuple(args), dict(kwargs or {})
     if calibration is not None:

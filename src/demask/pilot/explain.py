@@ -25,26 +25,71 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from demask.errors import BadInput, DemaskError
 from demask.facts.analysis import Analysis
-from demask.failures import public
+from demask.failures import described, public
 from demask.graph.editor import GraphEditor
 from demask.graph.isolation import in_isolation
 from demask.machine.clock import checked_threads, race, set_threads
 from demask.machine.cost import Costs
-from demask.machine.describe import describe_machine as described
+from demask.machine.describe import describe_machine
+from demask.numerics import is_number
 from demask.ops import TABLE, Table
 from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pilot.chains.chain_cost import NOMINAL, ChainRates, Reads, Uses, cached_shares, measured
 from demask.pilot.chains.chain_op import ROWS
 from demask.pilot.chains.chain_plan import ChainLayer
-from demask.pilot.chains.exact_conditions import GAIN, Picked, choose, inputs_of_chains, layers_of, values_of
-from demask.pilot.chains.find import LinearChain, find_chains, remove_dropout
+from demask.pilot.chains.exact_conditions import (
+    GAIN,
+    LinearChain,
+    Picked,
+    choose,
+    find_chains,
+    inputs_of_chains,
+    layers_of,
+    remove_dropout,
+    values_of,
+)
 from demask.pilot.condition import condition_of
-from demask.pilot.conditions.base import text
-from demask.pilot.explain_checks import check_arguments, check_inputs
-from demask.pilot.routing.router import call_copy
+from demask.pilot.conditions.base import Args, text
+from demask.pilot.router import call_copy
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
 from demask.sparse.plan.tape import NoPlan
+
+
+def check_arguments(model: Any, loss: Any, candidates: Any) -> None:
+    """Raise BadInput for arguments of `explain` that cannot be used."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(
+            f"expected an nn.Module as model, got {type(model).__name__}; of an ExportedProgram pass its module()"
+        )
+    if not is_number(loss) or not 0 <= loss <= 1:
+        raise BadInput(f"expected a loss of 0 to 1, as a share of inputs, got {loss!r}")
+    pairs = candidates if isinstance(candidates, Sequence) else [candidates]
+    for pair in pairs:
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise BadInput(
+                "expected pairs of texts (pilot, condition) as candidates, such as "
+                f"('bits:8', 'skip:0.5'), got {pair!r:.60}"
+            )
+
+
+def check_inputs(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> None:
+    """Raise BadInput unless each input fits the model and its first output has answers."""
+    for k, args in enumerate(inputs):
+        try:
+            leaves = pytree.tree_leaves(model(*args))
+        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+            raise BadInput(
+                f"input {k} does not fit the model: {described(error)}; inputs are "
+                "one tensor or tuple of arguments for each call"
+            ) from error
+        if not leaves or not isinstance(leaves[0], Tensor) or leaves[0].ndim == 0:
+            raise BadInput(
+                "expected a tensor with an axis of answers as the first output, got "
+                f"{leaves[0] if leaves else 'none'!r:.40}"
+            )
+
 
 Pair = tuple[str, str]  # a pilot's text, "" for none; a condition's text
 CANDIDATES: tuple[Pair, ...] = (
@@ -228,7 +273,7 @@ def explain(
         network = _ExplainedNetwork.of(model, several, clock, table)
         lines = [_line(network, pilot, condition, machine, loss) for pilot, condition in candidates]
     lines = _compared(lines)
-    where = described() + ("; bandwidths are nominal" if machine is NOMINAL else "")
+    where = describe_machine() + ("; bandwidths are nominal" if machine is NOMINAL else "")
     return Explanation(tuple(lines), network.seconds, len(several), count, where, _summary(lines))
 
 
@@ -315,8 +360,8 @@ def _plain(layers: Sequence[ChainLayer], x: Tensor) -> Tensor:
     return x
 
 
-def _rest(editor: GraphEditor, where: Sequence[LinearChain], args: tuple[Any, ...], table: Table) -> nn.Module | None:
-    """The network with a constant in place of each chain, None where nothing else is left of it.
+def _rest(editor: GraphEditor, where: Sequence[LinearChain], args: Args, table: Table) -> nn.Module | None:
+    """The network with a constant instead of each chain, None where nothing else is left of it.
     The editor is used up."""
     before = editor.program
     for chain, value in zip(where, values_of(editor, [c.last for c in where], args, None), strict=True):
@@ -335,7 +380,7 @@ def _timed(
     clock: Callable[[], float],
 ) -> tuple[float, list[float], float]:
     """Median seconds of the network, of each chain in torch, and of what is in no chain."""
-    calls = {"whole": _cycled(model, inputs)}
+    calls = {"network": _cycled(model, inputs)}
     if rest is not None:
         calls["rest"] = _cycled(rest, inputs)
     for k, chain in enumerate(chains):
@@ -344,17 +389,15 @@ def _timed(
     samples = race(calls, CALLS, WARMUP, clock=clock)
     taken = {name: median(one) for name, one in samples.items()}
     each = [taken.get(f"{k}", 0.0) for k in range(len(chains))]
-    return taken["whole"], each, taken.get("rest", 0.0)
+    return taken["network"], each, taken.get("rest", 0.0)
 
 
 def _cycled(call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> Callable[[], Any]:
-    """A call on one input after the other."""
     turns = cycle(inputs)
     return lambda: call(*next(turns))
 
 
 def _flops(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> float:
-    """Operations of a call, the mean over some inputs."""
     some = inputs[:8]
     with FlopCounterMode(display=False) as counter:
         for args in some:
@@ -418,7 +461,7 @@ def picked_here(layers: Sequence[ChainLayer], rows: Tensor, allowed: Sequence[st
 
 
 def _uses(layer: ChainLayer, mode: str, moved: Reads, x: Tensor, y: Tensor) -> list[Uses]:
-    """What calls on the rows of x, which gave y, read of a layer: columns, or all of its whole
+    """What calls on the rows of x, which gave y, read of a layer: columns, or all of its full
     numbers and rows, those the most often that are the most often above zero."""
     count, columns = layer.weight.shape
     if mode == "dense":
@@ -453,7 +496,7 @@ def _tried(network: _ExplainedNetwork, pilot: str, condition: str, allowed: floa
 def _run_alternately(conditioned: nn.Module, network: _ExplainedNetwork) -> tuple[float, int]:
     """The median seconds of a call over the network's, alternately on the inputs (twice, if they
     are few), and how many answers differ."""
-    mine, whole, changed, clock = [], [], 0, network.clock
+    mine, network_seconds, changed, clock = [], [], 0, network.clock
     for _ in range(1 if len(network.inputs) > CALLS else 2):
         changed = 0
         for args in network.inputs:
@@ -463,10 +506,10 @@ def _run_alternately(conditioned: nn.Module, network: _ExplainedNetwork) -> tupl
             expected = network.model(*args)
             looks.append(clock())
             mine.append(looks[1] - looks[0])
-            whole.append(looks[2] - looks[1])
+            network_seconds.append(looks[2] - looks[1])
             changed += _answer(got) != _answer(expected)
     skipped = WARMUP if len(mine) > WARMUP else 0
-    return median(mine[skipped:]) / median(whole[skipped:]), changed
+    return median(mine[skipped:]) / median(network_seconds[skipped:]), changed
 
 
 def _answer(out: Any) -> list[int]:

@@ -191,7 +191,7 @@ class Gate(TorchFunctionMode):
         """Runs one step of the optimizer for the chosen units (and for other layers, if `rest`).
 
         Optimizers such as Adam correct their moments by a count of steps, which belongs to the
-        whole parameter, not to a unit.
+        full parameter, not to a unit.
 
         Args:
             optimizer: one that updates each element by itself: SGD, Adam, AdamW, Adamax, NAdam,
@@ -272,10 +272,10 @@ class _NarrowParameter:
         for name, value in list(entries.items()):
             if not isinstance(value, Tensor) or value.shape != small.shape:
                 continue
-            whole = self.full_state.get(name)
-            if whole is None:
-                whole = value.new_zeros(self.data.shape)
-            entries[name] = whole.index_copy_(0, self.rows, value)
+            complete = self.full_state.get(name)
+            if complete is None:
+                complete = value.new_zeros(self.data.shape)
+            entries[name] = complete.index_copy_(0, self.rows, value)
 
 
 def _layers(model: nn.Module) -> Iterator[Gated]:

@@ -48,24 +48,24 @@ class WeightLayer:
 def layers_of(analysis: Analysis) -> tuple[WeightLayer, ...]:
     """The layers in the order in which they run."""
     counts: Counter[str] = Counter()
-    return tuple(_named(analysis, counts))
+    return tuple(_unique_names(analysis, counts))
 
 
-def _named(analysis: Analysis, counts: Counter[str]) -> Iterator[WeightLayer]:
+def _unique_names(analysis: Analysis, counts: Counter[str]) -> Iterator[WeightLayer]:
     for node, relation in analysis.relations.items():
         if not isinstance(relation, Relation) or not (relation.entry.fill == "sum" or relation.back):
             continue
-        for operand in _weights(relation):
+        for operand in _weight_operands(relation):
             key = str(relation.operands[operand].value.target)
             name = module_of(analysis.program.constants[key])
             counts[name] += 1
-            rows, columns = _axes(relation, operand)
+            rows, columns = _weight_axes(relation, operand)
             axis = None if relation.back else _output_axis(relation, operand, rows)
             shown = name if counts[name] == 1 else f"{name}#{counts[name]}"
             yield WeightLayer(shown, node, relation, operand, key, rows, columns, axis)
 
 
-def _weights(relation: Relation) -> Iterator[int]:
+def _weight_operands(relation: Relation) -> Iterator[int]:
     """The constant operands that products are summed with."""
     which = range(len(relation.operands)) if relation.back else relation.factors
     for k in which:
@@ -75,7 +75,7 @@ def _weights(relation: Relation) -> Iterator[int]:
             yield k
 
 
-def _axes(relation: Relation, operand: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _weight_axes(relation: Relation, operand: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     axes = relation.ins[operand]
     if relation.back:
         return (0,), tuple(range(1, len(axes)))
@@ -101,7 +101,7 @@ def by_rows(weight: Tensor, rows: tuple[int, ...]) -> Tensor:
     >>> by_rows(torch.zeros(4, 3, 5, 5), (0,)).shape, by_rows(torch.zeros(4, 6), (1,)).shape
     (torch.Size([4, 75]), torch.Size([6, 4]))
     """
-    order = _order(weight.ndim, rows)
+    order = _call_order(weight.ndim, rows)
     count = 1
     for axis in rows:
         count *= weight.shape[axis]
@@ -110,13 +110,13 @@ def by_rows(weight: Tensor, rows: tuple[int, ...]) -> Tensor:
 
 def from_rows(matrix: Tensor, like: Tensor, rows: tuple[int, ...]) -> Tensor:
     """The inverse of `by_rows` for a weight of the shape and dtype of `like`."""
-    order = _order(like.ndim, rows)
+    order = _call_order(like.ndim, rows)
     back = [order.index(axis) for axis in range(like.ndim)]
     shape = [like.shape[axis] for axis in order]
     return matrix.reshape(shape).permute(back).to(like.dtype).contiguous()
 
 
-def _order(rank: int, rows: tuple[int, ...]) -> list[int]:
+def _call_order(rank: int, rows: tuple[int, ...]) -> list[int]:
     return [*rows, *(k for k in range(rank) if k not in rows)]
 
 

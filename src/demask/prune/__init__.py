@@ -18,18 +18,17 @@ from typing import Any
 from demask.prune.align import Alignment, align
 from demask.prune.allocation.budgets import MACs
 from demask.prune.allocation.latency import Latency, LatencyPlan
-from demask.prune.allocation.network_seconds import NetworkTime, NetworkTimer
+from demask.prune.allocation.layer_seconds import NetworkTime, NetworkTimer
 from demask.prune.allocation.shares import Global, OutlierWeighted, Uniform
-from demask.prune.coupling.find_groups import groups
-from demask.prune.coupling.groups import Group, Member
+from demask.prune.coupling import Group, Member, groups
 from demask.prune.pruner import Pruned, Pruner
 from demask.prune.recovery import distillation_loss, recalibrate_norms
 from demask.prune.schedules import Cubic, Iterative, OneShot
 from demask.prune.scores import L1, L2, Fluctuation, Random, ScoreView, Taylor
 from demask.prune.scores import ActivationScore as Activation
-from demask.prune.searching.search import Search, search
-from demask.prune.searching.trial import SearchTrial
+from demask.prune.search import Search, search
 from demask.prune.sensitivity import Sensitivity, SensitivityRow, sensitivity
+from demask.prune.trial import SearchTrial
 from demask.registry import RUNNERS
 
 __all__ = [

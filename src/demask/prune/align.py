@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from demask.failures import public
 from demask.graph.isolation import in_isolation
-from demask.prune.coupling.find_groups import as_arguments, groups
-from demask.prune.coupling.groups import Group, Member
+from demask.prune.coupling import Group, Member, as_arguments, groups
 from demask.prune.masks import find_places, find_uncalled, write_masks
 
 
@@ -72,7 +71,7 @@ def align(
     Raises:
         BadInput: an unknown structure, a name in `skip` that does not exist, or inputs that the
             model does not accept.
-        NotExportable: the model cannot be captured as a whole.
+        NotExportable: the model cannot be captured in full.
 
     Example:
         >>> import torch, demask

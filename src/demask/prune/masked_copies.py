@@ -15,7 +15,7 @@ from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Sizes
 from demask.machine.cost import Costs
 from demask.prune.allocation.layer_seconds import TORCH, NetworkSeconds
-from demask.prune.coupling.find_groups import as_arguments
+from demask.prune.coupling import as_arguments
 from demask.prune.pruner import Pruner
 from demask.prune.scores import L1
 from demask.tune.layer_costs import LayerCosts
@@ -25,7 +25,7 @@ from demask.tune.layer_costs import LayerCosts
 class PerGroup:
     """The allocation that masks a certain number of units of each group, whatever the fraction.
 
-    removed: by name of a group or weight, units to mask in all; others stay whole.
+    removed: by name of a group or weight, units to mask in all; others stay uncut.
     """
 
     removed: Mapping[str, int]

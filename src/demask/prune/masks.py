@@ -126,10 +126,10 @@ def write_masks(model: nn.Module, masks: Mapping[str, Tensor], uncalled: frozens
     places = find_places(model)
     for name, mask in masks.items():
         for place in places[name]:
-            _write(place, mask, by_hook=name not in uncalled)
+            _write_mask(place, mask, by_hook=name not in uncalled)
 
 
-def _write(place: Place, mask: Tensor, *, by_hook: bool) -> None:
+def _write_mask(place: Place, mask: Tensor, *, by_hook: bool) -> None:
     own = place.own_mask
     if own is not None:
         own.mul_(mask.to(own.device))

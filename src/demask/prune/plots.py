@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from demask.files import atomic_write as atomic
-from demask.files.pictures import DOTS, check_picture
+from demask.files.atomic_write import PICTURE_DOTS, check_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 COLORS = "viridis"  # from the first group to the last
 DENSE, CHOSEN, OTHERS = "#8c8c8c", "#d1661f", "#2a78b5"
-NAMED = 14  # groups: more have a color bar in place of a legend
+NAMED = 14  # groups: more have a color bar instead of a legend
 COSTS = {"macs": "MACs", "ms": "predicted milliseconds", "parameters": "parameters"}
 WORST = 4  # groups that then are named at their lines
 
 
 def draw_sensitivity(sensitivity: Any, path: Path) -> None:
-    """Write the picture of a `Sensitivity` to `path`, whole or not at all: accuracy, MACs and
+    """Write the picture of a `Sensitivity` to `path`, completely or not at all: accuracy, MACs and
     milliseconds by the share of each group that is removed."""
     check_picture(path)
     from matplotlib.figure import Figure
@@ -37,16 +37,16 @@ def draw_sensitivity(sensitivity: Any, path: Path) -> None:
     for axes, (title, value) in zip(panels, columns, strict=True):
         axes.set_title(title, loc="left", fontsize=10)
         axes.axhline(value(dense), color=DENSE, linewidth=0.8, linestyle=":")
-        for color, (name, rows) in zip(_colors(len(lines)), lines.items(), strict=True):
+        for color, (name, rows) in zip(_line_colors(len(lines)), lines.items(), strict=True):
             x = [0.0, *(100 * row.amount for row in rows)]
             y = [value(dense), *map(value, rows)]
             axes.plot(x, y, color=color, linewidth=1.4, marker="o", markersize=3, label=name)
-        _plain(axes, "slices of the group removed, %")
+        _plain_axes(axes, "slices of the group removed, %")
     _name_lines(figure, panels[0], lines)
-    _write(figure, path)
+    _write_figure(figure, path)
 
 
-def _colors(count: int) -> list[Any]:
+def _line_colors(count: int) -> list[Any]:
     from matplotlib import colormaps
 
     scale = colormaps[COLORS]
@@ -73,7 +73,7 @@ def _name_lines(figure: Figure, axes: Axes, lines: dict[str, list[Any]]) -> None
 
 
 def draw_search(search: Any, path: Path) -> None:
-    """Write the picture of a `Search` to `path`, whole or not at all: the accuracy of every trial
+    """Write the picture of a `Search` to `path`, completely or not at all: the accuracy of every trial
     by its cost, those that no other beats, and the network as it is."""
     check_picture(path)
     from matplotlib.figure import Figure
@@ -99,17 +99,17 @@ def draw_search(search: Any, path: Path) -> None:
     if search.budget is not None:
         axes.axvline(search.budget, color=DENSE, linestyle=":", label="budget")
     axes.set_ylabel("accuracy")
-    _plain(axes, COSTS[search.cost])
+    _plain_axes(axes, COSTS[search.cost])
     axes.legend(fontsize=8, frameon=False)
-    _write(figure, path)
+    _write_figure(figure, path)
 
 
-def _plain(axes: Axes, label: str) -> None:
+def _plain_axes(axes: Axes, label: str) -> None:
     axes.set_xlabel(label, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _write(figure: Figure, path: Path) -> None:
+def _write_figure(figure: Figure, path: Path) -> None:
     with atomic.write(path) as file:
-        figure.savefig(file, format=path.suffix[1:], dpi=DOTS)
+        figure.savefig(file, format=path.suffix[1:], dpi=PICTURE_DOTS)

@@ -13,8 +13,7 @@ from demask.errors import BadInput, DemaskError
 from demask.failures import described, public
 from demask.graph.provenance import Sizes
 from demask.prune.allocation.shares import Scores, Uniform
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.find_groups import as_arguments
+from demask.prune.coupling import Coupling, as_arguments
 from demask.prune.masks import (
     check_masks,
     find_places,
@@ -27,8 +26,7 @@ from demask.prune.masks import (
 )
 from demask.prune.removal_cost import RemovalCost
 from demask.prune.schedules import OneShot, check_fraction
-from demask.prune.score_inputs import InputRecorder
-from demask.prune.scores import L1, Score, ScoreView
+from demask.prune.scores import L1, InputRecorder, Score, ScoreView
 from demask.prune.structures import find_candidates
 from demask.text_table import number_table, render_text
 
@@ -118,7 +116,7 @@ class Pruner:
             how many units stay, or which, a bool tensor.
         schedule: the fraction of all units that is masked after each step: `OneShot(0.5)`
             (default), `Cubic`, `Iterative`, or a callable that takes the number of the step.
-        skip: names or globs of modules and parameters that are to remain whole.
+        skip: names or globs of modules and parameters that are to remain uncut.
 
     Attributes:
         model: the model, without `DistributedDataParallel` and `torch.compile`.
@@ -132,7 +130,7 @@ class Pruner:
         BadInput: an unknown structure, one that the network has nothing of, a name in `skip` that
             does not exist, inputs that the model does not accept, a score, allocation or schedule
             that is no function, or an optimized network.
-        NotExportable: the model cannot be captured as a whole.
+        NotExportable: the model cannot be captured in full.
 
     Example:
         >>> import demask, torch
@@ -164,7 +162,7 @@ class Pruner:
             (schedule, "schedule", "prune.OneShot(0.5)"),
         ):
             _check_function(value, what, such)
-        self.model: nn.Module = _unwrapped(model)
+        self.model: nn.Module = _unwrap(model)
         self.structure = structure
         self.score: Score = L1() if score is None else score
         self.allocation: Allocation = Uniform() if allocation is None else allocation
@@ -213,22 +211,22 @@ class Pruner:
         number = self.steps + 1
         planned: Any = fraction
         if fraction is None:
-            planned = _called(f"schedule on step {number}", self.schedule, number)
+            planned = _call_function(f"schedule on step {number}", self.schedule, number)
         target = check_fraction(planned)
         masks = read_masks(self.model)
-        views = self._views()
+        views = self._score_views()
         alive = {c.name: c.alive(masks) for c in self.candidates}
         scores = {
-            c.name: self._score(view).masked_fill(~alive[c.name], -torch.inf)
+            c.name: self._checked_scores(view).masked_fill(~alive[c.name], -torch.inf)
             for c, view in zip(self.candidates, views, strict=True)
         }
         plan = self._allocate(scores, alive, target)
-        keep = self._select(plan, scores, alive)
+        keep = self._select_units(plan, scores, alive)
         more = self._masks_of(keep)
         gone = {name: alive[name] & ~keep[name] for name in keep}
         before = self.removal_cost.masked(masks)
         write_masks(self.model, more, self._uncalled)
-        self._add_to_biases(self._compensation(views, gone))
+        self._add_to_biases(self._bias_changes(views, gone))
         self.steps = number
         pruned = Pruned(
             number,
@@ -247,7 +245,7 @@ class Pruner:
 
     # --- scores and allocation --------------------------------------------------------------------
 
-    def _views(self) -> list[ScoreView]:
+    def _score_views(self) -> list[ScoreView]:
         places, statistics = find_places(self.model), self._recorder.statistics
         return [ScoreView(c, places, statistics) for c in self.candidates]
 
@@ -257,15 +255,15 @@ class Pruner:
         Raises:
             BadInput: as `step`, for scores.
         """
-        return {view.candidates.name: self._score(view) for view in self._views()}
+        return {view.candidates.name: self._checked_scores(view) for view in self._score_views()}
 
-    def _score(self, view: ScoreView) -> Tensor:
+    def _checked_scores(self, view: ScoreView) -> Tensor:
         """The checked scores of a group's or weight's units, float64 on the CPU."""
         name, units = view.candidates.name, view.candidates.units
-        scores = _called(f"score on {name}", self.score, view)
+        scores = _call_function(f"score on {name}", self.score, view)
         if not isinstance(scores, Tensor) or scores.shape != (units,):
             raise BadInput(f"expected {units} scores for {name}, got {scores!r:.60}")
-        scores = _averaged(scores.detach(), self.model).double().cpu()
+        scores = _average_over_ranks(scores.detach(), self.model).double().cpu()
         if bool(scores.isnan().any()):
             raise BadInput(
                 f"{int(scores.isnan().sum())} of {units} scores of {name} are NaN: look for NaN in "
@@ -278,7 +276,7 @@ class Pruner:
     ) -> Mapping[str, int | Tensor]:
         """By group or weight, how many units stay, or which, as the allocation says."""
         finite = {name: s.masked_fill(~alive[name], 0.0) for name, s in scores.items()}
-        shares = _called("allocation", self.allocation, finite, fraction, self)
+        shares = _call_function("allocation", self.allocation, finite, fraction, self)
         if not isinstance(shares, Mapping):
             raise BadInput(
                 "expected the allocation to return how many units stay by name, of "
@@ -286,7 +284,7 @@ class Pruner:
             )
         return shares
 
-    def _select(
+    def _select_units(
         self, plan: Mapping[str, int | Tensor], scores: Mapping[str, Tensor], alive: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """By group or weight, the units that stay, bool. Raises BadInput where none would."""
@@ -309,7 +307,6 @@ class Pruner:
         return keep
 
     def _masks_of(self, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """By parameter, the mask that leaves these units."""
         masks: dict[str, Tensor] = {}
         for candidates in self.candidates:
             for name, mask in candidates.expand(keep[candidates.name]).items():
@@ -318,7 +315,7 @@ class Pruner:
 
     # --- biases -----------------------------------------------------------------------------------
 
-    def _compensation(self, views: Sequence[ScoreView], gone: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _bias_changes(self, views: Sequence[ScoreView], gone: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By reading weight, what its layer's bias changes by, [outputs]."""
         compensate = getattr(self.score, "compensate", None)
         if compensate is None:
@@ -332,7 +329,7 @@ class Pruner:
             mine = compensate(view, gone[view.candidates.name], recorder.statistics)
             for name, change in mine.items():
                 changes[name] = changes[name] + change if name in changes else change
-        return {name: _averaged(change, self.model) for name, change in changes.items()}
+        return {name: _average_over_ranks(change, self.model) for name, change in changes.items()}
 
     def _add_to_biases(self, changes: Mapping[str, Tensor]) -> None:
         """Add to the biases of layers, by the names of their weights; those without get one."""
@@ -398,13 +395,12 @@ class Pruner:
 
 
 def _check_function(value: Any, what: str, such: str) -> None:
-    """Raise BadInput for a score, allocation or schedule that cannot be called, or is a class."""
     if value is not None and (not callable(value) or isinstance(value, type)):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.40}"
         raise BadInput(f"expected {what} to be one such as {such}, or a function; got {got}")
 
 
-def _called(what: str, function: Callable[..., Any], *args: Any) -> Any:
+def _call_function(what: str, function: Callable[..., Any], *args: Any) -> Any:
     """What a function of the user's returns. Raises BadInput where it fails."""
     try:
         return function(*args)
@@ -414,12 +410,12 @@ def _called(what: str, function: Callable[..., Any], *args: Any) -> Any:
         raise BadInput(f"the {what} failed: {described(error)}. Nothing was masked") from error
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrap(model: nn.Module) -> nn.Module:
     """The model without `DistributedDataParallel` and `torch.compile`, which share its modules."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return _unwrapped(model.module)
+        return _unwrap(model.module)
     compiled = getattr(model, "_orig_mod", None)
-    return _unwrapped(compiled) if isinstance(compiled, nn.Module) else model
+    return _unwrap(compiled) if isinstance(compiled, nn.Module) else model
 
 
 def _uncalled_in(model: nn.Module, args: tuple, kwargs: Mapping | None) -> frozenset[str]:
@@ -435,7 +431,7 @@ def _uncalled_in(model: nn.Module, args: tuple, kwargs: Mapping | None) -> froze
         ) from error
 
 
-def _averaged(values: Tensor, model: nn.Module) -> Tensor:
+def _average_over_ranks(values: Tensor, model: nn.Module) -> Tensor:
     """The mean of values over all ranks, so that masks are equal on all; without ranks, as is."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return values

@@ -55,9 +55,9 @@ def recalibrate_norms(model: nn.Module, batches: Iterable[Any]) -> int:
     before = [{name: getattr(norm, name).clone() for name in STATISTICS} for norm in norms]
     count = 0
     try:
-        with _cumulative(model, norms), torch.no_grad():
+        with _cumulative_norms(model, norms), torch.no_grad():
             for batch in batches:
-                _call(model, batch, count)
+                _call_model(model, batch, count)
                 count += 1
         if not count:
             raise BadInput(
@@ -71,7 +71,7 @@ def recalibrate_norms(model: nn.Module, batches: Iterable[Any]) -> int:
     return count
 
 
-def _call(model: nn.Module, batch: Any, number: int) -> None:
+def _call_model(model: nn.Module, batch: Any, number: int) -> None:
     try:
         if isinstance(batch, Mapping):
             model(**batch)
@@ -85,7 +85,7 @@ def _call(model: nn.Module, batch: Any, number: int) -> None:
 
 
 @contextmanager
-def _cumulative(model: nn.Module, norms: Sequence[Any]) -> Iterator[None]:
+def _cumulative_norms(model: nn.Module, norms: Sequence[Any]) -> Iterator[None]:
     """All in eval mode but the norms, which start to average anew; modes and momenta restored."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [norm.momentum for norm in norms]

@@ -7,7 +7,7 @@ its axes, and a size is a constant plus the slices that stay:
 
 So the MACs of a convolution between two groups are bilinear in the two numbers of slices. Which
 slices an axis has is read off the op table (`Coupling`). Letters without slices have the positions
-that demask computes of the whole network: of tokens, those that something reads.
+that demask computes of the full network: of tokens, those that something reads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch import Tensor, fx
 
 from demask.graph.provenance import Sizes
 from demask.ops import Relation
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.groups import Group
+from demask.prune.coupling import Coupling, Group
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.placement import Placer
 from demask.shrink.program_size import letter_sizes, mac_products
@@ -41,7 +40,7 @@ class Extent:
     slices: Mapping[str, Tensor]
 
     def masked(self, masks: Masks) -> int:
-        """The size after slices are removed; groups without a mask stay whole."""
+        """The size after slices are removed; groups without a mask stay uncut."""
         return self.fixed + sum(
             int(positions[masks[name]].sum() if name in masks else positions.sum())
             for name, positions in self.slices.items()
@@ -89,15 +88,15 @@ class RemovalCost:
 
     groups: all groups of the network. calls: of the program, with the sizes of their letters.
     products: what sums to the MACs. tensors: the elements of the tensors in `coupling`, times the
-    bytes of each. whole: the size of all
-    tensors, of which constants that are computed from others are stored in their place.
+    bytes of each. total: the size of all
+    tensors, of which constants that are computed from others are stored instead of them.
     """
 
     groups: tuple[Group, ...]
     calls: tuple[CallExtents, ...]
     products: tuple[SizeProduct, ...]
     tensors: tuple[RemainingTensor, ...]
-    whole: Sizes
+    total: Sizes
 
     @classmethod
     def of(cls, coupling: Coupling) -> RemovalCost:
@@ -119,11 +118,11 @@ class RemovalCost:
             for call in calls
             for letters in mac_products(call.relation)
         )
-        return cls(coupling.groups, calls, products, tuple(cells.tensors()), coupling.whole)
+        return cls(coupling.groups, calls, products, tuple(cells.tensors()), coupling.total)
 
     def macs(self, masks: Masks) -> int:
         """MACs of one call on the example inputs after slices are removed. masks: by name of the
-        group, bool [size], True where a slice stays; a group without a mask stays whole."""
+        group, bool [size], True where a slice stays; a group without a mask stays uncut."""
         return sum(product.masked(masks) for product in self.products)
 
     def masked(self, masks: Mapping[str, Tensor]) -> Sizes:
@@ -139,16 +138,16 @@ class RemovalCost:
         """Parameters, buffers, MACs and bytes after slices are removed."""
         removed = [(t, t.elements.masked({}) - t.elements.masked(masks)) for t in self.tensors]
         return Sizes(
-            self.whole.parameters - sum(n for tensor, n in removed if tensor.is_parameter),
+            self.total.parameters - sum(n for tensor, n in removed if tensor.is_parameter),
             self.macs(masks),
-            self.whole.bytes - sum(n * tensor.bytes for tensor, n in removed),
-            self.whole.buffers - sum(n for tensor, n in removed if not tensor.is_parameter),
+            self.total.bytes - sum(n * tensor.bytes for tensor, n in removed),
+            self.total.buffers - sum(n for tensor, n in removed if not tensor.is_parameter),
         )
 
 
 def _sizes_computed(relation: Relation, placer: Placer, coupling: Coupling) -> dict[str, int]:
     """The size of every letter of a call on the example inputs; of static ones, the number of
-    positions that demask computes of the whole network."""
+    positions that demask computes of the full network."""
     sizes, node = letter_sizes(relation, coupling.program.example), relation.node
     values = [(axes, placer.slot.get((node, k), ())) for k, axes in enumerate(relation.ins)]
     values += [(axes, placer.value.get((node, k), ())) for k, axes in enumerate(relation.outs)]
@@ -185,7 +184,6 @@ class _CellExtents:
         return cls(coupling, sizes, owner, place, {})
 
     def extent(self, cell: int) -> Extent:
-        """The size of a cell."""
         if cell not in self.known:
             numbers = self.coupling.slice_of.get(cell)
             size = self.coupling.ties.cells.size(cell) or 1
@@ -203,7 +201,6 @@ class _CellExtents:
         return Extent(int((owners < 0).sum()), slices)
 
     def letter(self, node: fx.Node, letter: str, size: int) -> tuple[Extent, ...]:
-        """The size of a letter of a call."""
         ties = self.coupling.ties
         leaves = ties.leaves([ties.letters[node][letter]])
         if not any(cell in self.coupling.slice_of for cell in leaves):
@@ -225,13 +222,13 @@ class _CellExtents:
 class CountedProducts:
     """A sum of products as a function of the numbers of slices (a `CountedCost`).
 
-    names: of the groups. whole: their numbers of slices, for those without a count. widths, fixed:
+    names: of the groups. current: their numbers of slices, for those without a count. widths, fixed:
     the extents are widths @ counts + fixed. factors: per product, the numbers of its extents; the
     last extent is 1.
     """
 
     names: tuple[str, ...]
-    whole: Mapping[str, int]
+    current: Mapping[str, int]
     widths: np.ndarray
     fixed: np.ndarray
     factors: np.ndarray
@@ -250,12 +247,12 @@ class CountedProducts:
         factors = np.full((len(products), longest), len(lines))
         for row, product in zip(factors, products, strict=True):
             row[: len(product.extents)] = [numbers[id(extent)] for extent in product.extents]
-        whole = {name: int(left[name].sum()) for name in names}
+        current = {name: int(left[name].sum()) for name in names}
         fixed = np.array([*(fixed for fixed, _ in lines), 1.0])
-        return cls(names, whole, widths, fixed, factors)
+        return cls(names, current, widths, fixed, factors)
 
     def total(self, counts: Counts) -> float:
         """The sum for these counts; groups without one have what is left of them."""
-        numbers = np.array([counts.get(name, self.whole[name]) for name in self.names])
+        numbers = np.array([counts.get(name, self.current[name]) for name in self.names])
         sizes = self.widths @ numbers + self.fixed
         return float(sizes[self.factors].prod(1).sum())

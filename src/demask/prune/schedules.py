@@ -23,7 +23,7 @@ def _check_count(count: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class OneShot:
-    """The whole fraction in the first step.
+    """The full fraction in the first step.
 
     Args:
         fraction: the fraction of all units, 0 to less than 1. Default: 0.5.

@@ -17,7 +17,7 @@ from demask.graph.isolation import in_isolation
 from demask.graph.provenance import provenance_of
 from demask.pages import Curve, Lines, OnPage, Page, PageSource, StepCharts, TextTable
 from demask.progress import ProgressStep, progress
-from demask.prune.coupling.find_groups import as_arguments
+from demask.prune.coupling import as_arguments
 from demask.prune.masked_copies import PredictedTime, PruningOptions, call_evaluate, masked_copy, pruner_of_copy
 from demask.prune.plots import draw_sensitivity
 from demask.prune.scores import L1
@@ -101,7 +101,8 @@ class Sensitivity(PageSource):
         heads = [f"at {100 * a:.0f} %" for a in amounts] if few else ["at least", "at most"]
         dense, table = self.dense, list[tuple[str, ...]]()
         for name, rows in self.by_group.items():
-            cells = _at(rows, amounts) if few else _ends(rows)
+            ends = [f"{row.accuracy:.4g} at {100 * row.amount:.0f} %" for row in (rows[0], rows[-1])]
+            cells = _accuracy_at(rows, amounts) if few else ends
             last = rows[-1]
             table.append(
                 (
@@ -122,11 +123,11 @@ class Sensitivity(PageSource):
             (
                 TextTable(("accuracy", "slices", *heads, "MACs of all", "ms of all"), table, "Accuracy by group"),
                 Lines([line], is_wrapped=True, is_close=True),
-                OnPage([self._charts()]),
+                OnPage([self._accuracy_charts()]),
             ),
         )
 
-    def _charts(self) -> StepCharts:
+    def _accuracy_charts(self) -> StepCharts:
         """The accuracy of each group by the share of it that is removed, most lost first."""
         worst = sorted(self.by_group.items(), key=lambda group: group[1][-1].accuracy)
         curves = [
@@ -137,14 +138,10 @@ class Sensitivity(PageSource):
         return StepCharts(curves, 100.0, (), "What each group costs", words, "% removed")
 
 
-def _at(rows: Sequence[SensitivityRow], amounts: Sequence[float]) -> list[str]:
+def _accuracy_at(rows: Sequence[SensitivityRow], amounts: Sequence[float]) -> list[str]:
     """The accuracy at each amount; a group of few slices has not all of them."""
     by_amount = {round(row.amount, 2): f"{row.accuracy:.4g}" for row in rows}
     return [by_amount.get(amount, "") for amount in amounts]
-
-
-def _ends(rows: Sequence[SensitivityRow]) -> list[str]:
-    return [f"{row.accuracy:.4g} at {100 * row.amount:.0f} %" for row in (rows[0], rows[-1])]
 
 
 @in_isolation
@@ -171,7 +168,7 @@ def sensitivity(
         model: an `nn.Module`, trained.
         evaluate: takes a network in eval mode and returns a number, higher for a better network.
         example_inputs: as of `Pruner`; MACs and milliseconds are those of one call on them.
-        amounts: shares of a group's slices, above 0 and below 1; rounded down to whole slices, at
+        amounts: shares of a group's slices, above 0 and below 1; rounded down to full slices, at
             least one. Default: (0.1, 0.25, 0.5, 0.75, 0.9).
         structure, score, skip: as of `Pruner`. Default: channels by L1.
         recover: called with each masked copy before it is evaluated, such as
@@ -199,7 +196,7 @@ def sensitivity(
     options = PruningOptions(score or L1(), structure, skip if isinstance(skip, str) else [*skip])
     with share_captures():  # copies differ in the values of weights alone
         pruner = pruner_of_copy(model, example_inputs, options)
-        tasks = [(c.name, c.units, n) for c in pruner.candidates for n in _counts(c.units, shares)]
+        tasks = [(c.name, c.units, n) for c in pruner.candidates for n in _unit_counts(c.units, shares)]
         time = PredictedTime(pruner)
         measure = _Measurement(model, evaluate, example_inputs, options, recover, time)
         with progress("sensitivity", len(tasks) + 1) as step:
@@ -210,7 +207,7 @@ def sensitivity(
     return Sensitivity(dense, rows)
 
 
-def _counts(units: int, shares: Sequence[float]) -> list[int]:
+def _unit_counts(units: int, shares: Sequence[float]) -> list[int]:
     """The distinct numbers that shares of some units are, from 1 to all but one."""
     return sorted({min(max(int(share * units + 1e-9), 1), units - 1) for share in shares} - {0})
 
@@ -235,17 +232,17 @@ class _Measurement:
             self.recover(copy)
         with torch.no_grad():
             accuracy = call_evaluate(self.evaluate, copy.eval(), words)
-        parameters, macs = self._sizes(copy, group)
+        parameters, macs = self._sizes_after_demask(copy, group)
         milliseconds = self.time.milliseconds(amounts)
         step(words)
         return SensitivityRow(group, size, removed, accuracy, parameters, macs, milliseconds)
 
-    def _sizes(self, copy: nn.Module, group: str) -> tuple[int, int]:
+    def _sizes_after_demask(self, copy: nn.Module, group: str) -> tuple[int, int]:
         """Parameters and MACs after `demask`. Single weights that leave no output and no input of
-        their layer zero let it remove what it removes of the whole network, and no more."""
+        their layer zero let it remove what it removes of the full network, and no more."""
         weights = dict(copy.named_parameters())
-        is_whole = self.recover is None and group in weights and not _has_zero_slice(weights[group])
-        if self.dense is not None and is_whole:
+        is_dense_group = self.recover is None and group in weights and not _has_zero_slice(weights[group])
+        if self.dense is not None and is_dense_group:
             return self.dense.parameters, self.dense.macs
         slim = demask(copy, *as_arguments(self.example_inputs), check=False, result="graph")
         after = provenance_of(slim).after
@@ -253,7 +250,6 @@ class _Measurement:
 
 
 def _has_zero_slice(weight: torch.Tensor) -> bool:
-    """Whether all elements at a position of some axis are zero."""
     axes = range(weight.ndim)
     nonzeros = [(weight != 0).sum([d for d in axes if d != axis]) for axis in axes]
     return weight.ndim < 2 or any(bool((count == 0).any()) for count in nonzeros)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.find_groups import KINDS_OF, select_groups
-from demask.prune.coupling.groups import Group, Member
+from demask.prune.coupling import KINDS_OF, Coupling, Group, Member, select_groups
 
 
 class Candidates(Protocol):
@@ -120,44 +118,42 @@ class WeightBlocks:
     group: None = None
 
     @property
-    def _axes(self) -> list[int]:
-        """The axes of the weight in the order of the matrix."""
+    def _matrix_axes(self) -> list[int]:
         rest = [axis for axis in range(len(self.shape)) if axis != self.rows]
         return [self.rows, *rest[1:], rest[0]]
 
     @property
-    def _matrix(self) -> tuple[int, int]:
+    def _as_matrix(self) -> tuple[int, int]:
         outputs = self.shape[self.rows]
         return outputs, math.prod(self.shape) // outputs
 
     @property
-    def _grid(self) -> tuple[int, int]:
-        """The number of blocks along both axes."""
-        rows, columns = (-(-n // b) for n, b in zip(self._matrix, self.block, strict=True))
+    def _block_grid(self) -> tuple[int, int]:
+        rows, columns = (-(-n // b) for n, b in zip(self._as_matrix, self.block, strict=True))
         return rows, columns
 
     @property
     def units(self) -> int:
-        return math.prod(self._grid)
+        return math.prod(self._block_grid)
 
     @property
     def members(self) -> tuple[Member, ...]:
         return (Member(self.name, self.rows, torch.arange(self.shape[self.rows]), True),)
 
     def expand(self, keep: Tensor) -> dict[str, Tensor]:
-        blocks = keep.reshape(self._grid)
+        blocks = keep.reshape(self._block_grid)
         for axis, n in enumerate(self.block):
             blocks = blocks.repeat_interleave(n, axis)
-        rows, columns = self._matrix
-        moved = blocks[:rows, :columns].reshape([self.shape[axis] for axis in self._axes])
-        back = sorted(range(len(self.shape)), key=self._axes.__getitem__)
+        rows, columns = self._as_matrix
+        moved = blocks[:rows, :columns].reshape([self.shape[axis] for axis in self._matrix_axes])
+        back = sorted(range(len(self.shape)), key=self._matrix_axes.__getitem__)
         return {self.name: moved.permute(back).contiguous()}
 
     def reduce(self, member: Member, values: Tensor) -> Tensor:
-        matrix = values.permute(self._axes).reshape(self._matrix).cpu()
-        (rows, columns), (r, c) = self._matrix, self.block
+        matrix = values.permute(self._matrix_axes).reshape(self._as_matrix).cpu()
+        (rows, columns), (r, c) = self._as_matrix, self.block
         matrix = nn.functional.pad(matrix, (0, -columns % c, 0, -rows % r))
-        grid = self._grid
+        grid = self._block_grid
         return matrix.reshape(grid[0], r, grid[1], c).sum((1, 3)).reshape(-1)
 
     def alive(self, masks: Mapping[str, Tensor]) -> Tensor:
@@ -171,7 +167,7 @@ class WeightBlocks:
         if self.least is None:
             return keep_highest(scores, count)
         n, m = self.least
-        rows = scores.reshape(self._matrix)
+        rows = scores.reshape(self._as_matrix)
         columns = rows.shape[1]
         lowest = torch.full((rows.shape[0], -columns % m), -torch.inf, dtype=rows.dtype)
         parts = torch.cat((rows, lowest), 1).reshape(rows.shape[0], -1, m)
@@ -198,7 +194,7 @@ def find_candidates(structure: str, coupling: Coupling, shapes: Mapping[str, tor
     if not candidates:
         raise BadInput(
             f"this network has no {structure} that can be removed: all of them reach its inputs or "
-            "outputs, a call that needs whole axes, or what `skip` names; see demask.prune.groups"
+            "outputs, a call that needs full axes, or what `skip` names; see demask.prune.groups"
         )
     return candidates
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, fx, nn
 
+from demask.compat.dispatch import OpOverload, schema_of
 from demask.failures import public
 from demask.graph.isolation import in_isolation
 from demask.graph.provenance import GIVEN, Cut, Provenance, Reason, provenance_of
-from demask.pages import Page, PageSource
-from demask.report.lifetimes import memory_timeline
-from demask.report.sections import EFFECTS, report_page
+from demask.ops.schema import example_size
+from demask.pages import Page, PageSource, Span, Timeline
+from demask.report.sections import EFFECTS, report_sections
 from demask.report.values import Decline, ModuleRow, ReportValues
 from demask.shrink.pipeline import sliced_shape
 
@@ -65,7 +67,7 @@ class Report(ReportValues, PageSource):
 
     def page(self) -> Page:
         """What `print` and `to_html` show, as sections."""
-        return report_page(self, "demask report")
+        return Page("demask report", tuple(report_sections(self)), self.summary)
 
 
 @in_isolation
@@ -95,7 +97,7 @@ def report(slim: nn.Module) -> Report:
         after=provenance.after,
         removed=_largest_first(provenance.removed),
         scatters=dict.fromkeys(EFFECTS, 0) | dict(provenance.effects),
-        declined=_grouped(provenance.reasons),
+        declined=_declines(provenance.reasons),
         notes=provenance.notes,
         speed=provenance.speed,
         decisions=provenance.decisions,
@@ -103,13 +105,13 @@ def report(slim: nn.Module) -> Report:
         form=provenance.form,
         graph_reasons=provenance.graph_reasons,
         batch=provenance.batch,
-        modules=_modules(provenance),
+        modules=_module_rows(provenance),
         timeline=memory_timeline(slim),
     )
     return replace(result, zeros=_zero_slices(slim)) if result.nothing_removed else result
 
 
-def _modules(provenance: Provenance) -> tuple[ModuleRow, ...]:
+def _module_rows(provenance: Provenance) -> tuple[ModuleRow, ...]:
     """The modules of a record, with the shapes of the largest tensor of which something is left."""
     cuts: dict[str, Cut] = {}
     for name, cut in provenance.cuts.items():
@@ -140,8 +142,8 @@ def _largest_first(removed: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(counts, key=lambda row: (-row[1], row[0])))
 
 
-def _grouped(reasons: tuple[Reason, ...]) -> tuple[Decline, ...]:
-    """One decline per text: the sum of its slices, its places in order, each once. Reasons without
+def _declines(reasons: tuple[Reason, ...]) -> tuple[Decline, ...]:
+    """One decline per text: the sum of its slices, its modules in order, each once. Reasons without
     slices (an op without rule that no masked value reaches) are left out."""
     by_text: dict[str, list[Reason]] = {}
     for reason in (reason for reason in reasons if reason.count):
@@ -155,3 +157,62 @@ def _grouped(reasons: tuple[Reason, ...]) -> tuple[Decline, ...]:
         for text, group in by_text.items()
     ]
     return tuple(sorted(declines, key=lambda decline: (-decline.slices, decline.text)))
+
+
+def memory_timeline(network: nn.Module) -> Timeline | None:
+    """The calls of a graph module against the bytes of the inputs and values that it still reads
+    or returns, on the example's sizes, without parameters; None for other networks, and where a
+    size is unknown."""
+    if not isinstance(network, fx.GraphModule):
+        return None
+    nodes = [node for node in network.graph.nodes if node.op not in ("get_attr", "output")]
+    owners = {node: node for node in nodes}
+    for node in nodes:
+        if (viewed := _viewed_operand(node)) is not None:
+            owners[node] = owners.get(viewed, node)
+    position = {node: k for k, node in enumerate(nodes)}
+    last = dict.fromkeys(nodes, 0)
+    for node in nodes:
+        reads = [position.get(user, len(nodes)) for user in node.users] or [position[node]]
+        last[owners[node]] = max(last[owners[node]], *reads)
+    sizes = {node: _result_bytes(node) for node in nodes if owners[node] is node}
+    if None in sizes.values():
+        return None
+    changes = [0] * (len(nodes) + 2)
+    for node, size in sizes.items():
+        changes[position[node]] += size or 0
+        changes[last[node] + 1] -= size or 0
+    spans, alive = list[Span](), 0
+    for node, change in zip(nodes, changes, strict=False):
+        alive += change
+        if node.op != "placeholder":
+            spans.append(Span(str(node.name), 1.0, alive))
+    heading = "Values in memory, call by call"
+    return Timeline(spans, "calls, in order", heading) if spans else None
+
+
+def _viewed_operand(node: fx.Node) -> fx.Node | None:
+    """The value whose memory a call's result is a part of; None if it has its own."""
+    target, operands = node.target, node.all_input_nodes
+    if not operands:
+        return None
+    if isinstance(target, OpOverload):
+        returns = schema_of(target).returns
+        return operands[0] if returns and returns[0].alias_info is not None else None
+    return operands[0] if getattr(target, "__name__", "") == "getitem" else None
+
+
+def _result_bytes(node: fx.Node) -> int | None:
+    """Bytes of a call's results; None if a size is unknown."""
+    value: Any = node.meta.get("val", node.meta.get("value"))
+    total = 0
+    for one in value if isinstance(value, (tuple, list)) else (value,):
+        sizes = one.shape if isinstance(one, Tensor) else getattr(one, "sizes", None)
+        if sizes is None:
+            if one is None and node.op != "placeholder" and value is None:
+                return None
+            continue
+        if any(isinstance(size, str) for size in sizes):
+            return None
+        total += math.prod(map(example_size, sizes)) * one.dtype.itemsize
+    return total

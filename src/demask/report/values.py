@@ -39,22 +39,13 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """The size of a module without its submodules, before and after.
-
-    parameters: elements. macs: multiply-adds of one call on the example inputs. weight: shapes of
-    its largest tensor; None where that is unknown. seconds: of one call; None where they were not
-    measured.
-    """
+    """The size of a module without its submodules, before and after."""
 
     name: str
-    parameters: tuple[int, int]
-    macs: tuple[int, int]
-    weight: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    seconds: tuple[float | None, float | None] = (None, None)
-
-
-def _spans(timeline: Timeline | None) -> list[list[Any]] | None:
-    return timeline and [[span.name, span.bytes] for span in timeline.spans]
+    parameters: tuple[int, int]  # elements
+    macs: tuple[int, int]  # of one call on the example inputs
+    weight: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shapes of its largest tensor
+    seconds: tuple[float | None, float | None] = (None, None)  # of one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +66,10 @@ class ReportValues:
     zeros: Mapping[str, int] = field(default_factory=dict)
     batch: int = 1
     modules: tuple[ModuleRow, ...] = ()
-    timeline: Annotated[Timeline | None, Stored(_spans, lambda _: None)] = None
+    timeline: Annotated[
+        Timeline | None,
+        Stored(lambda timeline: timeline and [[span.name, span.bytes] for span in timeline.spans], lambda _: None),
+    ] = None
 
     @property
     def better(self) -> str:

@@ -2,44 +2,351 @@
 
 The caller's class always exists, since zeros may stay: it is as small as shapes alone make it.
 A graph may have additional ops, such as a scatter, and be smaller.
+
+The tensors below a parametrized weight are cut where that commutes with the parametrization, so that training
+continues as it would have. Modules that are not called in eval mode, such as auxiliary classifiers, follow what
+is cut of their inputs, or are named.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from demask.errors import CaptureDiffers, DemaskError, Mismatch, NeedsGraph
 from demask.failures import Log, described, is_strict, warn_caller
 from demask.graph.capture.declared_masks import Masks
+from demask.graph.capture.fold_constants import plain_name
+from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
 from demask.graph.input_domains import Domains
 from demask.graph.input_specs import example_batch, input_specs
+from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program, copy_tensors
-from demask.graph.provenance import ALIKE_WOULD, GRAPH_WOULD, Cut, Provenance, Sizes, provenance_of
+from demask.graph.provenance import ALIKE_WOULD, GRAPH_WOULD, Cut, Positions, Provenance, Sizes, provenance_of
 from demask.graph.result.class_result import record_call
+from demask.graph.result.computed_tensors import ComputedTensor, computed_tensors, remove_parametrizations
 from demask.graph.result.demasked_module import build
+from demask.graph.result.resize import module_at, put_module
 from demask.graph.result.restore_modules import originals_of
+from demask.judge import Pair
 from demask.ops import Table
 from demask.shrink.check import check_result, describe_difference, refuse_failing
+from demask.shrink.emit.constant_store import cut
 from demask.shrink.layout.class_layout import EVERYTHING, FixedSizes
 from demask.shrink.own_class.alike import advise, count_saved, explain, find_preserved_shapes
 from demask.shrink.own_class.build import changed_numbers, find_branch, find_class, find_number, own_class, resize
 from demask.shrink.own_class.numbers import is_below
-from demask.shrink.own_class.parametrizations import keep_parametrizations
 from demask.shrink.own_class.pretrained import SAVE
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.own_class.small_graphs import CALLERS, LEAST_OF_MODULE, has_methods, with_small_graphs
-from demask.shrink.own_class.uncalled import describe_uncalled, find_uncalled, let_uncalled_follow
 from demask.shrink.pipeline import NORMAL_FORMS, compose_cuts, programs_of, shrink_program, smaller_sizes, with_macs_of
 from demask.shrink.program_size import measure_module
+
+
+def find_uncalled(model: nn.Module, program: Program, inputs: Inputs) -> list[str]:
+    """The outermost modules with parameters that a network does not call in eval mode, and of
+    which its program reads none."""
+    graphs = [path for path, module in model.named_modules() if isinstance(module, GraphModule)]
+    if "" in graphs:
+        return []
+    read = {plain_name(alias) for name, c in program.constants.items() for alias in c.aliases or (name,)}
+    plain = structural_copy(model, share=True)
+    remove_parametrizations(plain)
+    paths: list[str] = []
+    for path, module in plain.named_modules():
+        names = [f"{path}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
+        if path and names and read.isdisjoint(names) and not is_below(path, [*paths, *graphs]):
+            paths.append(path)
+    called = _find_called(copy_in_eval(plain), inputs, paths) if paths else set()
+    return [path for path in paths if path not in called]
+
+
+def in_train_mode(model: nn.Module, paths: Sequence[str]) -> nn.Module | None:
+    """A copy of a network in which the modules around `paths` are in train mode for ever, and all
+    others in eval mode, so that code calls what it calls in train mode alone and computes what does
+    not depend on chance. None where that is the network already."""
+    copy = copy_in_eval(model)
+    around = [
+        module for path, module in copy.named_modules() if not path or any(p.startswith(f"{path}.") for p in paths)
+    ]
+    if copy.training or any(map(parametrize.is_parametrized, around)):
+        return None
+    for module in around:
+        kind: Any = type(module)
+        module.__class__ = type(kind.__name__, (kind,), {"training": _ALWAYS})
+    return copy
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Functions of dropout return their input."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "dropout" in getattr(func, "__name__", ""):
+            return args[0] if args else kwargs["input"]
+        return func(*args, **(kwargs or {}))
+
+
+_ALWAYS = property(lambda _: True, lambda *_: None)
+
+
+def let_uncalled_follow(
+    own: nn.Module,
+    model: nn.Module,
+    uncalled: Sequence[str],
+    inputs: Inputs,
+    smaller: Callable[[nn.Module], nn.Module],
+    differ: Callable[[nn.Module, nn.Module], str],
+) -> tuple[dict[str, Cut], list[str]]:
+    """Put modules that are called in train mode alone into a smaller network as they are in the
+    result for train mode, in place, where the network then computes the same in that mode; returns
+    the cuts of their tensors, and the modules that do not fit or are not called there either.
+
+    own: a network of the model's class. smaller: what demask() returns in the class of a network.
+    differ: how two networks differ for the same inputs; "" if they do not.
+    """
+    with _WithoutDropout(), contextlib.suppress(Exception):  # it may have no class, or no export
+        original = in_train_mode(model, uncalled)
+        called = set[str]() if original is None else _find_called(original, inputs, uncalled)
+        others = [path for path in uncalled if path not in called]
+        if original is None or not called or not _differ(own, original, uncalled, differ):
+            return {}, others
+        other = smaller(original)
+        before = {path: own.get_submodule(path) for path in called}
+        after = {path: _with_modes(other.get_submodule(path), m) for path, m in before.items()}
+        for path, module in after.items():
+            put_module(own, path, module)
+        if not _differ(own, original, uncalled, differ):
+            cuts = provenance_of(other).cuts
+            return {name: how for name, how in cuts.items() if is_below(name, called)}, others
+        for path, module in before.items():
+            put_module(own, path, module)
+    return {}, list(uncalled)
+
+
+def describe_uncalled(model: nn.Module, paths: Sequence[str], cuts: Mapping[str, Cut]) -> tuple[str, ...]:
+    """Notes on modules that keep their sizes, where they may read an axis that was cut."""
+    axes = (axis for how in cuts.values() for axis in zip(how.shape, how.kept, strict=True))
+    sizes = {size for size, remain in axes if remain is not None and len(remain) < size}
+    notes = []
+    for path in paths:
+        shapes = {n for p in model.get_submodule(path).parameters() for n in p.shape}
+        if read := sorted(shapes & sizes):
+            numbers = " or ".join(map(str, read))
+            notes.append(
+                f"{path} is not called for these inputs in eval mode and keeps its sizes: "
+                f"what it reads of {numbers} channels may have fewer now"
+            )
+    return tuple(notes)
+
+
+def _find_called(network: nn.Module, inputs: Inputs, paths: Sequence[str]) -> set[str]:
+    """Which of some modules a call of a network calls, or a module inside of. network: a copy."""
+    called: set[str] = set()
+    for path in paths:
+        for module in network.get_submodule(path).modules():
+            module.register_forward_pre_hook(lambda *_, path=path: called.add(path))
+    with contextlib.suppress(Exception):  # what a network raises in train mode
+        run_seeded(network, inputs)
+    return called
+
+
+def _differ(
+    own: nn.Module, original: nn.Module, uncalled: Sequence[str], differ: Callable[[nn.Module, nn.Module], str]
+) -> bool:
+    """Whether a smaller network differs from `original` in the same mode, or fails there."""
+    try:
+        smaller: Any = in_train_mode(own, uncalled)
+        return bool(differ(smaller, original))
+    except Exception:  # layers that do not fit each other
+        return True
+
+
+def _with_modes(module: nn.Module, like: nn.Module) -> nn.Module:
+    """A module with another's modules in train or eval mode."""
+    for path, part in module.named_modules():
+        twin = module_at(like, path)
+        part.training = like.training if twin is None else twin.training
+    return module
+
+
+Axes = tuple[Positions, ...]  # the positions that remain of each axis of a tensor
+DRAWS = 2  # of other weights, for which the parametrization must commute with the cut, too
+
+
+def keep_parametrizations(own: nn.Module, model: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    """Let the layers of a smaller network compute their weights as those of `model` do, in place,
+    where a cut of what they compute them from is the cut of the weights; returns these cuts.
+
+    own: a network of the model's class with plain weights. cuts: of these. Masks stay plain.
+    """
+    reference = structural_copy(model, share=True)
+    remove_parametrizations(reference, ComputedTensor.is_mask)
+    readers, below = _count_readers(reference), {}
+    for computed in computed_tensors(reference):
+        module = module_at(own, computed.path)
+        plain = None if module is None else module._parameters.get(computed.leaf)
+        is_tied = any(readers[p] > n for p, n in _count_readers(computed.part).items())
+        if module is None or plain is None or is_tied:
+            continue
+        how = cuts.get(computed.name)
+        axes = (None,) * plain.ndim if how is None else tuple(map(_ascending, how.kept))
+        choice = find_source_cuts(computed, axes, plain.detach())
+        if choice is None:
+            continue
+        sources = computed.sources()
+        computed.with_sources(_cut_all(sources, choice)).attach(module)
+        for name, source in sources.items():
+            if any(axis is not None for axis in choice[name]):
+                path = computed.source_name(name)
+                below[path] = Cut(path, tuple(source.shape), choice[name])
+    return below
+
+
+def find_source_cuts(computed: ComputedTensor, axes: Axes, value: Tensor) -> Mapping[str, Axes] | None:
+    """By name in `computed.part`, how to cut what a tensor is computed from, such that the result
+    is the tensor cut to `axes`, which has this `value`; None where that is not so.
+
+    It is so in eval and in train mode, for drawn values of all that remains, and the gradient of
+    what is removed is zero, so that training would leave it what it is: a removed column of zeros
+    adds nothing to the norm of a row, one of other numbers does.
+    """
+    uncut: dict[str, Axes] = {n: (None,) * t.ndim for n, t in computed.sources().items()}
+    if all(axis is None for axis in axes):
+        return uncut if Pair("", computed.value(), value).is_same else None
+    try:
+        with torch.random.fork_rng(devices=()):
+            choice = _choose(computed, axes)
+            return choice if _commutes(computed, choice, axes, value) else None
+    except Exception:  # code for other sizes, or not for float64
+        return None
+
+
+def _count_readers(network: nn.Module) -> Counter[int]:
+    """By identity of a parameter, in how many places it is stored."""
+    stored = (p for module in network.modules() for p in module._parameters.values())
+    return Counter(id(parameter) for parameter in stored if parameter is not None)
+
+
+def _choose(computed: ComputedTensor, axes: Axes) -> dict[str, Axes]:
+    """The cut of each source that removes most of what has no effect on the cut tensor. Only these
+    are tried, as some kernels of torch write outside of their memory for sizes that do not fit."""
+    sources, shape = computed.sources(), tuple(computed.value().shape)
+    choice: dict[str, Axes] = {}
+    for name in sorted(sources, key=lambda name: not isinstance(sources[name], nn.Parameter)):
+        each = [_axis_options(size, shape, axes) for size in sources[name].shape]
+        cuts = sorted(itertools.product(*each), key=lambda c: cut(sources[name], c).numel())
+        choice[name] = next(c for c in cuts if _is_safe(computed, choice | {name: c}, axes))
+    return choice
+
+
+def _axis_options(size: int, shape: Sequence[int], axes: Axes) -> list[Positions]:
+    """What may remain of an axis of a source: all, or what remains of the axes of the tensor that
+    are one axis here."""
+    options: list[Positions] = [None]
+    for count in range(1, len(shape) + 1):
+        for group in itertools.combinations(range(len(shape)), count):
+            sizes = [shape[axis] for axis in group]
+            if math.prod(sizes) == size and any(axes[axis] is not None for axis in group):
+                numbers = torch.arange(size).reshape(sizes)
+                numbers = cut(numbers, tuple(axes[axis] for axis in group))
+                options.append(tuple(numbers.flatten().tolist()))
+    return list(dict.fromkeys(options))
+
+
+def _is_safe(computed: ComputedTensor, choice: Mapping[str, Axes], axes: Axes) -> bool:
+    """Whether what is removed of the last source in `choice` has no effect on the cut tensor: in
+    training, where it has a gradient, and in eval mode, where it is a buffer."""
+    sources, name = computed.sources(), list(choice)[-1]
+    removed = ~_remaining(sources[name], choice[name])
+    if not removed.any():
+        return True
+    drawn = {n: _draw(source, choice.get(n), 1) for n, source in sources.items()}
+    if not isinstance(sources[name], nn.Parameter):
+        before = cut(computed.with_sources(drawn).value(), axes)
+        drawn[name] = torch.where(removed, _other(drawn[name]), drawn[name])
+        return torch.equal(cut(computed.with_sources(drawn).value(), axes), before)
+    with torch.enable_grad():
+        value = cut(computed.with_sources(drawn).value(training=True), axes)
+        factors = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
+        (grad,) = torch.autograd.grad(value, drawn[name], factors, allow_unused=True)
+    return grad is None or not grad[removed].any()
+
+
+def _other(buffer: Tensor) -> Tensor:
+    """Other values of a buffer."""
+    return ~buffer if buffer.dtype == torch.bool else buffer + 1
+
+
+def _commutes(computed: ComputedTensor, choice: Mapping[str, Axes], axes: Axes, value: Tensor) -> bool:
+    """Whether cut sources compute the cut tensor, of this value."""
+    sources = computed.sources()
+    for training, k in itertools.product((False, True), range(DRAWS + 1)):
+        drawn = {name: _draw(source, choice[name], k) for name, source in sources.items()}
+        uncut = computed.with_sources(drawn)
+        part = computed.with_sources(_cut_all(drawn, choice))
+        with torch.no_grad():
+            expected = cut(uncut.value(training=training), axes)
+            actual = part.value(training=training)
+        after = _cut_all(uncut.sources(), choice)  # buffers may have changed
+        pairs = [(expected, actual), *((after[n], t) for n, t in part.sources().items())]
+        if (training, k) == (False, 0):
+            pairs.append((expected.to(value.dtype), value))
+        if not all(Pair("", a, b).is_same for a, b in pairs):
+            return False
+    return True
+
+
+def _draw(source: Tensor, cuts: Axes | None, k: int) -> Tensor:
+    """A tensor in float64. For k > 0 a parameter has other numbers where it remains: of the same
+    signs, and none is zero."""
+    dtype = torch.float64 if source.is_floating_point() else source.dtype
+    exact = source.detach().to(dtype, copy=True)  # train mode changes buffers in place
+    if not isinstance(source, nn.Parameter):
+        return exact
+    draw = torch.rand(source.shape, generator=torch.Generator().manual_seed(k)).to(exact)
+    typical = exact.square().mean().sqrt() or 1.0
+    other = torch.where(exact == 0, (draw - 0.5) * typical, exact * (0.5 + draw))
+    drawn = other if cuts is None else torch.where(_remaining(source, cuts), other, exact)
+    return nn.Parameter(drawn if k else exact)
+
+
+def _remaining(source: Tensor, cuts: Axes) -> Tensor:
+    """Which elements of a tensor remain."""
+    inside = torch.zeros(source.shape, dtype=torch.bool, device=source.device)
+    index = [
+        torch.arange(n) if p is None else torch.tensor(p, dtype=torch.long)
+        for n, p in zip(source.shape, cuts, strict=True)
+    ]
+    inside[torch.meshgrid(*index, indexing="ij") if index else ()] = True
+    return inside
+
+
+def _cut_all(sources: Mapping[str, Tensor], choice: Mapping[str, Axes]) -> dict[str, Tensor]:
+    """All sources, cut."""
+    parts = {name: cut(source.detach(), choice[name]) for name, source in sources.items()}
+    return {
+        name: nn.Parameter(part, sources[name].requires_grad) if isinstance(sources[name], nn.Parameter) else part
+        for name, part in parts.items()
+    }
+
+
+def _ascending(positions: Positions) -> Positions:
+    """Positions in the order in which a network of the model's class has them."""
+    return None if positions is None else tuple(sorted(positions))
+
 
 METHODS = (*CALLERS, SAVE)  # that a network with graphs in it would lose
 CLASS_OVERHEAD = 1.05  # size of a class relative to that of a graph, from which a graph is smaller
@@ -302,11 +609,11 @@ def _with_small_graphs(call: DemaskCall, candidate: SmallerProgram, own: nn.Modu
 
 def _cuts_of_parts(record: Provenance, parts: Mapping[str, Provenance]) -> dict[str, Cut]:
     """The cuts of a network, those of modules that became graphs cut twice."""
-    cuts = {name: cut for name, cut in record.cuts.items() if not is_below(name, parts)}
+    cuts = {name: rows for name, rows in record.cuts.items() if not is_below(name, parts)}
     for path, part in parts.items():
-        earlier = {name.removeprefix(f"{path}."): cut for name, cut in record.cuts.items() if is_below(name, [path])}
-        for name, cut in part.cuts.items():
-            if (composed := compose_cuts(cut, earlier)) is not None:
+        earlier = {name.removeprefix(f"{path}."): rows for name, rows in record.cuts.items() if is_below(name, [path])}
+        for name, rows in part.cuts.items():
+            if (composed := compose_cuts(rows, earlier)) is not None:
                 cuts[f"{path}.{name}"] = composed
     return cuts
 

@@ -1,4 +1,5 @@
-"""Products with sparse matrices: `spmm`.
+"""Products with sparse matrices: `spmm`, and `sddmm`, which computes a product of two dense matrices
+only at the entries of a sparse one.
 
 Matrices (torch.sparse_csr, torch.sparse_csc, DCSR) are read directly, without packing, so that they
 may change from call to call. Layers with fixed weights are faster (`sparse.modules`).
@@ -7,7 +8,7 @@ may change from call to call. Layers with fixed weights are faster (`sparse.modu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, overload
 
 import torch
 from torch import Tensor
@@ -15,10 +16,96 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.ops.activations import ActivationLike, act_of
 from demask.sparse.csr_matrix import CsrMatrix
-from demask.sparse.products.gradient_ops import kernels
+from demask.sparse.products.gradient_ops import kernels, sampled
 from demask.sparse.products.spmm_op import NARROW, product
 from demask.sparse.reference import check_indices, traced
 from demask.sparse.segment_steps import MAX_SIZE
+
+
+@overload
+def sddmm(a: Tensor, b: Tensor, mask: Tensor, *, transposed: bool = False) -> Tensor: ...
+@overload
+def sddmm(a: Tensor, b: Tensor, mask: DCSR, *, transposed: bool = False) -> DCSR: ...
+def sddmm(a: Tensor, b: Tensor, mask: Tensor | DCSR, *, transposed: bool = False) -> Tensor | DCSR:
+    """The product a @ b at the stored positions of a sparse mask, as a sparse matrix like the mask.
+
+    SDDMM is short for sampled dense-dense matrix multiplication. Element (i, j) of the result is
+    the dot product of row i of `a` and column j of `b` for each position (i, j) that `mask` stores;
+    other elements are neither computed nor stored.
+
+    The result is a torch.sparse_csr tensor or a DCSR, as the mask is, with shape [m, n] and the
+    dtype of `a`. It shares the indices of the mask, and it stores dot products that are zero.
+    Gradients reach `a` and `b`. float16 and bfloat16 are summed in float32. If y = w @ x with a
+    sparse w, then the gradient of w is sddmm(dy, x, w, transposed=True).
+
+    Source: Gale et al. 2020, "Sparse GPU kernels for deep learning", section 6.
+
+    Args:
+        a: dense matrix [m, k], floating-point.
+        b: dense matrix [k, n], or [n, k] if `transposed`, of the dtype and device of `a`.
+        mask: torch.sparse_csr tensor or DCSR [m, n] on the device of `a`, with int32 or int64
+            indices. Its values are not read and may have any dtype, as in
+            torch.sparse.sampled_addmm with beta=0.
+        transposed: False (the default) for a @ b with b [k, n]; True for a @ b.T with b [n, k].
+
+    Raises:
+        BadInput: `a` or `b` is not dense or not floating-point; `mask` is a tensor of another
+            layout; shapes, dtypes or devices do not match; or an index of the mask is out of range.
+        AttributeError: `mask` is neither a tensor nor a DCSR.
+
+    Example:
+        >>> import torch
+        >>> from demask.sparse import sddmm
+        >>> mask = torch.tensor([[0, 0, 0], [1, 0, 1]]).to_sparse_csr()
+        >>> sddmm(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0, 5.0]]), mask).to_dense()
+        tensor([[ 0.,  0.,  0.],
+                [ 6.,  0., 10.]])
+    """
+    is_dcsr = isinstance(mask, DCSR)
+    size = mask.size if isinstance(mask, DCSR) else tuple(mask.shape)
+    _check_sddmm(a, b, size, transposed)
+    other = b if transposed else b.t()
+    if is_dcsr:
+        crow, col, values, names = mask.crow, mask.col, mask.values, mask.rows
+    else:
+        (crow, col, values), names = csr_parts(mask), None
+    if col.device != a.device:
+        raise BadInput(f"expected one device, got a on {a.device} and a mask on {col.device}")
+    products = sampled(CsrMatrix(crow, col, values, names, (size[0], size[1])), a, other)
+    if is_dcsr:
+        return DCSR(mask.rows, crow, col, products, mask.size)
+    return torch.sparse_csr_tensor(crow, col, products, size, check_invariants=False)
+
+
+def _check_sddmm(a: Tensor, b: Tensor, size: tuple[int, ...], transposed: bool) -> None:
+    """Raise BadInput if the product of the matrices does not have this size."""
+    if not all(isinstance(t, Tensor) for t in (a, b)):
+        types = f"{type(a).__name__} and {type(b).__name__}"
+        raise BadInput(f"expected dense tensors, got {types}")
+    if any(t.layout != torch.strided for t in (a, b)):
+        raise BadInput(f"expected dense matrices, got {a.layout} and {b.layout}")
+    if (a.dtype, a.device) != (b.dtype, b.device) or not a.is_floating_point():
+        raise BadInput(
+            f"expected floating-point matrices of one dtype on one device, got {a.dtype} on "
+            f"{a.device} and {b.dtype} on {b.device}"
+        )
+    are_matrices = a.ndim == b.ndim == len(size) == 2
+    inner_axis, outer_axis = (1, 0) if transposed else (0, 1)
+    if not are_matrices or (a.shape[0], b.shape[outer_axis], a.shape[1]) != (*size, b.shape[inner_axis]):
+        b_shape = "[n, k]" if transposed else "[k, n]"
+        raise BadInput(
+            f"expected a [m, k], b {b_shape} and a mask [m, n], got {tuple(a.shape)}, "
+            f"{tuple(b.shape)} and {size}" + _transposed_hint(a, b, size, transposed)
+        )
+
+
+def _transposed_hint(a: Tensor, b: Tensor, size: tuple[int, ...], transposed: bool) -> str:
+    """Hint for the case that b has the shape of the other value of `transposed`."""
+    other = tuple(b.shape) if transposed else tuple(b.shape[::-1])  # [k, n]
+    if b.ndim != 2 or (other[0], other[1]) != (a.shape[-1], size[-1]):
+        return ""
+    return f"; give transposed={not transposed}"
+
 
 INDICES = (torch.int32, torch.int64)
 
@@ -41,7 +128,7 @@ class DCSR:
             [r + 1], dtype of `rows`.
         col: column of each stored element, shape [n], dtype of `rows`, in any order within a row.
         values: stored elements, shape [n]. `spmm` requires a floating-point dtype.
-        size: (number of rows, number of columns) of the whole matrix, each from 0 to 2^31 - 1.
+        size: (number of rows, number of columns) of the full matrix, each from 0 to 2^31 - 1.
 
     Raises:
         BadInput: `rows`, `crow` and `col` differ in dtype or are neither int32 nor int64; a shape
@@ -167,26 +254,27 @@ def spmm(w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activat
                 [0., 0.]])
     """
     act = act_of(activation)
-    right = _layout(x)
+    right = _matrix_layout(x)
     if isinstance(w, Tensor) and isinstance(x, Tensor) and w.layout == torch.strided:
         if right != torch.sparse_csc:
-            raise BadInput(f"{_PAIRS}, got {w.layout} @ {right}; give {_advice(x, right)}")
+            advice = "a sparse one, or w @ x" if right == torch.strided else "x.to_sparse_csc()"
+            raise BadInput(f"{_PAIRS}, got {w.layout} @ {right}; give {advice}")
         # w @ x = (x.T @ w.T).T, and the CSC arrays of x are the CSR arrays of x.T
-        _check_pair(w, x)
-        crow, col, values = _parts(x, x.ccol_indices(), x.row_indices())
+        _check_product(w, x)
+        crow, col, values = _csr_parts(x, x.ccol_indices(), x.row_indices())
         parts = (crow, col, values, None, (x.shape[1], x.shape[0]))
         return product(*parts, w.T, bias, act).T.contiguous()
-    if _layout(w) not in (torch.sparse_csr, "DCSR"):
-        raise BadInput(f"{_PAIRS}, got {_layout(w)} @ {right}; give w.to_sparse_csr()")
+    if _matrix_layout(w) not in (torch.sparse_csr, "DCSR"):
+        raise BadInput(f"{_PAIRS}, got {_matrix_layout(w)} @ {right}; give w.to_sparse_csr()")
     if isinstance(x, Tensor) and right == torch.strided:
-        _check_pair(w, x)
+        _check_product(w, x)
         if isinstance(w, DCSR):
             return product(w.crow, w.col, w.values, w.rows, w.size, x, bias, act)
         return product(*csr_parts(w), None, (w.shape[0], w.shape[1]), x, bias, act)
     if right not in (torch.sparse_csr, "DCSR"):
-        raise BadInput(f"{_PAIRS}, got {_layout(w)} @ {right}; give x.to_sparse_csr()")
+        raise BadInput(f"{_PAIRS}, got {_matrix_layout(w)} @ {right}; give x.to_sparse_csr()")
     w, x = (t.to_csr() if isinstance(t, DCSR) else t for t in (w, x))
-    _check_pair(w, x)
+    _check_product(w, x)
     if bias is not None or act is not None:
         raise BadInput("expected no bias and no activation for a sparse product")
     return sparse_product(w, x)
@@ -195,18 +283,12 @@ def spmm(w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activat
 _PAIRS = "expected sparse_csr or DCSR @ dense, sparse_csr or DCSR @ sparse_csr or DCSR, or dense @ sparse_csc"
 
 
-def _layout(matrix: Tensor | DCSR) -> torch.layout | str:
-    """The layout of a matrix. Raises BadInput if it is neither a tensor nor DCSR."""
+def _matrix_layout(matrix: Tensor | DCSR) -> torch.layout | str:
     if isinstance(matrix, DCSR):
         return "DCSR"
     if not isinstance(matrix, Tensor):
         raise BadInput(f"expected tensors or DCSR, got {type(matrix).__name__}")
     return matrix.layout
-
-
-def _advice(x: Tensor, layout: torch.layout | str) -> str:
-    """What to multiply a dense matrix with instead."""
-    return "a sparse one, or w @ x" if layout == torch.strided else "x.to_sparse_csc()"
 
 
 def sparse_product(a: Tensor, b: Tensor) -> Tensor:
@@ -242,26 +324,25 @@ def sparse_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _needs_gradients(*tensors: Tensor) -> bool:
-    """Whether gradients are recorded for any of the tensors."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def csr_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Row starts, columns and values of a sparse_csr matrix; raises BadInput for other tensors."""
-    if _layout(matrix) != torch.sparse_csr or matrix.ndim != 2:
+    if _matrix_layout(matrix) != torch.sparse_csr or matrix.ndim != 2:
         description = f"{tuple(matrix.shape)}, {matrix.layout}"
         raise BadInput(f"expected a sparse_csr matrix, as returned by to_sparse_csr(), got {description}")
-    return _parts(matrix, matrix.crow_indices(), matrix.col_indices())
+    return _csr_parts(matrix, matrix.crow_indices(), matrix.col_indices())
 
 
-def _parts(matrix: Tensor, starts: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _csr_parts(matrix: Tensor, starts: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values = matrix.values()
     if values.ndim != 1:
         raise BadInput(f"expected scalar values, got blocks {tuple(values.shape)}")
     return starts, others, values
 
 
-def _check_pair(w: Tensor | DCSR, x: Tensor) -> None:
+def _check_product(w: Tensor | DCSR, x: Tensor) -> None:
     """Raise BadInput if the matrices cannot be multiplied."""
     size, values = (w.size, w.values) if isinstance(w, DCSR) else (tuple(w.shape), w)
     if len(size) != 2 or x.ndim != 2 or size[1] != x.shape[0]:
@@ -278,6 +359,5 @@ def _check_pair(w: Tensor | DCSR, x: Tensor) -> None:
 
 
 def _check_size(size: tuple[int, ...]) -> None:
-    """Raise BadInput for sizes that are not (rows, columns)."""
     if len(size) != 2 or not all(type(n) is int and 0 <= n <= MAX_SIZE for n in size):
         raise BadInput(f"expected (rows, columns) of at most {MAX_SIZE}, got {size!r:.80}")

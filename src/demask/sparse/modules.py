@@ -10,14 +10,168 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from demask.errors import BadInput
-from demask.ops.activations import ActivationLike
+from demask.ops.activations import ActivationLike, act_of, activation_module
+from demask.sparse import reference as dense
+from demask.sparse.segment.segment_op import segment
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, LinearStep, Pair
-from demask.sparse.sparse_layer import SparseLayer, expect
+from demask.sparse.segment_steps import MAX_SIZE, ConvStep, LinearStep, Pair, Span, SparseWeight
+
+
+class SparseLayer(nn.Module):
+    """Base class of sparse layers: a CSR matrix of weights, a bias and an activation.
+
+    Args:
+        weight: floating-point matrix [rows, columns], torch.sparse_csr or dense, copied; zeros of a
+            dense matrix are not stored.
+        bias: vector [rows], or None.
+        activation: function applied to the result, or None.
+
+    Attributes:
+        values: stored weights, a parameter [number of stored weights].
+        crow, col: int32 buffers, row starts [rows + 1] and columns of `values`, as in CSR.
+        rows, columns: sizes of the matrix.
+        act: (name, parameters) of the activation, or None.
+        program: JSON text from which `demask::segment` computes the layer.
+    """
+
+    values: nn.Parameter
+    crow: Tensor
+    col: Tensor
+    kind: ClassVar[str]  # of the input, as named in programs
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: ActivationLike):
+        super().__init__()
+        values, crow, col = compressed(weight)
+        self.rows, self.columns, self.act = *weight.shape, act_of(activation)
+        self.values = nn.Parameter(values)
+        self.register_buffer("crow", crow)
+        self.register_buffer("col", col)
+        if bias is not None and bias.shape != (self.rows,):
+            raise BadInput(f"expected a bias of shape ({self.rows},), got {tuple(bias.shape)}")
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+
+    def _layer_step(self) -> LinearStep | ConvStep:
+        raise NotImplementedError
+
+    def _example_shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _weight_spans(self) -> tuple[SparseWeight, Span | None]:
+        n = self.values.numel()
+        bias = None if self.bias is None else (3, 0, self.rows)
+        return SparseWeight((0, 0, n), (1, 0, self.rows + 1), (2, 0, n)), bias
+
+    def _program_weights(self) -> list[Tensor]:
+        tensors = [self.values, self.crow, self.col]
+        return tensors if self.bias is None else [*tensors, self.bias]
+
+    def _set_program(self) -> None:
+        self.program = SegmentProgram((self.kind,), (self._layer_step(),), (1,)).text()
+
+    def _run_program(self, x: Tensor, program: str) -> Tensor:
+        if x.dtype != self.values.dtype:
+            if not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+                raise BadInput(f"expected an input of {self.values.dtype}, got {x.dtype}")
+            x = x.to(self.values.dtype)
+        return segment([x], self._program_weights(), program)[0]
+
+    @property
+    def density(self) -> float:
+        """The number of stored weights divided by rows * columns, from 0 to 1."""
+        return self.values.numel() / max(self.rows * self.columns, 1)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight in the shape and dtype of the torch layer's; differentiable.
+
+        Raises:
+            BadInput: `crow` or `col` are not valid CSR indices of the matrix.
+        """
+        return dense.weight(self._layer_step(), self._program_weights(), self._example_shape())
+
+    @property
+    def weight_csr(self) -> Tensor:
+        """The weight matrix [rows, columns] as torch.sparse_csr, sharing memory; differentiable."""
+        size = self.rows, self.columns
+        return torch.sparse_csr_tensor(self.crow, self.col, self.values, size, check_invariants=False)
+
+    def _dense_layers(self, layer: nn.Module) -> nn.Module:
+        """A torch layer with these weights, in a Sequential if there is an activation."""
+        with torch.no_grad():
+            layer.get_parameter("weight").copy_(self.weight)
+            if self.bias is not None:
+                layer.get_parameter("bias").copy_(self.bias)
+        module = layer if self.act is None else nn.Sequential(layer, activation_module(self.act))
+        return module.train(self.training)
+
+    def _torch_options(self) -> dict[str, Any]:
+        return {"bias": self.bias is not None, "device": self.values.device, "dtype": self.values.dtype}
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Loads any number of nonzeros; the shape of the layer must be the same."""
+        values, col = (state_dict.get(f"{prefix}{key}") for key in ("values", "col"))
+        is_complete = isinstance(values, Tensor) and isinstance(col, Tensor) and values.ndim == 1
+        if is_complete and values.shape == col.shape != self.col.shape:
+            self.values.data = self.values.new_empty(values.shape)
+            self.values.grad = None  # of the previous nonzeros
+            self.col = self.col.new_empty(col.shape)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._set_program()
+        # The number of columns is not stored: a smaller one is not recognized.
+        if is_complete and col.numel() and not col.is_meta and int(col.max()) >= self.columns:
+            error_msgs.append(
+                f"size mismatch for {prefix}col: expected columns below "
+                f"{self.columns}, got {int(col.max())}: weights of another "
+                f"layer"
+            )
+
+    def extra_repr(self) -> str:
+        """The text in parentheses in the layer's repr: bias, density and activation."""
+        act = "" if self.act is None else f", activation={self.act[0]}"
+        return f"bias={self.bias is not None}, density={self.density:.3f}{act}"
+
+
+def compressed(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, int32 row starts and int32 columns of a sparse_csr or dense matrix."""
+    if weight.ndim != 2 or weight.layout not in (torch.sparse_csr, torch.strided):
+        description = f"{tuple(weight.shape)}, {weight.layout}"
+        raise BadInput(f"expected a weight [rows, columns], sparse_csr or dense, got {description}")
+    if not weight.is_floating_point():
+        raise BadInput(f"expected floating-point weights, got {weight.dtype}")
+    weight = weight.detach()
+    if weight.layout == torch.sparse_csr:
+        values, col = weight.values().clone(), weight.col_indices()
+        crow = weight.crow_indices()
+    else:
+        is_nonzero = weight != 0
+        values, col = weight[is_nonzero], is_nonzero.nonzero()[:, 1]
+        crow = F.pad(is_nonzero.sum(1).cumsum(0), (1, 0))
+    if max(*weight.shape, values.numel()) > MAX_SIZE:
+        raise BadInput(f"expected at most {MAX_SIZE} rows, columns and nonzeros")
+    return values, crow.to(torch.int32, copy=True), col.to(torch.int32, copy=True)
+
+
+def expect(module: Any, kind: type[nn.Module]) -> None:
+    """Raise BadInput if a module is not of a torch type."""
+    if not isinstance(module, kind):
+        raise BadInput(f"expected nn.{kind.__name__}, got {type(module).__name__}")
+
 
 Sizes = int | Sequence[int]
 
@@ -97,7 +251,7 @@ class SparseLinear(SparseLayer):
             >>> SparseLinear(torch.ones(3, 2)).to_dense()
             Linear(in_features=2, out_features=3, bias=False)
         """
-        return self._dense(nn.Linear(self.columns, self.rows, **self._options()))
+        return self._dense_layers(nn.Linear(self.columns, self.rows, **self._torch_options()))
 
     def forward(self, x: Tensor) -> Tensor:
         """The output [..., out_features] for x [..., in_features], in the dtype of the weight.
@@ -110,13 +264,13 @@ class SparseLinear(SparseLayer):
         """
         if x.ndim < 1 or x.shape[-1] != self.columns:
             raise BadInput(f"expected x [..., {self.columns}], got {tuple(x.shape)}")
-        return self._run(x, self.program)
+        return self._run_program(x, self.program)
 
-    def _step(self) -> LinearStep:
-        weight, bias = self._spans()
+    def _layer_step(self) -> LinearStep:
+        weight, bias = self._weight_spans()
         return LinearStep(0, weight, bias, self.rows, self.act)
 
-    def _shape(self) -> tuple[int, ...]:
+    def _example_shape(self) -> tuple[int, ...]:
         return (self.columns,)
 
     def extra_repr(self) -> str:
@@ -147,10 +301,10 @@ class SparseConv(SparseLayer):
         activation: ActivationLike = None,
     ) -> None:
         super().__init__(weight, bias, activation)
-        self.kernel_size = self._sizes("kernel_size", kernel_size, 1)
-        self.stride = self._sizes("stride", stride, 1)
-        self.dilation = self._sizes("dilation", dilation, 1)
-        self.output_padding = self._sizes("output_padding", output_padding, 0)
+        self.kernel_size = self._axis_sizes("kernel_size", kernel_size, 1)
+        self.stride = self._axis_sizes("stride", stride, 1)
+        self.dilation = self._axis_sizes("dilation", dilation, 1)
+        self.output_padding = self._axis_sizes("output_padding", output_padding, 0)
         self.groups, self.padding_mode, self.padding = groups, padding_mode, padding
         group_channels, remainder = divmod(self.columns, math.prod(self.kernel_size))
         if remainder:
@@ -158,18 +312,17 @@ class SparseConv(SparseLayer):
                 f"expected a multiple of the {self.kernel_size} kernel positions as columns, got {self.columns} columns"
             )
         self.in_channels, self.out_channels = group_channels * groups, self.rows
-        self._pads = self._padding(padding)
-        self._check()
+        self._pads = self._axis_padding(padding)
+        self._check_options()
         self._set_program()
 
-    def _sizes(self, name: str, value: Sizes, least: int) -> tuple[int, ...]:
-        """One size per axis, each an integer of at least `least`."""
+    def _axis_sizes(self, name: str, value: Sizes, least: int) -> tuple[int, ...]:
         sizes = (value,) * self.axes if isinstance(value, int) else tuple(value)
         if len(sizes) != self.axes or not all(isinstance(n, int) and n >= least for n in sizes):
             raise BadInput(f"expected {name}: {self.axes} sizes from {least} up, got {value!r}")
         return sizes
 
-    def _padding(self, padding: Sizes | str) -> tuple[Pair, ...]:
+    def _axis_padding(self, padding: Sizes | str) -> tuple[Pair, ...]:
         """Padding before and after each axis."""
         if padding == "valid" and not self.transposed:
             return ((0, 0),) * self.axes
@@ -181,9 +334,9 @@ class SparseConv(SparseLayer):
         if isinstance(padding, str):
             words = "" if self.transposed else "'same', 'valid' or "
             raise BadInput(f"expected padding {words}numbers, got {padding!r}")
-        return tuple((n, n) for n in self._sizes("padding", padding, 0))
+        return tuple((n, n) for n in self._axis_sizes("padding", padding, 0))
 
-    def _check(self) -> None:
+    def _check_options(self) -> None:
         """Raise BadInput for options that cannot be combined."""
         modes = ("zeros",) if self.transposed else ("zeros", "reflect", "replicate", "circular")
         if self.padding_mode not in modes:
@@ -243,9 +396,9 @@ class SparseConv(SparseLayer):
             groups=self.groups,
             padding_mode=self.padding_mode,
             **options,
-            **self._options(),
+            **self._torch_options(),
         )
-        return self._dense(layer)
+        return self._dense_layers(layer)
 
     def forward(self, x: Tensor) -> Tensor:
         """The output, [batch, out_channels, length] or [batch, out_channels, height, width].
@@ -258,9 +411,9 @@ class SparseConv(SparseLayer):
             BadInput: the shape or dtype of x does not match, or x is smaller than one window.
             RuntimeError: x is too small for padding mode "reflect" or "circular".
         """
-        return self._convolved(x, self.program)
+        return self._convolve(x, self.program)
 
-    def _convolved(self, x: Tensor, program: str) -> Tensor:
+    def _convolve(self, x: Tensor, program: str) -> Tensor:
         """The output of a program for x, with or without a batch axis."""
         unbatched = x.ndim == self.axes + 1
         if x.ndim - (not unbatched) != self.axes + 1 or x.shape[-self.axes - 1] != self.in_channels:
@@ -270,15 +423,15 @@ class SparseConv(SparseLayer):
         x = x.unsqueeze(0) if unbatched else x
         if self.padding_mode != "zeros":
             x = F.pad(x, [n for pair in reversed(self._pads) for n in pair], self.padding_mode)
-        y = self._run(x, program)
+        y = self._run_program(x, program)
         return y.squeeze(0) if unbatched else y
 
-    def _step(self) -> ConvStep:
-        return self._conv(self.output_padding)
+    def _layer_step(self) -> ConvStep:
+        return self._conv_step(self.output_padding)
 
-    def _conv(self, output_padding: Sequence[int]) -> ConvStep:
+    def _conv_step(self, output_padding: Sequence[int]) -> ConvStep:
         """The step with this output_padding per axis."""
-        weight, bias = self._spans()
+        weight, bias = self._weight_spans()
         pads = self._pads if self.padding_mode == "zeros" else ((0, 0),) * self.axes
         pads = tuple((a, b - n) for (a, b), n in zip(pads, output_padding, strict=True))
         is_image = self.axes == 2
@@ -291,7 +444,7 @@ class SparseConv(SparseLayer):
         fields |= {"groups": self.groups, "transposed": self.transposed, "act": self.act}
         return ConvStep(0, weight, bias, self.rows, **fields)
 
-    def _shape(self) -> tuple[int, ...]:
+    def _example_shape(self) -> tuple[int, ...]:
         return (1, self.in_channels, *[1] * self.axes)
 
     def extra_repr(self) -> str:
@@ -409,11 +562,11 @@ class SparseConvTranspose(SparseConv):
             BadInput: the shape or dtype of x does not match, or `output_size` is not possible.
         """
         if output_size is None:
-            return self._convolved(x, self.program)
-        step = self._conv(self._missing(x, output_size))
-        return self._convolved(x, SegmentProgram((self.kind,), (step,), (1,)).text())
+            return self._convolve(x, self.program)
+        step = self._conv_step(self._missing_padding(x, output_size))
+        return self._convolve(x, SegmentProgram((self.kind,), (step,), (1,)).text())
 
-    def _missing(self, x: Tensor, output_size: Sequence[int]) -> list[int]:
+    def _missing_padding(self, x: Tensor, output_size: Sequence[int]) -> list[int]:
         """The output_padding that results in an output of this size."""
         output_sizes, input_sizes = output_size[-self.axes :], x.shape[-self.axes :]
         missing = []

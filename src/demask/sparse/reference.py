@@ -1,6 +1,6 @@
 """The reference implementation of a program in ATen ops, which defines the result of plans.
 
-It supports any floating dtype, autograd and tracing. `run` executes a whole program. A graph pass
+It supports any floating dtype, autograd and tracing. `run` executes a full program. A graph pass
 that replaces a program by ATen calls creates the weights once (`weight`, `bias`) and uses `call`
 for every step, with its own values.
 """
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from demask.compat.dispatch import count_dispatch_modes, has_functorch_transforms
 from demask.errors import BadInput
 from demask.ops.activations import apply_activation
-from demask.sparse.calls.called_op import POSITIONS
+from demask.sparse.called_op import POSITIONS
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
@@ -286,7 +286,7 @@ def _conv(step: ConvStep, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     if step.transposed:
         return _transposed(step, x, weight, bias)
     if padding_before != padding_after:
-        x, padding_before = F.pad(x, _ends(padding_before, padding_after)), (0,) * axes
+        x, padding_before = F.pad(x, _pad_ends(padding_before, padding_after)), (0,) * axes
     function = torch.conv1d if axes == 1 else torch.conv2d
     return function(x, weight, bias, stride, padding_before, dilation, step.groups)
 
@@ -301,11 +301,11 @@ def _transposed(step: ConvStep, x: Tensor, weight: Tensor, bias: Tensor | None) 
     if all(0 <= n < max(s, d) for n, s, d in zip(output_padding, stride, dilation, strict=True)):
         return function(x, weight, bias, stride, padding_before, output_padding, step.groups, dilation)
     full = function(x, weight, None, stride, 0, 0, step.groups, dilation)
-    cropped = F.pad(full, _ends([-n for n in padding_before], [-n for n in padding_after]))
+    cropped = F.pad(full, _pad_ends([-n for n in padding_before], [-n for n in padding_after]))
     return cropped if bias is None else cropped + bias.reshape(-1, *[1] * axes)
 
 
-def _ends(before: Sequence[int], after: Sequence[int]) -> list[int]:
+def _pad_ends(before: Sequence[int], after: Sequence[int]) -> list[int]:
     """Padding before and after each axis in the order of F.pad: the last axis first."""
     pairs = zip(reversed(before), reversed(after), strict=True)
     return [n for pair in pairs for n in pair]

@@ -215,15 +215,15 @@ def shape_of_step(step: Step, shapes: Sequence[tuple[Any, ...]], kind: str) -> t
     if isinstance(step, CallStep):
         count = 0 if step.index is None else step.index[2] - step.index[1]
         operands = [tuple(shapes[v]) for v in step.xs]
-        return _of_kind(CALLED[step.call].shape(operands, step.numbers, count), step.kind)
+        return _check_kind(CALLED[step.call].shape(operands, step.numbers, count), step.kind)
     if isinstance(step, LinearStep):
-        return _same(step, shapes, (*x[:-1], step.out))
+        return _check_added_shape(step, shapes, (*x[:-1], step.out))
     if isinstance(step, ConvStep):
         if x[1] % step.groups:
             raise BadInput(f"expected channels in {step.groups} groups, got {x[1]}")
         height = (1,) if len(x) == 3 else ()
         sizes = _convolved(step, (*height, *x[2:]))
-        return _same(step, shapes, (x[0], step.out, *sizes[len(height) :]))
+        return _check_added_shape(step, shapes, (x[0], step.out, *sizes[len(height) :]))
     if isinstance(step, PoolStep):
         return (x[0], x[1], *_pooled(step, x[2:]))
     if isinstance(step, MeanStep):
@@ -243,10 +243,10 @@ def shape_of_step(step: Step, shapes: Sequence[tuple[Any, ...]], kind: str) -> t
         if tuple(shapes[step.z]) != (x[0], x[1], 1, 1):
             raise BadInput(f"expected one factor per channel of {x}, got {shapes[step.z]}")
         return x
-    return _same(step, shapes, x)
+    return _check_added_shape(step, shapes, x)
 
 
-def _of_kind(shape: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
+def _check_kind(shape: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
     """The shape. Raises BadInput if it is not one of that kind."""
     if not has_rank(kind, len(shape)):
         raise BadInput(f"expected the shape of {kind}, got {shape}")
@@ -272,7 +272,7 @@ def check_positive(shape: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
     return shape
 
 
-def _same(step: Step, shapes: Sequence[tuple[Any, ...]], shape: tuple[Any, ...]) -> tuple[Any, ...]:
+def _check_added_shape(step: Step, shapes: Sequence[tuple[Any, ...]], shape: tuple[Any, ...]) -> tuple[Any, ...]:
     """`shape`. Raises BadInput if the added value has another shape."""
     addend = getattr(step, "add", None)
     addend = getattr(step, "z", None) if addend is None else addend
@@ -335,7 +335,7 @@ class SegmentProgram:
 
     def text(self) -> str:
         """The program as one line of JSON, read by `SegmentProgram.parse`."""
-        steps = [{"op": NAMES[type(s)], **_plain(s)} for s in self.steps]
+        steps = [{"op": NAMES[type(s)], **_changed_fields(s)} for s in self.steps]
         document: dict[str, Any] = {"inputs": self.inputs, "steps": steps, "outputs": self.outputs}
         if self.static:
             document["static"] = self.static
@@ -377,7 +377,7 @@ class SegmentProgram:
         return shapes
 
 
-def _plain(step: Step) -> dict[str, Any]:
+def _changed_fields(step: Step) -> dict[str, Any]:
     """The fields of a step that differ from their defaults."""
     changed = {}
     for f in fields(step):

@@ -2,6 +2,12 @@
 
 The cost model predicts the time of single layers. Whole candidates are measured, since layers share
 caches and call overhead.
+
+Convolutions of one-pixel images (in squeeze-and-excitation blocks) become linear layers:
+
+    conv(x)[n, :, 0, 0] == W x[n, :, 0, 0] + b
+
+Pointwise calls after such a layer run on rows, too, so that the next layer can read them.
 """
 
 from __future__ import annotations
@@ -17,23 +23,70 @@ from torch import fx
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.provenance import TuneDecision
-from demask.graph.queries import input_dependent
-from demask.ops import Table, schema
+from demask.graph.queries import POINTWISE, input_dependent, only_reader
+from demask.ops import Table, op_name, schema
 from demask.ops.schema import fake
-from demask.ops.traits import CONV_OF_AXES
+from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS
 from demask.rewrites.activations import ACTIVATIONS
 from demask.rewrites.driver import rewrite
+from demask.tune.channels_last import CONVOLUTIONS as IMAGES
+from demask.tune.channels_last import convert_layouts, is_image_convolution, may_change_layout
 from demask.tune.epilogue import Epilogue
+from demask.tune.fold_affine import contraction_weight, fold_affine
+from demask.tune.fuse_epilogues import epilogue_chain, fuse_epilogues
+from demask.tune.join_as_sum import Sum, rewrite_joins
 from demask.tune.layer_costs import PLAIN, Layer, LayerCosts
-from demask.tune.passes.channels_last import CONVOLUTIONS as IMAGES
-from demask.tune.passes.channels_last import convert_layouts, is_image_convolution, may_change_layout
-from demask.tune.passes.fold_affine import contraction_weight, fold_affine
-from demask.tune.passes.fuse_epilogues import epilogue_chain, fuse_epilogues
-from demask.tune.passes.join_as_sum import Sum, rewrite_joins
-from demask.tune.passes.one_pixel_as_linear import convert_one_pixel_convs
-from demask.tune.passes.pad_channels import Widening, remove_pads, round_widths
+from demask.tune.pad_channels import Widening, remove_pads, round_widths
 
 aten = torch.ops.aten
+
+
+def convert_one_pixel_convs(program: Program, table: Table) -> Program:
+    """The program with such convolutions as linear layers."""
+    editor = GraphEditor(program)
+    rows: dict[fx.Node, fx.Node] = {}  # one-pixel images as (batch, channels), by image
+    for node in editor.calls(*CONVOLUTIONS):
+        if _has_one_pixel(editor, node):
+            _flatten(editor, node, rows, table)
+    return editor.finish() if rows else program
+
+
+def _has_one_pixel(editor: GraphEditor, node: fx.Node) -> bool:
+    """Whether input and kernel of an ungrouped, unpadded convolution have one pixel."""
+    weight = contraction_weight(editor, node)
+    if weight is None:
+        return False
+    arguments = schema.arguments(node)
+    sizes = [*fake(arguments["input"]).shape[2:], *weight.shape[2:]]
+    plain = all(isinstance(n, int) and n == 1 for n in sizes)
+    return plain and arguments["groups"] == 1 and not any(arguments["padding"])
+
+
+def _flatten(editor: GraphEditor, node: fx.Node, rows: dict[fx.Node, fx.Node], table: Table) -> None:
+    arguments = schema.arguments(node)
+    x, axes = arguments["input"], fake(node).ndim - 2
+    weight = editor.tensor(arguments["weight"])
+    assert weight is not None
+    kernel = editor.replace_constant(arguments["weight"], weight.flatten(1), node)
+    row = rows.get(x) or editor.insert(node, None, aten.flatten.using_ints, x, 1)
+    row = editor.insert(node, None, aten.linear.default, row, kernel, arguments["bias"])
+    while (reader := only_reader(node)) is not None and _is_pointwise(reader, table):
+        row = editor.insert(reader, None, reader.target, row, *reader.args[1:], **reader.kwargs)
+        editor.replace(node, row)
+        node = reader
+    image = row
+    for _ in range(axes):
+        image = editor.insert(node, None, aten.unsqueeze.default, image, -1)
+    rows[image] = row
+    editor.replace(node, image)
+
+
+def _is_pointwise(node: fx.Node, table: Table) -> bool:
+    """Whether a call computes each element from the same element of its only tensor."""
+    entry = table.get(op_name(node.target)) if node.op == "call_function" else None
+    return entry is not None and entry.line in POINTWISE and len(node.all_input_nodes) == 1
+
+
 GAIN = 0.97  # a rewrite must take less than this share of the original time
 MULTIPLES = (8, 16)  # channels: half of a vector register, and a whole one
 

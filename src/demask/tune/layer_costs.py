@@ -20,8 +20,8 @@ from demask.graph.queries import ExampleSizes
 from demask.machine.cost import Costs, Question
 from demask.ops import schema
 from demask.ops.schema import fake
+from demask.tune.channels_last import FORMATS
 from demask.tune.epilogue import Epilogue, apply_activation, convolution
-from demask.tune.passes.channels_last import FORMATS
 
 aten = torch.ops.aten
 CACHE, SETS = 2**20, 5  # operands of more bytes are timed on several sets in turns, 5 at most

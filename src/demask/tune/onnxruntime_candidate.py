@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from demask.graph.program import Program
 from demask.ops import Table
-from demask.tune.passes.absorb_gathers import absorb_gathers
-from demask.tune.passes.fold_affine import fold_affine
-from demask.tune.passes.join_as_sum import rewrite_joins
-from demask.tune.passes.pad_channels import remove_pads, round_widths
+from demask.tune.absorb_gathers import absorb_gathers
+from demask.tune.fold_affine import fold_affine
+from demask.tune.join_as_sum import rewrite_joins
+from demask.tune.pad_channels import remove_pads, round_widths
 
 
 def for_runtime(program: Program, table: Table, multiple: int = 1) -> Program:

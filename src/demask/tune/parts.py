@@ -29,9 +29,9 @@ from demask.graph.result.demasked_module import attach
 from demask.graph.result.resize import put_module, tensors_of
 from demask.machine.clock import is_faster
 from demask.shrink.submodules import blocks_of, match_names
-from demask.tune.module.optimized_module import Optimized
-from demask.tune.module.shape_cache import ENTRIES
+from demask.tune.optimized_module import Optimized
 from demask.tune.race import CandidateRace
+from demask.tune.shape_cache import ENTRIES
 from demask.tune.stale_sources import Sources, sources_of
 
 FORWARD = "forward"

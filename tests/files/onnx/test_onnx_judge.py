@@ -127,7 +127,7 @@ def test_other_whole_numbers_than_the_examples_are_compared(tmp_path, monkeypatc
         array[3] += 1
         rows.const_value = onnx_ir.tensor(array, name="rows.weight")
 
-    monkeypatch.setattr(writing, "_exported", altered(writing._exported, change))
+    monkeypatch.setattr(writing, "_export_model", altered(writing._export_model, change))
     with pytest.raises(Mismatch, match="random numbers"):
         demask.to_onnx(Rows().eval(), tmp_path / "net.onnx", (torch.tensor([[0, 1, 5, 0]]),))
     assert not list(tmp_path.iterdir())
@@ -146,7 +146,7 @@ def test_a_wrong_export_is_no_original(tmp_path, monkeypatch, minimal):
             if made.op_type == "Add":
                 made.outputs[0].replace_all_uses_with(made.inputs[0], replace_graph_outputs=True)
 
-    monkeypatch.setattr(writing, "_exported", altered(writing._exported, change))
+    monkeypatch.setattr(writing, "_export_model", altered(writing._export_model, change))
     with pytest.raises(Mismatch):
         demask.optimize_onnx(Shift(), tmp_path / "net.onnx", X, minimal=minimal)
     assert not list(tmp_path.iterdir())
@@ -231,7 +231,7 @@ def test_a_large_difference_that_rounding_explains_is_named(tmp_path, monkeypatc
         array = np.nextafter(factor.const_value.numpy(), np.float32(4))
         factor.const_value = onnx_ir.tensor(array, name="factor")
 
-    monkeypatch.setattr(writing, "_exported", altered(writing._exported, change))
+    monkeypatch.setattr(writing, "_export_model", altered(writing._export_model, change))
     with pytest.warns(UserWarning, match="differ by 1 of the largest on .*rounding alone"):
         demask.to_onnx(IsUnmoved().eval(), tmp_path / "net.onnx", (torch.randn(2, 4),))
 

@@ -14,8 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from demask.files.onnx.edit.editor import Editor
 from demask.files.onnx.edit.names import NamedValue, NamedValues
 from demask.files.onnx.edit.ops import HANDLERS, handle
-from demask.files.onnx.edit.ops.pointwise import POINTWISE
-from demask.files.onnx.edit.ops.reduce import REDUCTIONS
+from demask.files.onnx.edit.ops.carried import POINTWISE, REDUCTIONS
 from demask.files.onnx.edit.protos import op_of, shell_of
 
 SEEDS = 12

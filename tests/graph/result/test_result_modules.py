@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import demask
 from demask.errors import BadInput
-from demask.files.archive import archive
+from demask.files import archive
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.demasked_module import Demasked, build
 from demask.graph.result.module_calls import KINDS, ROWS, graph_of_calls, kind_of

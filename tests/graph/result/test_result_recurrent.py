@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import demask
 from demask.errors import BadInput
-from demask.files.archive import archive
+from demask.files import archive
 from demask.graph.result.module_calls import graph_of_calls
 from demask.graph.result.uncalled_modules import Uncalled
 from graphs import to_graph

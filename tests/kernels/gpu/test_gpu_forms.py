@@ -15,10 +15,10 @@ from demask.failures import strict
 from demask.machine.cost import Costs
 from demask.sparse import csr_matrix as matrix
 from demask.sparse.csr_matrix import CsrMatrix
-from demask.sparse.products import gpu_autotune as gpu_choice
 from demask.sparse.products import gpu_formats as gpu_forms
-from demask.sparse.products.gpu_autotune import KernelChoice, candidates, fastest, kind_of
+from demask.sparse.products import gpu_products
 from demask.sparse.products.gpu_formats import bitmap_of, deal_tasks, formats_of, full, snake, transpose_of
+from demask.sparse.products.gpu_products import KernelChoice, candidates, fastest, kind_of
 from sparse_cases import csr
 from sparse_cases import matrix as random
 
@@ -28,7 +28,7 @@ def rows_of(w: torch.Tensor) -> CsrMatrix:
     return CsrMatrix(crow, col, values, None, (w.shape[0], w.shape[1]))
 
 
-@pytest.mark.parametrize("module", [gpu_forms, gpu_choice, matrix], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [gpu_forms, gpu_products, matrix], ids=lambda m: m.__name__)
 def test_examples_run(module):
     assert doctest.testmod(module).failed == 0
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_gpu_spmm import MATRICES
 
-from demask.sparse.products.gpu_autotune import KernelChoice
+from demask.sparse.products.gpu_products import KernelChoice
 from interpreted import CLOSE, DEVICES, error, nowhere, poisoned, rows_of, run_on
 from sparse_cases import matrix
 

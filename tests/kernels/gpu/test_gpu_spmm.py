@@ -11,8 +11,8 @@ import torch
 
 from demask.ops.activations import ACTIVATIONS, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix
-from demask.sparse.products.gpu_autotune import KernelChoice, candidates
 from demask.sparse.products.gpu_formats import formats_of
+from demask.sparse.products.gpu_products import KernelChoice, candidates
 from interpreted import CLOSE, DEVICES, error, nowhere, poisoned, rows_of, run_on
 from sparse_cases import matrix
 

@@ -142,10 +142,10 @@ def test_constants_bound_what_they_name():
     """scale · q + center is off by at most `least`; sums in `size` and `norm` are rounded up."""
     draw = torch.Generator().manual_seed(3)
     weight = torch.randn((19, 33), generator=draw).numpy()
-    whole = packing.eight(weight, None, 1, AVX2)
+    whole = packing.pack_8_bits(weight, None, 1, AVX2)
     named = dict(zip(certify.CONSTANTS, whole.constants.transpose(1, 0, 2), strict=True))
     held = {key: value.reshape(-1)[:19].astype(np.float64) for key, value in named.items()}
-    q, _ = packing.quantised(weight)
+    q, _ = packing.quantize_rows(weight)
     off = np.abs(weight.astype(np.float64) - held["scale"][:, None] * q)
     assert (off.max(1) <= held["least"]).all()
     assert (np.sqrt((off**2).sum(1)) <= held["norm"]).all()
@@ -155,15 +155,15 @@ def test_constants_bound_what_they_name():
 
 def test_weights_are_rounded_as_by_the_simplifier():
     weight = torch.randn((37, 67), generator=torch.Generator().manual_seed(3))
-    q, scale = packing.quantised(weight.numpy())
+    q, scale = packing.quantize_rows(weight.numpy())
     assert torch.equal(torch.from_numpy(q) * torch.from_numpy(scale)[:, None], quantized(weight, 8))
-    assert not packing.quantised(np.full((2, 3), 1e-44, np.float32))[0].any()
+    assert not packing.quantize_rows(np.full((2, 3), 1e-44, np.float32))[0].any()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_planted_fault_is_seen(mode: str, monkeypatch: pytest.MonkeyPatch):
     """Without the term of the rounded weights, rows above zero are proved zero."""
-    real = packing.bounds
+    real = packing.bound_constants
 
     def broken(*given: object) -> np.ndarray:
         found = real(*given)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def test_a_planted_fault_is_seen(mode: str, monkeypatch: pytest.MonkeyPatch):
 
     layer, x = drawn(300, 400, zeros=0.0)
     bias = just_above(layer.weight, x[:1], 2)
-    monkeypatch.setattr(packing, "bounds", broken)
+    monkeypatch.setattr(packing, "bound_constants", broken)
     with pytest.raises(AssertionError):
         seen_of(ChainLayer(layer.weight, bias, True), x[:1], mode)
 

@@ -15,8 +15,7 @@ from demask.errors import BadInput
 from demask.ops import TABLE
 from demask.prune import Cubic, Latency, LatencyPlan, MACs, OneShot, Pruner
 from demask.prune.allocation import layer_seconds
-from demask.prune.allocation.layer_seconds import Width, resized
-from demask.prune.allocation.network_seconds import NetworkTime, NetworkTimer
+from demask.prune.allocation.layer_seconds import NetworkTime, NetworkTimer, Width, resized
 from demask.prune.removal_cost import Extent
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune.layer_costs import Layer

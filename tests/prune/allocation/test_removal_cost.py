@@ -12,7 +12,7 @@ import architectures
 import cifar
 import demask
 import networks
-from demask.prune.allocation.context import NetworkContext
+from demask.prune.allocation.budgets import NetworkContext
 from demask.prune.pruner import Pruner
 from demask.prune.removal_cost import CountedProducts, RemovalCost
 from night import at_night

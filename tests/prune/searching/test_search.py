@@ -22,9 +22,8 @@ import own_process
 from demask import prune
 from demask.errors import BadInput, DemaskError
 from demask.installation import install_command
-from demask.prune.searching.proposals import propose
-from demask.prune.searching.store import TrialStore
-from demask.prune.searching.trial import SearchTrial
+from demask.prune.search import TrialStore
+from demask.prune.trial import SearchTrial, propose
 
 RANGES = {name: (0, size - 1) for name, size in SIZES.items()}
 IDENTITY = {"model": "a", "cost": "macs", "budget": None}

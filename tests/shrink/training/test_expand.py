@@ -20,7 +20,7 @@ from demask.graph.result.origin import get_origin
 from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.shrink.training.pieces import NetworkTensors
-from demask.tune.module.optimized_module import Optimized
+from demask.tune.optimized_module import Optimized
 from micro import MICROS, Micro
 from test_micro import difference, made
 

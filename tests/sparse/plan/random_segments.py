@@ -18,8 +18,7 @@ from torch import Tensor
 
 from demask.kernels.llvm.isa import AVX2, Isa, host
 from demask.sparse.plan import segment_plan, tape, tape_builder
-from demask.sparse.plan.layers import depthwise_layer, layer_plan
-from demask.sparse.plan.layers.dense import dense_layer, winograd_layer
+from demask.sparse.plan.layers import dense_layer, depthwise_layer, layer_plan, winograd_layer
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ActivationStep, CallStep, FlattenStep
@@ -280,7 +279,7 @@ def stays_within_memory(
 ) -> None:
     """Inputs, outputs, weights, tables and the arena end (or begin) at pages without access, which
     would stop the process; `near` compares outputs with those of the program."""
-    fields = tape.Tape._fields
+    fields = tape.Tape._field_array
 
     def held(self: Any, call: Any, offsets: Any) -> Any:
         for key, value in list(call.fields.items()):
@@ -294,7 +293,7 @@ def stays_within_memory(
         kept: list[Tensor] = []
         held_inputs = [guarded(x, end) for x in inputs]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tape.Tape, "_fields", held)
+            patch.setattr(tape.Tape, "_field_array", held)
             patch.setattr(segment_plan, "TapeArena", Guarded)
             plan = SegmentPlan.of(program, weights, held_inputs, threads, isa)
             made = [guarded(torch.zeros(shape), end) for shape in plan.shapes]

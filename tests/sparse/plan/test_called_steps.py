@@ -12,7 +12,7 @@ from random_segments import WIDTHS, SegmentDraft, outputs, stays_within_memory
 
 from demask.errors import BadInput
 from demask.sparse import reference as dense
-from demask.sparse.calls.called_op import MOVED
+from demask.sparse.called_op import MOVED
 from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.segment_plan import SegmentPlan, _batches
 from demask.sparse.segment_calls import CALLED

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from random_segments import draw, sees, stays_within_memory
 from torch import Tensor
 
-from demask.sparse.plan.layers import window_piece
-from demask.sparse.plan.layers.dense import dense_layer
-from demask.sparse.plan.layers.dense.dense_blocks import DENSE, LEAST_ROWS, DenseBlock, dense_blocks
-from demask.sparse.plan.layers.pack_weights import Csr
+from demask.sparse.plan.layers import dense_layer, window_piece
+from demask.sparse.plan.layers.pack_weights import DENSE, LEAST_ROWS, Csr, DenseBlock, dense_blocks
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep
@@ -258,7 +256,7 @@ FAULTS = {
     ),
     "shuffled": blocks(lambda found: [DenseBlock(b.rows[::-1], b.channels, b.weight) for b in found]),
     "zeros": blocks(lambda found: [b for b in found if b.channels.size]),  # never written
-    "transposed": (dense_layer, "_of_window", every_tap),
+    "transposed": (dense_layer, "_restrict_to_window", every_tap),
 }
 
 

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa
 from demask.sparse.plan import tape
-from demask.sparse.plan.layers import layer_kinds
-from demask.sparse.plan.layers.dense import channels_layer
-from demask.sparse.plan.layers.dense.channels_layer import PositionLines
-from demask.sparse.plan.layers.dense.dense_tiling import (
+from demask.sparse.plan.layers import dense_layer, layer_plan
+from demask.sparse.plan.layers.dense_layer import (
     ChannelProblem,
     ChannelTiling,
+    PositionLines,
     best_channels,
     groups_of,
     pack_channels,
@@ -125,8 +124,8 @@ def kind_of(channels: int, outputs: int, size: int) -> set[str]:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Planned):
         patch.setattr(tape.Tape, "done", record)
-        patch.setattr(layer_kinds, "filtered_block", lambda *_: None)
-        patch.setattr(layer_kinds, "filtered_sizes", lambda *_: frozenset())
+        patch.setattr(layer_plan, "filtered_block", lambda *_: None)
+        patch.setattr(layer_plan, "filtered_sizes", lambda *_: frozenset())
         SegmentPlan.of(program, weights, [draw(1, channels, size, size)], 1, AVX512)
     return {kind for kind in kinds if kind.startswith("Dense")}
 
@@ -168,7 +167,7 @@ def test_weights_are_in_the_order_of_use() -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["7x7", "one vector", "stride", "groups", "one position"])
 def test_nothing_beside_its_memory_is_touched(name: str, monkeypatch, always) -> None:
-    monkeypatch.setattr(channels_layer, "FETCHED", 0)
+    monkeypatch.setattr(dense_layer, "FETCHED", 0)
     program, weights, x = made(name)
     stays_within_memory(program, weights, [x])
     assert always
@@ -189,7 +188,7 @@ FAULTS = {
     "other weights": ("pack_channels", lambda real: lambda w, *rest: real(np.ascontiguousarray(w[:, ::-1]), *rest)),
     "lost position": ("lines_of", without_a_position),
     "positions of a group are taken for neighbors": (
-        "_shapes",
+        "_position_groups",
         lambda real: lambda *args: {tuple(range(len(lanes))): own for lanes, own in real(*args).items()},
     ),
 }
@@ -199,4 +198,4 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str, always) -> None:
     program, weights, x = made("transposed")  # lines with gaps, for 8 and 16 lanes
-    sees(channels_layer, *FAULTS[fault], lambda: check(program, weights, [x], 1))
+    sees(dense_layer, *FAULTS[fault], lambda: check(program, weights, [x], 1))

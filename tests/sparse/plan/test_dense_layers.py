@@ -9,8 +9,8 @@ from random_segments import draw, sees
 from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import AVX2, AVX512, host
-from demask.sparse.plan.layers.dense import dense_layer
-from demask.sparse.plan.layers.dense.dense_tiling import DenseProblem, best_tiling, pack, split_outputs
+from demask.sparse.plan.layers import dense_layer
+from demask.sparse.plan.layers.dense_layer import DenseProblem, best_tiling, pack, split_outputs
 from demask.sparse.plan.segment_plan import SegmentPlan
 from segment_drafts import check
 from sparse_cases import layer, matrix

@@ -13,7 +13,7 @@ from torch import nn
 
 from demask.errors import BadInput
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.calls import recurrent_layer
+from demask.sparse.plan import recurrent_layer
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.plan.tape_builder import TapeBuilder
 from demask.sparse.segment_program import SegmentProgram

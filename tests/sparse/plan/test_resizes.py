@@ -12,11 +12,10 @@ from random_segments import WIDTHS, SegmentDraft, stays_within_memory
 
 from demask.errors import BadInput
 from demask.sparse import reference as dense
-from demask.sparse.calls.called_op import RESIZED
-from demask.sparse.calls.resize_calls import RESIZES
-from demask.sparse.plan import resizes
+from demask.sparse.called_op import RESIZED
+from demask.sparse.plan import write_call
 from demask.sparse.plan.segment_plan import SegmentPlan
-from demask.sparse.segment_calls import CALLED
+from demask.sparse.segment_calls import CALLED, RESIZES
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import CallStep
 from segment_drafts import RELU, all_at_once
@@ -69,7 +68,7 @@ def test_the_results_are_those_of_torch(name: str, align: int) -> None:
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_long_axes_have_weights_of_torch(name: str, monkeypatch) -> None:
     """In float32, source positions of long axes are rounded as torch does."""
-    monkeypatch.setattr(resizes, "PROBED", 100)
+    monkeypatch.setattr(write_call, "PROBED", 100)
     step, kind = step_of(name, 0, (700, 900))
     x = torch.randn((1, 1, 500, 650)[: 2 + WEIGHTED[name]])
     (want,) = dense.run(SegmentProgram((kind,), (step,), (1,)), [x], [])

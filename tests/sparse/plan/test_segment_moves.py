@@ -212,7 +212,7 @@ FAULTS = {
         scales_and_selections,
     ),
     "no stride": (value_moves.Moves, "select", no_stride, scales_and_selections),
-    "no rows of others": (TapeBuilder, "_reads", no_rows_of_others, strided),
+    "no rows of others": (TapeBuilder, "_operand_reads", no_rows_of_others, strided),
 }
 
 

@@ -283,9 +283,9 @@ def shared(name: str) -> None:
 FAULTS = {
     "slices_of": (tape_builder, "owner_of", later),
     # an operand that is in two concatenations is in the first one only
-    "in_two": (TapeBuilder, "_concatenate", lambda _: lambda *_: None),
-    "with_borders": (TapeBuilder, "_border", without_parts),  # readers of parts get none
-    "in_place": (TapeBuilder, "_out", without_parts),  # sums overwrite parts of other values
+    "in_two": (TapeBuilder, "_write_concatenation", lambda _: lambda *_: None),
+    "with_borders": (TapeBuilder, "_needed_border", without_parts),  # readers of parts get none
+    "in_place": (TapeBuilder, "_output_buffer", without_parts),  # sums overwrite parts of other values
 }
 
 

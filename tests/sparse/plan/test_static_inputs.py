@@ -340,7 +340,7 @@ def test_bad_static_inputs_are_refused(static) -> None:
 
 FAULTS = {
     "versions": (ConvertedInput, "is_current", lambda self, tensor: True, "in place"),
-    "layouts": (static_inputs, "_layout", lambda tensor: None, "a part"),
+    "layouts": (static_inputs, "_input_layout", lambda tensor: None, "a part"),
     "probe": (static_inputs.MemoryProbe, "same", lambda self: True, "written through .data"),
 }
 

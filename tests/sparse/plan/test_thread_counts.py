@@ -10,8 +10,7 @@ import torch
 from random_segments import WIDTHS, sees
 
 from demask.sparse.plan import value_moves
-from demask.sparse.plan.layers import pack_weights
-from demask.sparse.plan.layers.dense import dense_layer
+from demask.sparse.plan.layers import dense_layer, pack_weights
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import LinearStep
@@ -106,11 +105,11 @@ def channels_in_reverse(real):
         (value_moves, "exponent", lambda _: lambda pixels: -30, lambda: test_means_of_values_of_all_sizes((37, 40))),
         (
             pack_weights,
-            "_ascending",
+            "_sort_columns",
             lambda _: lambda rows, columns, values: (columns, values),
             lambda: test_rows_with_columns_in_any_order("float32", 1),
         ),
-        (dense_layer, "_of_window", channels_in_reverse, shared_positions),
+        (dense_layer, "_restrict_to_window", channels_in_reverse, shared_positions),
     ],
     ids=["means", "columns", "channels"],
 )

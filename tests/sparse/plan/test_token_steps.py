@@ -217,7 +217,7 @@ def test_invalid_sizes(name: str, shapes: list, numbers: tuple, count: int | Non
     [
         (
             write_call._ValueProducts,
-            "_factors",
+            "_factor_offsets",
             lambda real: lambda self, k, transposed: real(self, k, False),
             lambda: test_attention(1, 5, 2, 3, WIDTHS[0]),
         ),

@@ -15,10 +15,9 @@ from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan import segment_plan, tape, tape_builder
-from demask.sparse.plan.layers import layer_kinds
-from demask.sparse.plan.layers.dense import winograd_layer
-from demask.sparse.plan.layers.dense.winograd_layer import filtered_sizes
+from demask.sparse.plan.layers import layer_plan, winograd_layer
 from demask.sparse.plan.layers.window_piece import read_weight
+from demask.sparse.plan.layers.winograd_layer import filtered_sizes
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, SparseWeight
@@ -65,13 +64,13 @@ def test_layers_equal_float64(size, isa: Isa, filtered, anywhere) -> None:
 
 
 def test_weights_of_a_batch_are_read_once(monkeypatch) -> None:
-    read, real = [], layer_kinds.read_weight
+    read, real = [], layer_plan.read_weight
 
     def noted(step, weights, channels):
         read.append(step)
         return real(step, weights, channels)
 
-    monkeypatch.setattr(layer_kinds, "read_weight", noted)
+    monkeypatch.setattr(layer_plan, "read_weight", noted)
     program, weights = layer(drawn(16, 16))
     SegmentPlan.of(program, weights, [draw(5, 16, 14, 14)], 2)
     assert len(read) == 1

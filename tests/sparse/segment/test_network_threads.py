@@ -11,8 +11,8 @@ from demask.graph.result.demasked_module import build
 from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.sparse.segment.build_segments import segmented
-from demask.sparse.segment.candidates import _bases
-from demask.tune.module.optimized_module import Optimized
+from demask.sparse.segment.candidates import _base_programs
+from demask.tune.optimized_module import Optimized
 from networks import built, mask
 
 pytestmark = pytest.mark.nightly
@@ -35,7 +35,7 @@ def test_networks(name: str) -> None:
     for batch in (1, 3):
         program = capture_program(model.eval(), (x[:batch],), None, None)
         program, provenance = shrink_program(program, TABLE)
-        base = next(iter(_bases(program, None, TABLE)))[1]
+        base = next(iter(_base_programs(program, None, TABLE)))[1]
         whole = segmented(base, lambda *_: True, lambda *_: True)
         fast = build(whole, provenance, Optimized).eval()
         try:

@@ -18,7 +18,7 @@ from demask.graph.editor import GraphEditor
 from demask.shrink.pipeline import capture_program
 from demask.sparse.segment.build_segments import layers_of, segmented, segments_of
 from demask.sparse.segment.match_calls import MatchedCall
-from demask.tune.passes.fold_affine import fold_affine
+from demask.tune.fold_affine import fold_affine
 from test_tune import ran
 
 SIGNAL = torch.randn(2, 3, 13, generator=torch.Generator().manual_seed(0))

@@ -173,14 +173,14 @@ def test_outputs_are_never_shared():
 def test_the_calls_of_a_step_name_no_size(step, kind, monkeypatch):
     """Steps are traced with the fewest channels, and their calls used for any number."""
     calls = inline._calls(step, kind)
-    shape_of = inline._shape
+    shape_of = inline._value_shape
     pixels = isinstance(step, FlattenStep)
 
     def larger(step, kind, channels):
         batch, *sizes = shape_of(step, kind, channels)
         return batch + 3, sizes[0] + 4, *(n if pixels else n + 4 for n in sizes[1:])
 
-    monkeypatch.setattr(inline, "_shape", larger)
+    monkeypatch.setattr(inline, "_value_shape", larger)
     inline._traced.cache_clear()
     assert inline._calls(step, kind).python_code("self").src == calls.python_code("self").src
     inline._traced.cache_clear()

@@ -27,7 +27,7 @@ from demask.sparse.segment import inline as spell
 from demask.sparse.segment.build_segments import SEGMENT, layers_of, segmented, segments_of
 from demask.sparse.segment.match_calls import MatchedCall
 from demask.sparse.segment_steps import NAMES, ConvStep, LinearStep, SparseWeight
-from demask.tune.passes.fold_affine import fold_affine
+from demask.tune.fold_affine import fold_affine
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net
 from test_tune import check, program_of
@@ -507,7 +507,7 @@ def test_a_forgotten_part_of_a_step_is_noticed(name: str, spoil: Any, monkeypatc
 
 
 def test_a_region_that_is_not_convex_is_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(regions, "_levels", lambda graph, known: dict.fromkeys(graph.nodes, 0))
+    monkeypatch.setattr(regions, "_segment_levels", lambda graph, known: dict.fromkeys(graph.nodes, 0))
     program, _ = made(leaving(), X)
     with pytest.raises(CycleError):
         all_sparse(program)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from demask.shrink.pipeline import capture_program
 from demask.sparse.segment.build_segments import segmented, segments_of
-from demask.tune.passes.fold_affine import fold_affine
+from demask.tune.fold_affine import fold_affine
 from micro import Net
 from test_tune import ran
 

@@ -16,8 +16,7 @@ from torch import Tensor, fx, nn
 import demask
 from demask.cli.read_network import NetworkFile
 from demask.compat.dispatch import OpOverload, schema_of
-from demask.files.onnx.edit.changes import NodeChange, changes_of
-from demask.files.onnx.edit.edit_file import examine
+from demask.files.onnx.edit.edit_file import NodeChange, changes_of, examine
 from demask.files.onnx.read.reader import installed
 from demask.files.onnx.write.writer import size_of
 from demask.graph.provenance import Provenance, Reason
@@ -28,24 +27,20 @@ from demask.ops.schema import same_size
 from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Section, TextTable
 from demask.progress import ProgressStep
 from demask.report.report import Report
-from demask.report.sections import PLACES, ROWS, report_sections
+from demask.report.sections import NAMED, ROWS, report_sections
 from demask.report.values import share
 from demask.rewrites.normalize import REWRITTEN
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """An op without a rule, because of which slices were not removed.
-
-    calls: its calls in the model. slices: those restored before it, and unused ones of its outputs.
-    places: the modules, or nodes. frees: upper bound on the parameters that an entry would remove;
-    None where the op does not preserve the shape of its operands, so that it is unknown.
-    """
+    """An op without a rule, because of which slices were not removed."""
 
     op: str
-    calls: int
-    slices: int
-    places: tuple[str, ...]
+    calls: int  # in the model
+    slices: int  # restored before it, and unused ones of its outputs
+    places: tuple[str, ...]  # modules, or nodes
+    # parameters that an entry would remove, at most; None if its outputs have other shapes than its operands
     frees: int | None
 
 
@@ -67,12 +62,12 @@ def gaps(
         places = tuple(dict.fromkeys(reason.module or reason.node for reason in reasons))
         slices = sum(reason.count for reason in reasons)
         many = calls.get(op, len({reason.node for reason in reasons}))
-        freed = _freed(network, record, _guessing(op, table), op)
+        freed = _count_freed(network, record, _with_guess(op, table), op)
         result.append(Gap(op, many, slices, places, freed))
     return tuple(sorted(result, key=lambda gap: (-(gap.frees or 0), -gap.slices, gap.op)))
 
 
-def _freed(network: NetworkFile, record: Provenance, table: Table, op: str) -> int | None:
+def _count_freed(network: NetworkFile, record: Provenance, table: Table, op: str) -> int | None:
     """How many more parameters are removed if the op is assumed to work position by position."""
     try:
         slim: Any = demask.demask(network.model, network.args, table=table, result="graph")
@@ -83,21 +78,21 @@ def _freed(network: NetworkFile, record: Provenance, table: Table, op: str) -> i
     return max(0, record.after.parameters - slim.demasked.after.parameters)
 
 
-def _guessing(op: str, table: Table) -> Table:
+def _with_guess(op: str, table: Table) -> Table:
     """The table with an entry for an op: its own, where that covers the call, else a guess."""
     own = table.get(op)
     if own is None:
-        return table.extended({op: Entry(_positionwise)})
+        return table.extended({op: Entry(_positionwise_line)})
 
     def line(node: fx.Node) -> str | SizedLine | Declined:
         text = own.line if isinstance(own.line, str) else own.line(node)
-        return _positionwise(node) if isinstance(text, Declined) else text
+        return _positionwise_line(node) if isinstance(text, Declined) else text
 
     entries = {**table, op: replace(own, line=line)}
     return Table(entries.items())
 
 
-def _positionwise(node: fx.Node) -> str | Declined:
+def _positionwise_line(node: fx.Node) -> str | Declined:
     """The line of a call whose outputs have the shape that its operands broadcast to."""
     which = schema.operands(node)
     values = [o.value.meta.get("val") for o in which if isinstance(o.value, fx.Node)]
@@ -130,18 +125,13 @@ class ModuleShare:
 
 @dataclass(frozen=True, slots=True)
 class Inspection(PageSource):
-    """What could be removed from a model.
+    """What could be removed from a model."""
 
-    report: of the demasked model; `before` is the model itself. modules: those with parameters,
-    most masked first. known, unknown: calls of each op with and without an entry in the table.
-    gaps: ops without a rule that prevent removals, and what an entry would free.
-    """
-
-    report: Report
-    modules: tuple[ModuleShare, ...]
-    known: Mapping[str, int]
-    unknown: Mapping[str, int]
-    gaps: tuple[Gap, ...]
+    report: Report  # of the demasked model; `before` is the model itself
+    modules: tuple[ModuleShare, ...]  # those with parameters, most masked first
+    known: Mapping[str, int]  # calls of each op with an entry in the table
+    unknown: Mapping[str, int]  # those of ops without one
+    gaps: tuple[Gap, ...]  # ops without a rule that prevent removals
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as plain dictionaries, ready for JSON."""
@@ -156,7 +146,7 @@ class Inspection(PageSource):
     def page(self) -> Page:
         """What the command prints and writes, as sections."""
         own = report_sections(self.report, removed=False)  # its table has the rows of `modules`
-        return Page("demask inspect", (*own, *_sections(self)), self.report.summary)
+        return Page("demask inspect", (*own, *_inspection_sections(self)), self.report.summary)
 
 
 def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TABLE) -> Inspection:
@@ -168,10 +158,10 @@ def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TAB
     report = demask.report(slim)
     model = network.model
     known = {*table, *REWRITTEN}
-    ops = _ops(graph_of_calls(model) if isinstance(model, fx.GraphModule) else model.graph)
+    ops = _count_tensor_ops(graph_of_calls(model) if isinstance(model, fx.GraphModule) else model.graph)
     return Inspection(
         report,
-        _modules(slim, report.removed),
+        _module_shares(slim, report.removed),
         {name: count for name, count in ops.items() if name in known},
         {name: count for name, count in ops.items() if name not in known},
         gaps(network, slim, ops, step, table),
@@ -180,19 +170,14 @@ def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TAB
 
 @dataclass(frozen=True, slots=True)
 class EditInspection(PageSource):
-    """What an edit of an ONNX file would change.
+    """What an edit of an ONNX file would change."""
 
-    bytes: of the file and of the edited one. nodes, unchanged: how many nodes that has, and how
-    many of these are the file's own. changes: of the others, and of tensors that nodes read.
-    barriers: nodes that are not cut, and why. note: why there is no edit.
-    """
-
-    bytes: tuple[int, int]
-    nodes: int = 0
-    unchanged: int = 0
-    changes: tuple[NodeChange, ...] = ()
-    barriers: tuple[tuple[str, str], ...] = ()
-    note: str = ""
+    bytes: tuple[int, int]  # of the file, and of the edited one
+    nodes: int = 0  # of the edited file
+    unchanged: int = 0  # how many of these are the file's own
+    changes: tuple[NodeChange, ...] = ()  # of the other nodes, and of tensors that nodes read
+    barriers: tuple[tuple[str, str], ...] = ()  # nodes that are not cut, and why
+    note: str = ""  # why there is no edit
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as plain dictionaries, ready for JSON."""
@@ -256,8 +241,8 @@ def _edit_sections(edit: EditInspection) -> Iterator[Section]:
         reasons.setdefault(reason, []).append(node)
     lines = []
     for reason, nodes in list(reasons.items())[:ROWS]:
-        more = f" and {len(nodes) - PLACES} more" if len(nodes) > PLACES else ""
-        lines.append(f"not cut: {', '.join(nodes[:PLACES])}{more}: {reason}")
+        more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
+        lines.append(f"not cut: {', '.join(nodes[:NAMED])}{more}: {reason}")
     yield InTerminal([Lines(lines, is_wrapped=True, is_close=True)])
     every = [(reason, f"{len(nodes):,}", ", ".join(nodes)) for reason, nodes in reasons.items()]
     yield OnPage([TextTable(("nodes that are not cut, and why", "nodes", "which"), every, left=(0, 2))])
@@ -269,8 +254,7 @@ def _first_rows(rows: Sequence[tuple[str, ...]], what: str) -> list[tuple[str, .
     return [*rows[:ROWS], *[(f"{more} more {what}: see --json or --report",)] * (more > 0)]
 
 
-def _ops(graph: fx.Graph) -> Counter[str]:
-    """How often each op that returns a tensor is called."""
+def _count_tensor_ops(graph: fx.Graph) -> Counter[str]:
     calls = (node.target for node in graph.nodes if node.op == "call_function")
     return Counter(op_name(target) for target in calls if _returns_tensors(target))
 
@@ -281,18 +265,18 @@ def _returns_tensors(target: Any) -> bool:
     return any("Tensor" in str(output.type) for output in schema_of(target).returns)
 
 
-def _modules(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, ...]:
+def _module_shares(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, ...]:
     """Per module of the original with parameters: their number, and how many were removed."""
     record = cast(Provenance, slim.demasked)
     original = {name.rpartition(".")[0] for name in record.cuts} | set(removed)
     left: Counter[str] = Counter()
-    for name, tensor in _read_names(slim).items():
+    for name, tensor in _parameters_by_read_name(slim).items():
         left[name.rpartition(".")[0]] += tensor.numel()
     rows = [ModuleShare(module, left[module] + removed.get(module, 0), removed.get(module, 0)) for module in original]
     return tuple(sorted(rows, key=lambda row: (-row.masked, row.module)))
 
 
-def _read_names(slim: nn.Module) -> dict[str, Tensor]:
+def _parameters_by_read_name(slim: nn.Module) -> dict[str, Tensor]:
     """Every parameter once; a tied one under the name by which the graph reads it."""
     graph = cast(fx.Graph, slim.graph)
     read = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
@@ -302,7 +286,7 @@ def _read_names(slim: nn.Module) -> dict[str, Tensor]:
     return dict(distinct.values())
 
 
-def _sections(inspection: Inspection) -> Iterator[Section]:
+def _inspection_sections(inspection: Inspection) -> Iterator[Section]:
     rows = [
         (
             row.module or "(the model itself)",
@@ -319,13 +303,16 @@ def _sections(inspection: Inspection) -> Iterator[Section]:
         terminal_rows=_first_rows(rows, "modules"),
     )
     yield Lines(
-        [f"ops with an entry: {_counts(inspection.known)}", f"ops without an entry: {_counts(inspection.unknown)}"],
+        [
+            f"ops with an entry: {_op_counts(inspection.known)}",
+            f"ops without an entry: {_op_counts(inspection.unknown)}",
+        ],
         "Ops",
         True,
     )
     rows = [
         (
-            _short(gap.op),
+            _short_op_name(gap.op),
             f"{gap.calls:,}",
             f"{gap.slices:,}",
             "not known" if gap.frees is None else f"at most {gap.frees:,} parameters",
@@ -336,10 +323,10 @@ def _sections(inspection: Inspection) -> Iterator[Section]:
     yield TextTable(head, rows, "What entries for ops would free", terminal_rows=_first_rows(rows, "ops"))
 
 
-def _short(op: str) -> str:
+def _short_op_name(op: str) -> str:
     return op.removesuffix(".default")
 
 
-def _counts(ops: Mapping[str, int]) -> str:
+def _op_counts(ops: Mapping[str, int]) -> str:
     rows = sorted(ops.items(), key=lambda row: (-row[1], row[0]))
-    return ", ".join(f"{count} {_short(name)}" for name, count in rows) or "none"
+    return ", ".join(f"{count} {_short_op_name(name)}" for name, count in rows) or "none"

@@ -78,9 +78,9 @@ def compare(
     display.show(comparison, comparison.to_dict())
     if plot is not None:
         with progress("drawing"):
-            from demask.pilot.draw_comparison import draw
+            from demask.pilot.compare import draw_comparison
 
-            draw(comparison, plot)
+            draw_comparison(comparison, plot)
 
 
 def collect(
@@ -116,7 +116,7 @@ def collect(
     with progress("loading") as step:
         from demask.cli.read_inputs import read_inputs
         from demask.cli.read_network import NetworkFile, read_network
-        from demask.files.archive.archive import outline
+        from demask.files.archive import outline
         from demask.pilot.data.collect import collect as collected
 
         sliced = memory is not None
@@ -218,7 +218,7 @@ def condition(
         from demask.cli.read_network import read_network
         from demask.graph.result.demasked_module import Demasked
         from demask.pilot import condition as apply
-        from demask.report.lifetimes import memory_timeline
+        from demask.report.report import memory_timeline
 
         network = read_network(model, options)
         step("conditioning")

@@ -11,14 +11,15 @@ from demask.cli.options import Model, NetworkOptions, Picture, ShowOptions, chec
 from demask.progress import progress
 
 
-def _several(words: str) -> Any:
+def _repeated_count_option(words: str) -> Any:
     """An option that takes a count from 1 on, any number of times."""
     return typer.Option(min=1, metavar="N", help=f"{words} May be repeated.")
 
 
-Threads = Annotated[list[int] | None, _several("Torch's threads; default: as many as it takes.")]
+Threads = Annotated[list[int] | None, _repeated_count_option("Torch's threads; default: as many as it takes.")]
 Batches = Annotated[
-    list[int] | None, _several("Batch size; default: that of the example. Another needs a dynamic dimension 0.")
+    list[int] | None,
+    _repeated_count_option("Batch size; default: that of the example. Another needs a dynamic dimension 0."),
 ]
 
 
@@ -93,7 +94,7 @@ def bench(
       demask bench model.pt2 --threads 1 --batch 8 --plot bench.svg
     """
     with progress("loading"):
-        from demask.cli.bench import bench as benching
+        from demask.cli import bench as benching
         from demask.cli.read_network import read_network
 
         network = read_network(model, options)
@@ -104,6 +105,4 @@ def bench(
     display.show(measured, measured.to_dict())
     if plot is not None:
         with progress("drawing"):
-            from demask.cli.bench.plot import draw
-
-            draw(measured, plot)
+            benching.draw(measured, plot)

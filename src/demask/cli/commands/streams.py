@@ -1,17 +1,21 @@
-"""`demask stream`: run a network on images larger than memory, from a file to a file."""
+"""`demask stream`: run a network on images larger than memory, from a file to a file. `demask halo`: how
+far beyond a tile a network reads, as model zoos need it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from demask.cli.failures import INTERRUPTED
-from demask.cli.options import Fix, Imports, Model, ShowOptions, import_modules
+from demask.cli.options import Fix, Imports, Model, NetworkOptions, ShowOptions, import_modules
 from demask.errors import BadInput
 from demask.installation import install_command
 from demask.machine.byte_sizes import BUDGET
@@ -21,12 +25,15 @@ from demask.progress import progress
 READ = ".npy .zarr .tif .ome.tif .svs .ndpi .mrxs"
 WRITTEN = ".npy, .ome.zarr (OME-NGFF), .ome.tif, .tif (with coordinates: GeoTIFF) or .cog.tif"
 CONNECT = 30.0  # seconds to wait for a scheduler
+Roi = Annotated[int, typer.Option("--tile", min=1, metavar="N", help="Rows of a tile with its halo, for MONAI.")]
 
 
 def stream(
     model: Model,
     source: Annotated[Path, typer.Argument(metavar="IN", help=f"Images: {READ} and others of OpenSlide.")],
-    destination: Annotated[Path, typer.Argument(metavar="OUT", help=f"{WRITTEN}. Appears, whole, when all is done.")],
+    destination: Annotated[
+        Path, typer.Argument(metavar="OUT", help=f"{WRITTEN}. Appears, complete, when all is done.")
+    ],
     memory: Annotated[
         str, typer.Option(metavar="SIZE", help="A budget: 512MiB, 1.5GB, or a number of bytes.")
     ] = BUDGET,
@@ -61,7 +68,7 @@ def stream(
         str | None,
         typer.Option(
             metavar="image|MEANS/DEVIATIONS",
-            help="image: each channel to mean 0 and deviation 1 over the whole image; or numbers "
+            help="image: each channel to mean 0 and deviation 1 over the entire image; or numbers "
             "per channel: --normalize 0.5,0.4,0.4/0.2,0.2,0.2.",
         ),
     ] = None,
@@ -114,10 +121,10 @@ def stream(
         "memory": memory,
         "output": output,
         "layout": layout,
-        "region": _region(region),
-        "mask": _mask(mask),
-        "normalize": _normalization(normalize),
-        "statistics": _statistics(statistics),
+        "region": _parse_region(region),
+        "mask": _read_mask(mask),
+        "normalize": _parse_normalization(normalize),
+        "statistics": _read_statistics(statistics),
         "chunk": chunk,
         "stripe": stripe,
         "spill": spill,
@@ -132,19 +139,19 @@ def stream(
             import_modules(imports)
             network = fixed_network(model, fix) if fix else model
             step("planning")
-            client = stack.enter_context(_client(scheduler))
+            client = stack.enter_context(_connect(scheduler))
             job = prepare(network, source, destination, client=client, **options)
         if plan:
             display.show(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()})
             return
-        done = _run(job, resume)
+        done = _run_until_interrupted(job, resume)
     data = done.to_dict() | {"output": str(destination), "plan": job.plan.to_dict()}
     written = Lines([f"written to {destination}"], is_close=True)
     tiles = OnPage(job.plan.page().sections)
     display.show(done.page().followed_by(written, tiles), data)
 
 
-def _run(job: Any, resume: bool) -> Any:
+def _run_until_interrupted(job: Any, resume: bool) -> Any:
     """The result of a job. What Ctrl-C interrupts can go on, and the message says so."""
     try:
         with progress("streaming", job.steps) as step:
@@ -155,7 +162,7 @@ def _run(job: Any, resume: bool) -> Any:
 
 
 @contextmanager
-def _client(address: str | None) -> Iterator[Any]:
+def _connect(address: str | None) -> Iterator[Any]:
     """A client of a Dask scheduler, or None."""
     if address is None:
         yield None
@@ -174,7 +181,7 @@ def _client(address: str | None) -> Iterator[Any]:
         yield client
 
 
-def _region(text: str | None) -> tuple[int, int, int, int] | None:
+def _parse_region(text: str | None) -> tuple[int, int, int, int] | None:
     if text is None:
         return None
     numbers = text.split(",")
@@ -184,7 +191,7 @@ def _region(text: str | None) -> tuple[int, int, int, int] | None:
     return top, left, rows, columns
 
 
-def _normalization(text: str | None) -> Any:
+def _parse_normalization(text: str | None) -> Any:
     """ "image", or (means, deviations)."""
     if text is None or text == "image":
         return text
@@ -197,7 +204,7 @@ def _normalization(text: str | None) -> Any:
     return means, deviations
 
 
-def _statistics(text: str) -> Any:
+def _read_statistics(text: str) -> Any:
     """The text, or the frozen statistics in a file."""
     if not text.endswith(".json"):
         return text
@@ -209,7 +216,7 @@ def _statistics(text: str) -> Any:
         raise BadInput(f"--statistics {text}: {error}") from error
 
 
-def _mask(path: Path | None) -> Any:
+def _read_mask(path: Path | None) -> Any:
     """The array of a mask's file."""
     if path is None:
         return None
@@ -219,3 +226,80 @@ def _mask(path: Path | None) -> Any:
         return np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise BadInput(f"--mask {path}: expected a .npy file of bools: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ZooEntry:
+    """What to enter in other tools for one axis of one input."""
+
+    input: str
+    axis: str
+    # of Real-ESRGAN: positions of the input at either side of a tile, so that tiles begin at multiples of `align`
+    tile_pad: int
+    align: int
+    # of bioimage.io: positions to cut off the output at either side; None if output and input have no fixed ratio
+    halo: int | None
+    overlap: float | None  # of MONAI: share of roi_size; None where a tile of that size has no right position
+    exact: bool  # False where a call reads the entire image, so that no padding is enough
+
+    def __str__(self) -> str:
+        halo = "of no fixed size" if self.halo is None else self.halo
+        overlap = "none: larger tiles are required" if self.overlap is None else self.overlap
+        return (
+            f"{self.input}, {self.axis}: Real-ESRGAN tile_pad {self.tile_pad}; "
+            f"bioimage.io halo {halo}; MONAI overlap {overlap}"
+        )
+
+
+def halo(model: Model, tile: Roi = 512, *, display: ShowOptions, options: NetworkOptions) -> None:
+    """Print how far beyond a tile MODEL reads, exactly, and what to enter in other tools.
+
+    With less, tiles differ from the untiled image. Where a call reads the entire image, such as group
+    norm, no padding is enough: the numbers are then those for tiles that receive its statistics, as
+    in demask stream.
+
+    \b
+    Example:
+      demask halo model.pt2 --tile 256
+    """
+    with progress("loading") as step:
+        import torch
+
+        from demask.cli.read_network import read_network
+        from demask.traverse import halo
+
+        network = read_network(model, options)
+        step("following what each output reads")
+        example = network.example
+        result = halo(network.model, example)
+        with torch.no_grad():
+            output = network.module(*example)
+    shape = tuple(output.shape) if isinstance(output, torch.Tensor) else ()
+    shapes = [tuple(getattr(value, "shape", ())) for value in example]
+    entries = list(_zoo_entries(result, shapes, shape, tile))
+    data = result.to_dict() | {"entries": [asdict(entry) for entry in entries]}
+    others = Lines([*map(str, entries)], "In other tools")
+    display.show(result.page().followed_by(others), data)
+
+
+def _zoo_entries(
+    result: Any, shapes: Sequence[tuple[int, ...]], output: tuple[int, ...], tile: int
+) -> Iterator[ZooEntry]:
+    for one in result.inputs:
+        for axis, name, side in ((2, "rows", one.rows), (3, "columns", one.columns)):
+            if side is None:
+                continue
+            reach = max(side.local_before, side.local_after)
+            padding = -(-reach // side.align) * side.align
+            has_axis = len(output) == len(shapes[one.leaf])
+            ratio = Fraction(output[axis], shapes[one.leaf][axis]) if has_axis else None
+            overlap = math.ceil(2000 * padding / tile) / 1000 if 2 * padding < tile else None
+            yield ZooEntry(
+                one.name,
+                name,
+                padding,
+                side.align,
+                None if ratio is None else math.ceil(reach * ratio),
+                overlap,
+                side.exact,
+            )

@@ -57,7 +57,7 @@ def lower(
         network = read_network(model, options, inner=True)
         step("lowering")
         result = lower(network.model, network.args, target=target)
-        _finish(network, result, output, step, display)
+        _verify_and_show(network, result, output, step, display)
 
 
 def raise_strides(model: Model, output: Output, *, display: ShowOptions, options: NetworkOptions) -> None:
@@ -79,13 +79,12 @@ def raise_strides(model: Model, output: Output, *, display: ShowOptions, options
         network = read_network(model, options, inner=True)
         step("raising strides")
         result = raise_strides(network.model, network.args)
-        _finish(network, result, output, step, display)
+        _verify_and_show(network, result, output, step, display)
 
 
-def _finish(network: Any, result: Any, output: Path, step: Any, display: ShowOptions) -> None:
+def _verify_and_show(network: Any, result: Any, output: Path, step: Any, display: ShowOptions) -> None:
     from demask.report import report
-    from demask.report.module_sections import module_sections
-    from demask.report.sections import sizes_table
+    from demask.report.sections import module_sections, sizes_table
 
     verification = verify_and_write(network, result, output, step)
     notes, own = list(result.demasked.notes), report(result)

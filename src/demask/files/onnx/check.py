@@ -105,7 +105,7 @@ def _in_runtime(model: str | bytes, optimized: bool) -> Runner:
 def _in_reference(model: str | bytes, optimized: bool) -> Runner:
     from onnx.reference import ReferenceEvaluator
 
-    proto = _loaded(model)
+    proto = _load_model(model)
     try:
         reference: Any = ReferenceEvaluator(proto)
     except Exception as error:  # its exceptions share no base
@@ -118,7 +118,7 @@ def _in_reference(model: str | bytes, optimized: bool) -> Runner:
 def _around_foreign(model: str | bytes, optimized: bool) -> Runner:
     """The file in ONNX Runtime without its ops of other domains: each passes its first operand on,
     and all its operands are further outputs."""
-    proto = _loaded(model)
+    proto = _load_model(model)
     known = {"", "ai.onnx", "ai.onnx.ml", *(f.domain for f in proto.functions)}
     make_node = installed().helper.make_node
     nodes, outputs = [], []
@@ -147,7 +147,7 @@ _RUNNERS: Mapping[str, Callable[[str | bytes, bool], Runner]] = {
 }
 
 
-def _loaded(model: str | bytes) -> Any:
+def _load_model(model: str | bytes) -> Any:
     onnx = installed()
     return onnx.load(model) if isinstance(model, str) else onnx.ModelProto.FromString(model)
 
@@ -212,23 +212,23 @@ def open_sizes(values: Sequence[Any], feeds: Mapping[str, Any]) -> dict[str, lis
 
     values: ValueInfoProtos of the inputs. feeds: by name.
     """
-    places: dict[str, list[tuple[str, int]]] = {}
+    axes_of: dict[str, list[tuple[str, int]]] = {}
     for value in values:
         dims = value.type.tensor_type.shape.dim  # a file may declare another rank
         for axis, dim in enumerate(dims[: feeds[value.name].ndim]):
             if not dim.HasField("dim_value") or dim.dim_value < 0:
                 name = dim.dim_param or f"{value.name}.{axis}"
-                places.setdefault(name, []).append((value.name, axis))
-    return places
+                axes_of.setdefault(name, []).append((value.name, axis))
+    return axes_of
 
 
 def resized(
-    feeds: Mapping[str, Any], places: Mapping[str, Sequence[tuple[str, int]]], added: Mapping[str, int]
+    feeds: Mapping[str, Any], axes_of: Mapping[str, Sequence[tuple[str, int]]], added: Mapping[str, int]
 ) -> dict[str, Any]:
     """Arrays or tensors with other open sizes: their positions repeat. added: to each size."""
     feeds = dict(feeds)
     for name, more in added.items():
-        for value, axis in places[name]:
+        for value, axis in axes_of[name]:
             array = feeds[value]
             if size := array.shape[axis]:
                 index = torch.arange(size + more) % size
@@ -246,15 +246,15 @@ def longer_inputs(
     double: twice as much of all but the first axis, as some sizes have to be even. names: of the
     sizes. Default: all.
     """
-    places = open_sizes(values, feeds)
+    axes_of = open_sizes(values, feeds)
     added = {}
-    for name, ((value, axis), *_) in places.items():
+    for name, ((value, axis), *_) in axes_of.items():
         if names is None or name in names:
             added[name] = feeds[value].shape[axis] if double and axis else len(added) + 1
-    return resized(feeds, places, added)
+    return resized(feeds, axes_of, added)
 
 
-def _nudged(inputs: Inputs, seed: int) -> list[Tensor]:
+def _nudge(inputs: Inputs, seed: int) -> list[Tensor]:
     """Inputs with every number rounded to one of its neighbors, at random."""
     draw, nudged = torch.Generator().manual_seed(seed), []
     for x in inputs:
@@ -272,7 +272,7 @@ def _with_noise(source: str | bytes, seed: int) -> str | bytes:
     be sizes and factors of these. Zeros stay zeros."""
     from onnx import helper, numpy_helper, shape_inference
 
-    proto, draw = _loaded(source), np.random.default_rng(seed)
+    proto, draw = _load_model(source), np.random.default_rng(seed)
     nodes = []
     with contextlib.suppress(Exception):  # inference refuses files of more than 2 GiB
         inferred = shape_inference.infer_shapes(proto).graph
@@ -337,7 +337,7 @@ class NetworkOriginal:
         args, kwargs = self.filled([x.clone() for x in inputs])
         try:
             with torch.no_grad():
-                return _tensors(self.network(*args, **kwargs))
+                return _tensor_leaves(self.network(*args, **kwargs))
         except Exception as error:  # whatever a network raises of inputs that it does not take
             self.failure = first_line(error)
             return None
@@ -346,7 +346,7 @@ class NetworkOriginal:
         """In float64, then with every call rounded; none from one that fails on, as an index may be
         out of range then."""
         with contextlib.suppress(Exception):
-            yield from map(_tensors, self.rounding.runs(*self.filled(inputs)))
+            yield from map(_tensor_leaves, self.rounding.runs(*self.filled(inputs)))
 
     def slack(self, cases: Sequence[Draw], *, optimized: bool) -> float:
         """Without bound where the runtime replaces quantized ops by coarser kernels of its own: a
@@ -386,7 +386,7 @@ class FileOriginal:
         if optimized:
             yield self.outputs(inputs, optimized=False)
         for seed in range(SEEDS):
-            yield self._outputs(_nudged(inputs, seed), seed + 1, optimized)
+            yield self._outputs(_nudge(inputs, seed), seed + 1, optimized)
 
     def slack(self, cases: Sequence[Draw], *, optimized: bool) -> float:
         """What the runtime's own kernels for quantized ops, which it chooses by sizes, move the
@@ -402,7 +402,7 @@ class FileOriginal:
         return self._own_error
 
 
-def _tensors(outputs: Any) -> Outputs:
+def _tensor_leaves(outputs: Any) -> Outputs:
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
@@ -427,15 +427,13 @@ def _torch_of(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FileVerdict:
-    """error: the largest difference from the original, relative to the largest value of its output;
-    None if nothing was compared. by: what ran the files. visible, on: the largest difference
-    relative to the outputs of the example, too, and the inputs on which it is. remark: of the outputs."""
+    """How far an ONNX file is from the original."""
 
-    error: float | None
-    by: str
-    visible: float = 0.0
-    on: str = ""
-    remark: str = ""
+    error: float | None  # largest difference, relative to the largest value of its output; None if nothing was compared
+    by: str  # what ran the files
+    visible: float = 0.0  # largest difference relative to the outputs of the example, too
+    on: str = ""  # the inputs of `visible`
+    remark: str = ""  # of the outputs
 
     @property
     def warning(self) -> str:
@@ -490,7 +488,7 @@ class Judge:
         Raises:
             BadInput: nothing here runs it.
         """
-        proto = installed().load(source, load_external_data=False) if isinstance(source, str) else _loaded(source)
+        proto = installed().load(source, load_external_data=False) if isinstance(source, str) else _load_model(source)
         ops = {node.op_type for part in (proto.graph, *proto.functions) for node in part.node}
         inputs = inputs_of(proto)
         del proto  # which has all weights

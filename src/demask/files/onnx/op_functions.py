@@ -57,7 +57,7 @@ class OnnxCall:
             return value
         if kind in ("Ints", "Floats"):
             return numbers_of(value)
-        if kind in ("Int", "Float") or (kind == "Number" and _scalar(value)):
+        if kind in ("Int", "Float") or (kind == "Number" and _is_known_scalar(value)):
             return number_of(value)
         if isinstance(value, Host | Tensor) and kind in ("Tensor", "Number"):
             return tensor_of(value, self.lookup, self.device)
@@ -66,25 +66,22 @@ class OnnxCall:
 
 @dataclass(frozen=True, slots=True)
 class OnnxEntry:
-    """The implementation of one ONNX op.
-
-    function: on tensors. host: on numpy arrays, for arithmetic on sizes; None where that is not
-    needed. stored: positions of inputs that become buffers if constant, as they are not trained.
-    """
+    """The implementation of one ONNX op."""
 
     name: str
     domain: str
-    function: Callable[..., Any]
-    host: Callable[..., Any] | None = None
-    stored: tuple[int, ...] = ()
+    function: Callable[..., Any]  # on tensors
+    host: Callable[..., Any] | None = None  # on numpy arrays, for arithmetic on sizes
+    stored: tuple[int, ...] = ()  # inputs that become buffers if constant, as they are not trained
 
     def __call__(self, node: OnnxNode, inputs: Sequence[Value], call: OnnxCall) -> tuple[Value, ...]:
         """The outputs of a node."""
-        if self.host is not None and _small(inputs) and all(v is None or _folds(v) for v in inputs):
+        are_known = all(v is None or (isinstance(v, Host) and v.folds) for v in inputs)
+        if self.host is not None and are_known and _is_small_work(inputs):
             result = self._on_host(node, inputs, call)
             if result is not NotImplemented:
                 return result
-        args, named = _bound(self.function, node, inputs, call)
+        args, named = _bind(self.function, node, inputs, call)
         if call.record is not None:
             call.record(self.function, args, named)
         result = self.function(*args, **named)
@@ -92,7 +89,7 @@ class OnnxEntry:
 
     def _on_host(self, node: OnnxNode, inputs: Sequence[Value], call: OnnxCall) -> Any:
         arrays = [v.array if isinstance(v, Host) else v for v in inputs]
-        args, named = _bound(self.host, node, arrays, call)
+        args, named = _bind(self.host, node, arrays, call)
         result = self.host(*args, **named)  # type: ignore[misc]
         if result is NotImplemented:
             return result
@@ -101,18 +98,14 @@ class OnnxEntry:
         return tuple(v if v is None or isinstance(v, Host | Tensor | list) else Host.of(v, dtype) for v in outputs)
 
 
-def _scalar(value: Value) -> bool:
+def _is_known_scalar(value: Value) -> bool:
     return isinstance(value, Host) and value.folds and not value.array.ndim
 
 
-def _small(inputs: Sequence[Value]) -> bool:
+def _is_small_work(inputs: Sequence[Value]) -> bool:
     """Whether results of arithmetic on these inputs have at most MAX_WORK elements."""
     sizes = [v.array.size for v in inputs if isinstance(v, Host)]
     return math.prod(n for n in sizes if n) <= MAX_WORK and sum(sizes) <= MAX_WORK
-
-
-def _folds(value: Value) -> bool:
-    return isinstance(value, Host) and value.folds
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +121,19 @@ class Signature:
 
 
 @functools.cache
-def _signature(function: Any) -> Signature:
+def _signature_of(function: Any) -> Signature:
     """The signature of a function, cached: `inspect` takes longer than most ops."""
     parameters = inspect.signature(function).parameters
     positional = [p for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
     rest = next((p for p in positional if p.kind is p.VAR_POSITIONAL), None)
-    kinds = {name: _kind(p) for name, p in parameters.items()}
+    kinds = {name: _annotated_type(p) for name, p in parameters.items()}
     context = tuple(name for name in CONTEXT if name in parameters)
     return Signature(parameters, tuple(p for p in positional if p is not rest), rest, kinds, context)
 
 
-def _bound(function: Any, node: OnnxNode, inputs: Sequence[Any], call: OnnxCall) -> tuple[list, dict]:
+def _bind(function: Any, node: OnnxNode, inputs: Sequence[Any], call: OnnxCall) -> tuple[list, dict]:
     """Args and kwargs of a function, from a node's inputs and attributes."""
-    signature = _signature(function)
+    signature = _signature_of(function)
     plain, rest = signature.plain, signature.rest
     if len(inputs) > len(plain) and rest is None:
         raise BadInput(f"{node}: expected at most {len(plain)} inputs, got {len(inputs)}")
@@ -168,7 +161,7 @@ def _bound(function: Any, node: OnnxNode, inputs: Sequence[Any], call: OnnxCall)
     return args, named
 
 
-def _kind(parameter: inspect.Parameter) -> str:
+def _annotated_type(parameter: inspect.Parameter) -> str:
     if parameter.annotation is parameter.empty:
         return "Tensor"
     return str(parameter.annotation).partition("|")[0].strip()
@@ -210,8 +203,8 @@ class Ops:
 
 def join_tables(*families: Ops) -> Mapping[tuple[str, str], OnnxEntry]:
     """The table of several families; TableError where two have an entry for one op."""
-    whole = Ops()
+    joined = Ops()
     for family in families:
         for entry in family:
-            whole.put(entry)
-    return whole.entries
+            joined.put(entry)
+    return joined.entries

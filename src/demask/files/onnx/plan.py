@@ -24,7 +24,7 @@ FEW = 16  # elements of a stored float constant that arithmetic on sizes may use
 MAX_NODES = 1_000_000  # after functions of the file are inlined
 MAX_MODULES = 50_000
 MAX_PATH = 16  # nested modules that a dotted name creates
-# Ops by their operands that are weights or biases in whole numbers.
+# Ops by their operands that are weights or biases in integers.
 QUANTIZED = {
     "DequantizeLinear": (0,),
     "QLinearConv": (3, 8),
@@ -76,7 +76,7 @@ class OnnxPlanner:
 
     def __init__(self, file: OnnxFile, entry_of: EntryOf | None = None):
         self.file = file
-        self.entry_of = entry_of or _entry
+        self.entry_of = entry_of or _entry_of_table
         self.checked = entry_of is None
         self.tensors: dict[str, Tensor] = {}
         self.stored: set[str] = set()
@@ -94,11 +94,11 @@ class OnnxPlanner:
         if self.checked:
             _check_known([n for n, _ in nodes])
         constants = dict(graph.constants)
-        constants |= {n.outputs[0]: _constant(n) for n, _ in inlined if n.op == "Constant"}
+        constants |= {n.outputs[0]: _constant_value(n) for n, _ in inlined if n.op == "Constant"}
         stored = {n.inputs[k] for n, _ in nodes for k in self.entry_of(n).stored if k < len(n.inputs)}
         stored |= set(constants) - set(graph.constants)
         quantized = {n.inputs[k] for n, _ in nodes for k in QUANTIZED.get(n.op, ()) if k < len(n.inputs)}
-        known = {name: self._place(name, t, name in stored, name in quantized) for name, t in constants.items()}
+        known = {name: self._add_constant(name, t, name in stored, name in quantized) for name, t in constants.items()}
         for name, grid in grids_of((n for n, _ in nodes), constants).items():
             constant = known[name]
             self.grids[str(constant.tensor_name if isinstance(constant, Host) else constant)] = grid
@@ -106,19 +106,19 @@ class OnnxPlanner:
         outputs = tuple(port.name for port in graph.outputs)
         inputs = tuple(port.name for port in graph.inputs)
         _check_distinct([*inputs, *constants, *(o for n, _ in nodes for o in n.outputs if o)])
-        return OnnxPlan(tuple(_with_drops(steps, outputs)), known, inputs, outputs, graph.outputs)
+        return OnnxPlan(tuple(_with_dropped_names(steps, outputs)), known, inputs, outputs, graph.outputs)
 
-    def _place(self, name: str, tensor: Tensor | Host, stored: bool, quantized: bool) -> Host | str:
+    def _add_constant(self, name: str, tensor: Tensor | Host, stored: bool, quantized: bool) -> Host | str:
         """The value of a constant while the graph runs; adds its tensor to the module's."""
         if isinstance(tensor, Host):
             return tensor
-        path = _path(name)
+        path = _module_path(name)
         if len(self.modules) > MAX_MODULES:
             path = path.replace(".", "_")
-        while path in self.modules or any(part in self.tensors for part in (path, *_above(path))):
-            path = f"{_path(name).replace('.', '_')}_{next(self.fresh)}"  # not in a submodule
+        while path in self.modules or any(part in self.tensors for part in (path, *_parent_paths(path))):
+            path = f"{_module_path(name).replace('.', '_')}_{next(self.fresh)}"  # not in a submodule
         self.tensors[path] = tensor
-        self.modules.update(_above(path))
+        self.modules.update(_parent_paths(path))
         is_parameter = quantized or (tensor.is_floating_point() and not stored)
         if not is_parameter or not tensor.ndim:
             self.stored.add(path)
@@ -130,7 +130,7 @@ class OnnxPlanner:
 
     def _step(self, node: OnnxNode, opsets: Mapping[str, int]) -> OnnxStep:
         attributes = {
-            k: self.plan(v, opsets) if isinstance(v, Graph) else _attribute(v) for k, v in node.attributes.items()
+            k: self.plan(v, opsets) if isinstance(v, Graph) else _as_host(v) for k, v in node.attributes.items()
         }
         version = opsets.get(node.domain, self.file.opsets.get(node.domain, 1))
         return OnnxStep(replace(node, attributes=attributes), self.entry_of(node), version, ())
@@ -151,17 +151,17 @@ class OnnxPlanner:
         attributes = {k: v for k, v in {**function.attributes, **node.attributes}.items() if v is not ...}
         inner_opsets = {**opsets, **function.opsets}
         for inner in function.nodes:
-            yield from self._inline(_renamed(inner, names, prefix, attributes), inner_opsets)
+            yield from self._inline(_at_call(inner, names, prefix, attributes), inner_opsets)
 
 
-def _attribute(value: Any) -> Any:
+def _as_host(value: Any) -> Any:
     """An attribute, a small tensor as `Host`: `torch.export` does not read values of tensors."""
     if not isinstance(value, Tensor) or value.dtype not in NUMPY or value.numel() > MAX_HOST:
         return value
     return Host.of(value.numpy().copy())
 
 
-def _renamed(node: OnnxNode, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]) -> OnnxNode:
+def _at_call(node: OnnxNode, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]) -> OnnxNode:
     """A node of a function's body at a call: with the names and attributes of that call.
 
     names: values by their names in the body. arguments: attributes of the call.
@@ -176,7 +176,7 @@ def _renamed(node: OnnxNode, names: ChainMap[str, str], prefix: str, arguments: 
             if value.name in arguments:
                 attributes[key] = arguments[value.name]
         elif isinstance(value, Graph):
-            attributes[key] = _renamed_graph(value, names.new_child(), prefix, arguments)
+            attributes[key] = _graph_at_call(value, names.new_child(), prefix, arguments)
         else:
             attributes[key] = value
     return OnnxNode(
@@ -189,17 +189,17 @@ def _renamed(node: OnnxNode, names: ChainMap[str, str], prefix: str, arguments: 
     )
 
 
-def _renamed_graph(graph: Graph, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]) -> Graph:
+def _graph_at_call(graph: Graph, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]) -> Graph:
     for port in graph.inputs:
         names[port.name] = prefix + port.name
     constants = {names.setdefault(k, prefix + k): v for k, v in graph.constants.items()}
     inputs = tuple(replace(port, name=names[port.name]) for port in graph.inputs)
-    nodes = tuple(_renamed(node, names, prefix, arguments) for node in graph.nodes)
+    nodes = tuple(_at_call(node, names, prefix, arguments) for node in graph.nodes)
     outputs = tuple(replace(p, name=names.get(p.name, prefix + p.name)) for p in graph.outputs)
     return Graph(graph.name, nodes, constants, inputs, outputs)
 
 
-def _entry(node: OnnxNode) -> OnnxEntry:
+def _entry_of_table(node: OnnxNode) -> OnnxEntry:
     return ENTRIES[node.domain, node.op]
 
 
@@ -222,7 +222,7 @@ def _check_distinct(names: list[str]) -> None:
 _KINDS = {"value_float": float, "value_int": int, "value_string": str}
 
 
-def _constant(node: OnnxNode) -> Tensor | Host:
+def _constant_value(node: OnnxNode) -> Tensor | Host:
     """The value of a Constant node."""
     if not node.attributes:
         raise BadInput(f"{node}: expected one attribute, got none")
@@ -238,26 +238,26 @@ def _constant(node: OnnxNode) -> Tensor | Host:
     return torch.tensor(value, dtype=torch.float32 if kind is float else torch.int64)
 
 
-def _with_drops(steps: list[OnnxStep], outputs: tuple[str, ...]) -> list[OnnxStep]:
+def _with_dropped_names(steps: list[OnnxStep], outputs: tuple[str, ...]) -> list[OnnxStep]:
     """The steps, each with the names that no later step reads."""
     read_later, reversed_steps = set(outputs), []
     for step in reversed(steps):
-        names = {name for name in (*_reads(step), *step.node.outputs) if name}
+        names = {name for name in (*_names_read_by(step), *step.node.outputs) if name}
         reversed_steps.append(replace(step, drops=tuple(sorted(names - read_later))))
         read_later |= names
     return reversed_steps[::-1]
 
 
-def _reads(step: OnnxStep) -> Iterator[str]:
+def _names_read_by(step: OnnxStep) -> Iterator[str]:
     yield from step.node.inputs
     for plan in step.node.attributes.values():
         if isinstance(plan, OnnxPlan):
             yield from plan.outputs
             for inner in plan.steps:
-                yield from _reads(inner)
+                yield from _names_read_by(inner)
 
 
-def _path(name: str) -> str:
+def _module_path(name: str) -> str:
     """A name that torch's modules accept: dotted parts, no part an attribute of `nn.Module`."""
     parts = [
         "".join(c if c.isalnum() or c in "_ -+:/@#" else "_" for c in part)[:200] for part in name.split(".", MAX_PATH)
@@ -266,7 +266,7 @@ def _path(name: str) -> str:
     return ".".join(f"{p}_" if not p or p in _TAKEN else p for p in parts)
 
 
-def _above(path: str) -> Iterator[str]:
+def _parent_paths(path: str) -> Iterator[str]:
     """The paths of the modules that contain a tensor of this name."""
     parts = path.split(".")
     return (".".join(parts[:k]) for k in range(1, len(parts)))

@@ -52,13 +52,13 @@ def grids_of(nodes: Iterable[OnnxNode], constants: Mapping[str, Any]) -> dict[st
             quantizer = quantizers[name]
             name, zero_point = quantizer.inputs[0], (*quantizer.inputs, "", "")[2]
             dtype = getattr(constants.get(zero_point), "dtype", torch.uint8)
-        grid = _grid(node, dtype, constants) if name in constants else None
+        grid = _grid_of_node(node, dtype, constants) if name in constants else None
         if grid is not None:
             grids.setdefault(name, grid)
     return grids
 
 
-def _grid(node: OnnxNode, dtype: Any, constants: Mapping[str, Any]) -> QuantizationGrid | None:
+def _grid_of_node(node: OnnxNode, dtype: Any, constants: Mapping[str, Any]) -> QuantizationGrid | None:
     _, scale, point = (*(constants.get(name) for name in node.inputs), None, None)[:3]
     kind, axis = str(dtype).removeprefix("torch."), node.attributes.get("axis", 1)
     if kind not in KINDS or not isinstance(scale, Tensor) or scale.ndim > 1:
@@ -103,7 +103,7 @@ def quantize_constants(slim: Demasked) -> Demasked:
             constants[name] = constant
     for node in copy.graph.nodes:
         if node.target in _LAYERS:
-            constants |= _bias(copy, node, constants)
+            constants |= _bias_grid(copy, node, constants)
     for name, constant in constants.items():
         _insert_dequantize(copy, name, constant, reads[name])
     copy.recompile()
@@ -150,14 +150,14 @@ def quantize_exactly(tensor: Tensor, grid: QuantizationGrid, cut: Cut | None = N
     scales = torch.tensor(grid.scales, dtype=tensor.dtype, device=tensor.device)
     points = torch.tensor(grid.zero_points, device=tensor.device)
     if count == 1:
-        return _if_exact(tensor, dtype, scales.reshape(()), points.reshape(()), 0)
+        return _integers_if_exact(tensor, dtype, scales.reshape(()), points.reshape(()), 0)
     for axis in sorted(range(tensor.ndim), key=lambda k: k != grid.axis % tensor.ndim):
         rows = tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1)
         scale_indices = _matching_scales(rows, scales, points, dtype, _source_positions(cut, axis))
         constant = (
             None
             if scale_indices is None
-            else _if_exact(tensor, dtype, scales[scale_indices], points[scale_indices], axis)
+            else _integers_if_exact(tensor, dtype, scales[scale_indices], points[scale_indices], axis)
         )
         if constant is not None:
             return constant
@@ -172,7 +172,9 @@ def _source_positions(cut: Cut | None, axis: int) -> Sequence[int]:
     return range(cut.shape[axis]) if positions is None else positions
 
 
-def _if_exact(tensor: Tensor, dtype: torch.dtype, scale: Tensor, point: Tensor, axis: int) -> QuantizedConstant | None:
+def _integers_if_exact(
+    tensor: Tensor, dtype: torch.dtype, scale: Tensor, point: Tensor, axis: int
+) -> QuantizedConstant | None:
     """The tensor in integers, if dequantizing them gives the tensor."""
     constant = QuantizedConstant(_to_integers(tensor, dtype, scale, point, axis), scale, point.to(dtype), axis)
     restored = dequantize_values(constant.integers, constant.scale, constant.zero_point, axis)
@@ -193,7 +195,7 @@ def _matching_scales(
     """For each row the index of a scale that represents it exactly; None where a row has none."""
     known = list(positions) if len(positions) == len(rows) else []
     in_range = all(0 <= n < len(scales) for n in known)
-    if known and in_range and bool(_fits(rows, scales[known], points[known], dtype).all()):
+    if known and in_range and bool(_are_exact(rows, scales[known], points[known], dtype).all()):
         return torch.tensor(known)
     indices = []
     for k, row in enumerate(rows):
@@ -209,19 +211,21 @@ def _matching_scale(
 ) -> int | None:
     """The first index in `order` of a scale that represents a row exactly."""
     sample = row[row != 0][:FEW].expand(len(order), -1)
-    likely = _fits(sample, scales[order], points[order], dtype).tolist() if order else []
+    likely = _are_exact(sample, scales[order], points[order], dtype).tolist() if order else []
     preselected = (k for k, fits in zip(order, likely, strict=True) if fits)
-    matches = (k for k in preselected if bool(_fits(row[None], scales[[k]], points[[k]], dtype)))
+    matches = (k for k in preselected if bool(_are_exact(row[None], scales[[k]], points[[k]], dtype)))
     return next(matches, None)
 
 
-def _fits(rows: Tensor, scales: Tensor, points: Tensor, dtype: torch.dtype) -> Tensor:
+def _are_exact(rows: Tensor, scales: Tensor, points: Tensor, dtype: torch.dtype) -> Tensor:
     """Whether each row is represented exactly by its scale and zero point (bool, one per row)."""
-    whole = _to_integers(rows, dtype, scales, points, 0)
-    return (dequantize_values(whole, scales, points.to(dtype), 0) == rows).all(1)
+    integers = _to_integers(rows, dtype, scales, points, 0)
+    return (dequantize_values(integers, scales, points.to(dtype), 0) == rows).all(1)
 
 
-def _bias(module: nn.Module, node: fx.Node, stored: Mapping[str, QuantizedConstant]) -> dict[str, QuantizedConstant]:
+def _bias_grid(
+    module: nn.Module, node: fx.Node, stored: Mapping[str, QuantizedConstant]
+) -> dict[str, QuantizedConstant]:
     """The bias of a quantized layer in integers, by name; {} where it is not close to integers.
 
     Its scale is the scale of the input times that of the weight.
@@ -237,12 +241,12 @@ def _bias(module: nn.Module, node: fx.Node, stored: Mapping[str, QuantizedConsta
         return {}
     steps = scale.reshape(()) * kernel.scale
     ratio = tensor.double() / steps.double()
-    whole = ratio.round()
-    is_off = (ratio - whole).abs() > OFF + whole.abs() * 2 * torch.finfo(tensor.dtype).eps
-    if bool((is_off | (whole.abs() >= 2**31)).any()):
+    integers = ratio.round()
+    is_off = (ratio - integers).abs() > OFF + integers.abs() * 2 * torch.finfo(tensor.dtype).eps
+    if bool((is_off | (integers.abs() >= 2**31)).any()):
         return {}
-    whole = whole.to(torch.int32)
-    return {bias.target: QuantizedConstant(whole, steps, torch.zeros_like(steps, dtype=torch.int32), 0)}
+    integers = integers.to(torch.int32)
+    return {bias.target: QuantizedConstant(integers, steps, torch.zeros_like(steps, dtype=torch.int32), 0)}
 
 
 def opset_for(slim: fx.GraphModule, opset: int | None) -> int | None:

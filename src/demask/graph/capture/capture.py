@@ -1,4 +1,13 @@
-"""Capture: from an nn.Module to a Program, by torch.export, in eval mode, on a copy."""
+"""Capture: from an nn.Module to a Program, by torch.export, in eval mode, on a copy.
+
+Experts of transformers models. The library runs experts in a Python loop over those that tokens select
+("eager"), which cannot be captured, or all in one grouped product, which computes the same. A setting of
+the model selects one.
+
+Regions that torch.export stores as separate graphs are inlined: `with torch.no_grad():` in a model exported
+with gradients, a disabled autocast. Some calls are specialized to the sizes of the example, although they
+need not be: they get symbolic sizes again.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +18,11 @@ import io
 import itertools
 import logging
 import operator
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,17 +33,15 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.compat.ambient import one_at_a_time
 from demask.compat.fake_shapes import shapes_only
 from demask.compat.fake_tensors import FakeTensor, export_without_cache
 from demask.compat.fx_internals import signature_of
 from demask.compat.tracing import without_stack_traces
 from demask.errors import BadInput, DemaskError, NotExportable
 from demask.graph.capture.errors import DATA_DEPENDENT, check_call, export_error
-from demask.graph.capture.experts import export_with_grouped_experts
 from demask.graph.capture.export_guards import collect_conditions, describe_ranges, find_violated_guard
-from demask.graph.capture.inline_regions import inline_regions
 from demask.graph.capture.module_state import check_state, watch_attributes
-from demask.graph.capture.symbolic_sizes import symbolic_sizes
 from demask.graph.fake_values import mode_of
 from demask.graph.module_copy import buffers_as_numbers, structural_copy, without_caches
 from demask.graph.program import Constant, Program
@@ -40,6 +49,153 @@ from demask.graph.provenance import Interface
 from demask.graph.result.demasked_module import to_exportable
 from demask.ops.schema import fake
 from demask.pytree_paths import complete_keys
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def symbolic_sizes(network: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Inside, `len` and `take_along_dim` of tensors with dynamic sizes are symbolic: the former in
+    the files that define the network's classes. Other calls, also of other threads, are as before.
+    The value tells whether there was such a tensor."""
+    length, take = len, torch.take_along_dim
+    seen: list[Any] = []
+
+    def symbolic_length(value: Any, /) -> Any:
+        if isinstance(value, Tensor) and value.ndim and isinstance(value.shape[0], torch.SymInt):
+            seen.append(value)
+            return value.shape[0]
+        return length(value)
+
+    def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None, **out: Any) -> Tensor:
+        shapes = [input.shape, indices.shape]
+        is_symbolic = any(isinstance(size, torch.SymInt) for shape in shapes for size in shape)
+        if not is_symbolic or dim is None or out:
+            return take(input, indices, dim, **out)
+        seen.append(input)
+        before, after = slice(dim % input.ndim), slice(dim % input.ndim + 1, None)
+        wide = [torch.broadcast_shapes(*(shape[part] for shape in shapes)) for part in (before, after)]
+        x, index = (value.expand(*wide[0], value.shape[dim], *wide[1]) for value in (input, indices))
+        return x.gather(dim, index)
+
+    own = {kind.__module__ for module in network.modules() for kind in type(module).__mro__}
+    files = [sys.modules[name] for name in own if name in sys.modules and not _is_library(name)]
+    patches = [
+        (torch, "take_along_dim", take_along_dim),
+        (Tensor, "take_along_dim", take_along_dim),
+        *((file, "len", symbolic_length) for file in files),
+    ]
+    with one_at_a_time():
+        before = [vars(owner).get(name, _ABSENT) for owner, name, _ in patches]
+        try:
+            for owner, name, function in patches:
+                setattr(owner, name, function)
+            yield lambda: bool(seen)
+        finally:
+            for (owner, name, _), value in zip(patches, before, strict=True):
+                if value is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, value)
+
+
+def _is_library(name: str) -> bool:
+    """Whether a module is Python's or torch's."""
+    return name.partition(".")[0] in ("torch", "builtins", "typing", "abc", "collections")
+
+
+_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
+
+
+def inline_regions(module: fx.GraphModule) -> fx.Graph:
+    """The module's graph with regions inlined. Raises NotExportable for a region under an enabled
+    autocast, whose casts are in no graph."""
+    if _region(module.graph) is None:
+        return module.graph
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(module.graph, mapping)
+    graph.output(result)
+    while (node := _region(graph)) is not None:
+        _inline(graph, node, module)
+    return graph
+
+
+def _region(graph: fx.Graph) -> fx.Node | None:
+    """The first call of a region; None if there is none."""
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    return next((n for n in calls if str(n.target) in (_GRAD, _AUTOCAST)), None)
+
+
+def _inline(graph: fx.Graph, node: fx.Node, module: fx.GraphModule) -> None:
+    """Replace the call of a region by the region's calls."""
+    is_autocast = str(node.target) == _AUTOCAST
+    if is_autocast and node.args[2]:
+        raise NotExportable(
+            "a part of the model runs under torch.autocast",
+            "unknown",
+            "convert the model to the type that autocast would use, or export it without",
+        )
+    args: Any = node.args[4:] if is_autocast else node.args[1:]
+    module_node, *inputs = args
+    region: Any = module.get_submodule(str(module_node.target))
+    placeholders = [n for n in region.graph.nodes if n.op == "placeholder"]
+    mapping: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+    with graph.inserting_before(node):
+        output: Any = graph.graph_copy(region.graph, mapping)
+    for user in list(node.users):
+        if user.target is operator.getitem and isinstance(output, (tuple, list)):
+            user.replace_all_uses_with(output[user.args[1]])  # type: ignore[index]
+            graph.erase_node(user)
+    if isinstance(output, fx.Node):
+        node.replace_all_uses_with(output)
+    graph.erase_node(node)
+    if not module_node.users:
+        graph.erase_node(module_node)
+
+
+Export = tuple[ExportedProgram, tuple[str, ...]]  # and notes
+NOTE = "experts are computed by grouped products: a loop over the experts that tokens select cannot be captured"
+
+
+def export_with_grouped_experts(model: nn.Module, exports: Iterator[Export]) -> Iterator[Export]:
+    """The exports of a model. A model that loops over its experts uses grouped products during each
+    export, which a note states."""
+    if not _loops_over_experts(model):
+        yield from exports
+        return
+    while True:
+        with _grouped(model):
+            export = next(exports, None)
+        if export is None:
+            return
+        yield export[0], (*export[1], NOTE)
+
+
+def _loops_over_experts(model: nn.Module) -> bool:
+    """Whether a model runs its experts in a loop and can use grouped products. (A model without
+    experts has the setting, too, and refuses to change it.)"""
+    settings = getattr(model, "get_experts_implementation", None)
+    if not callable(settings) or "eager" not in settings().values():  # type: ignore[union-attr]
+        return False
+    try:
+        with _grouped(model):
+            return True
+    except ValueError:
+        return False
+
+
+@contextmanager
+def _grouped(model: nn.Module) -> Iterator[None]:
+    """Experts run by grouped products in the block. The model's settings, which copies share, are
+    restored after it."""
+    before = model.get_experts_implementation()  # type: ignore[operator]
+    model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)  # type: ignore[operator]
+
 
 _Export = tuple[ExportedProgram, tuple[str, ...]]  # and notes
 _LICENCE = (

@@ -5,11 +5,15 @@
     minimal:  re-randomizing any remaining slice of any weight changes some output
 
 Layers above `ops` may not be imported here, so `demask.demask` is passed as an argument.
+
+The last one, of the slices of a module's weights that no output depends on, complements the others, which
+an engine that removes nothing satisfies.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -25,10 +30,215 @@ from demask.errors import Mismatch, TableError
 from demask.ops import regions, schema
 from demask.ops.entry import Case, Declined, Shape, Table
 from demask.ops.flow import axis_of
-from demask.ops.laws.draws import Axes, draw_fill, draw_mask, draw_scale, draw_tensor, draw_tied_masks
-from demask.ops.laws.minimality import missed
 from demask.ops.relation import Relation, bind
 from demask.ops.schema import fake
+
+Draw = Callable[[int], tuple[Any, ...]]
+
+
+def missed(slim: nn.Module, args: tuple[Any, ...] | Draw, seeds: int = 3) -> list[str]:
+    """Slices of weights that no output depends on, as "name, axis 0: position 3".
+
+    Weights are parameters and floating-point buffers. Each slice of each axis is re-randomized
+    alone, unless its gradient is not zero for one of `seeds` random inputs. args: inputs, which are
+    shuffled, or a function that returns random inputs by an index. For float64 modules: differences
+    below 1e-12 of the largest output count as rounding.
+
+    >>> net = torch.nn.Linear(2, 3).double()
+    >>> missed(torch.nn.Sequential(net, torch.nn.Softmax(-1)), (torch.randn(4, 2).double(),))
+    []
+    """
+    oracle = _Oracle(slim, args if callable(args) else partial(_shuffled, args), seeds)
+    slices = []
+    for name, value in oracle.weights.items():
+        for axis, size in enumerate(value.shape):
+            has_gradient = oracle.moves[name]
+            other_axes = [k for k in range(value.ndim) if k != axis]
+            is_used = has_gradient.any(other_axes) if other_axes else has_gradient
+            slices += [
+                f"{name}, axis {axis}: position {k}"
+                for k in range(size)
+                if not bool(is_used[k]) and not oracle.moved(name, axis, k)
+            ]
+    return slices
+
+
+class _Oracle:
+    """A module, its outputs for random inputs, and the weights that have nonzero gradients."""
+
+    def __init__(self, slim: nn.Module, draw: Draw, seeds: int):
+        self.slim, self.draw, self.seeds = slim, draw, seeds
+        named = [*slim.named_parameters(), *slim.named_buffers()]
+        self.weights = {n: v.detach() for n, v in named if v.is_floating_point() and v.numel()}
+        self.draws: list[tuple[tuple[Any, ...], list[Tensor]]] = []
+        self.moves = {n: torch.zeros_like(v, dtype=torch.bool) for n, v in self.weights.items()}
+        for seed in range(seeds):
+            self._differentiate(self._draw(seed)[0])
+
+    def _differentiate(self, draw: tuple[Any, ...]) -> None:
+        """Mark the weights with a nonzero gradient of a random sum of the outputs."""
+        weights = {name: v.clone().requires_grad_() for name, v in self.weights.items()}
+        try:
+            outputs = [v for v in _tensors(functional_call(self.slim, weights, draw)) if v.requires_grad]
+        except RuntimeError:
+            return  # Some op has no gradient for a weight: every slice is re-randomized.
+        if not outputs:
+            return
+        generator = torch.Generator().manual_seed(0)
+        total = sum((v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in outputs)
+        gradients = torch.autograd.grad(total, list(weights.values()), allow_unused=True)  # type: ignore[arg-type]
+        scale = max(float(v.detach().abs().max()) if v.numel() else 0.0 for v in outputs)
+        for name, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                self.moves[name] |= gradient.abs() > 1e-9 * scale
+
+    def moved(self, name: str, axis: int, position: int) -> bool:
+        """Whether an output changes if one slice of a weight is re-randomized or set to zero."""
+        value = self.weights[name]
+        generator = torch.Generator().manual_seed(position)
+        scale = float(value.abs().max()) + 1.0
+        for attempt in range(4 * self.seeds):
+            draw, before = self._draw(attempt)
+            changed = value.clone()
+            weight_slice = changed.select(axis, position)
+            random_slice = scale * torch.randn(weight_slice.shape, generator=generator, dtype=value.dtype)
+            weight_slice.copy_(random_slice if attempt % 3 < 2 else torch.zeros_like(random_slice))
+            with torch.no_grad():
+                after = _tensors(functional_call(self.slim, {name: changed}, draw))
+            if any(_differs(a, b) for a, b in zip(before, after, strict=True)):
+                return True
+        return False
+
+    def _draw(self, number: int) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """The random inputs with an index, and the module's outputs for them."""
+        while len(self.draws) <= number:
+            draw = self.draw(len(self.draws))
+            with torch.no_grad():
+                self.draws.append((draw, _tensors(self.slim(*draw))))
+        return self.draws[number]
+
+
+def _differs(a: Tensor, b: Tensor) -> bool:
+    """Whether two outputs differ by more than rounding."""
+    if not a.is_floating_point():
+        return not torch.equal(a, b)
+    is_equal = (a == b) | (a.isnan() & b.isnan())
+    if bool(is_equal.all()):
+        return False
+    gap, scale = (a - b).abs()[~is_equal].max(), a.abs().nan_to_num(0, 0, 0).max()
+    return bool(gap.isnan()) or bool(gap > 1e-12 * scale)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _shuffled(args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+    """Inputs with permuted values; floats are scaled by 0.9 to 1.1, except for seed 0."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        order = torch.randperm(leaf.numel(), generator=generator)
+        permuted = leaf.detach().reshape(-1)[order].reshape(leaf.shape)
+        if not permuted.is_floating_point() or seed == 0:
+            return permuted
+        return permuted * (0.9 + 0.2 * torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype))
+
+    return pytree.tree_map(draw, args)
+
+
+Axes = frozenset[int] | None
+
+
+def draw_tensor(shape: Shape, generator: torch.Generator, sizes: Iterable[int] | None = None) -> Tensor:
+    """A float64 tensor for a shape of a case. Some activations are integers, so that comparisons
+    and rounding see equal values."""
+    size = tuple(shape.sizes if sizes is None else sizes)
+    if isinstance(shape.of, int):
+        return torch.randint(shape.of, size, generator=generator)
+    uniform = torch.rand(size, generator=generator, dtype=torch.float64)
+    if shape.of == "bool":
+        return uniform < 0.5
+    if shape.of == "zero":
+        return torch.zeros(size, dtype=torch.float64)
+    if shape.of == "positive":
+        return 0.2 + 0.6 * uniform  # below 1 too: logit
+    value = torch.randn(size, generator=generator, dtype=torch.float64)
+    # + 0.0: atan2 distinguishes -0.0 from 0.0, and sums lose the sign.
+    return value if shape.constant else torch.where(uniform < 0.6, value.round() + 0.0, value)
+
+
+def draw_support(size: int, generator: torch.Generator) -> Tensor:
+    """The live positions of an axis, bool [size]: none, all, one, or random ones."""
+    choice = int(torch.randint(8, (), generator=generator))
+    if choice == 0:
+        return torch.zeros(size, dtype=torch.bool)
+    if choice == 1:
+        return torch.arange(size) == int(torch.randint(max(size, 1), (), generator=generator))
+    if choice < 5:
+        return torch.rand(size, generator=generator) < 0.5
+    return torch.ones(size, dtype=torch.bool)
+
+
+def draw_mask(sizes: Iterable[int], generator: torch.Generator, axes: Axes = None) -> Tensor:
+    """A bool mask, the product of a support per axis; fully live axes have size 1.
+
+    axes: those that may be masked; None: all.
+    """
+    sizes = list(sizes)
+    mask = torch.ones([1] * len(sizes), dtype=torch.bool)
+    for axis, size in enumerate(sizes):
+        support = draw_support(size, generator)
+        if (axes is None or axis in axes) and not bool(support.all()):
+            mask = mask & support.view([-1 if k == axis else 1 for k in range(len(sizes))])
+    return mask
+
+
+def draw_scale(mask: Tensor, of: str | int, generator: torch.Generator) -> Tensor:
+    """A factor per position, 0 where the mask is 0. There are two factors, so that equal values
+    occur."""
+    low, high = (0.5, 0.9) if of == "positive" else (0.5, 2.0)
+    pick = torch.rand(mask.shape, generator=generator) < 0.5
+    return torch.where(pick, low, high).double() * mask
+
+
+def draw_fill(mask: Tensor, of: str | int, generator: torch.Generator) -> Tensor:
+    """Values where the mask is 0: zeros, one value, or a value per position; 0 elsewhere."""
+    choice = int(torch.randint(3, (), generator=generator))
+    values = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    if of == "positive":
+        values = 0.2 + 0.6 * torch.rand(mask.shape, generator=generator, dtype=torch.float64)
+    elif choice == 0:
+        values = torch.zeros(mask.shape, dtype=torch.float64)
+    if choice == 1:
+        values = values.flatten()[:1].reshape([1] * mask.ndim).expand(mask.shape)
+    return values.masked_fill(mask, 0.0)
+
+
+def draw_tied_masks(relation: Relation, generator: torch.Generator) -> list[Tensor]:
+    """A mask per operand, the product of one support per letter: the input and the output of a
+    recurrence lose the same positions."""
+    support = {
+        letter: torch.ones(size or 1, dtype=torch.bool)
+        if letter in relation.complete
+        else draw_support(size or 1, generator)
+        for letter, size in relation.size.items()
+    }
+    support |= {letter: support[letter.removesuffix("^")] for letter in relation.back}
+    return [_mask_of(axes, support) for axes in relation.ins]
+
+
+def _mask_of(axes: Any, support: Mapping[str, Tensor]) -> Tensor:
+    """The product of the supports of all letters, in the shape of the axes."""
+    mask, shape = torch.ones((), dtype=torch.bool), []
+    for axis in axes:
+        for letter in axis:
+            mask = mask.unsqueeze(-1) & support[letter]
+        shape.append(math.prod(len(support[letter]) for letter in axis))
+    return mask.reshape(shape)
+
 
 Demask = Callable[..., fx.GraphModule]
 _TOLERANCE = 1e-10  # float64, relative: reordered sums of a few hundred terms

@@ -3,7 +3,7 @@
 A chain of one vector reads each weight once, so its seconds are bytes over bandwidth, plus a
 constant per call and per layer. Bandwidth depends on whether the bytes come from the last-level
 cache or from memory (`cached_shares`), and on the access pattern: all columns in order, some
-columns of each tile (pieces of 1 KB), weights of few bits as whole numbers, single rows. Each is
+columns of each tile (pieces of 1 KB), weights of few bits as integers, single rows. Each is
 measured with the kernels themselves, once per machine and number of threads, and stored with the
 other measurements of `machine.cost`.
 """
@@ -157,7 +157,7 @@ def here(threads: int | None = None) -> ChainRates:
     """The rates that decide conditions: this machine's, where they were measured and stored (as
     `explain` does), else `NOMINAL`. threads: None for as many as torch has now."""
     costs = Costs.open(threads=threads, measure=False)
-    rates = _rates(costs) if all(map(costs.measured, _names(costs))) else NOMINAL
+    rates = _measured_rates(costs) if all(map(costs.measured, _measurement_names(costs))) else NOMINAL
     return rates if plausible(rates) else NOMINAL
 
 
@@ -165,13 +165,13 @@ def measured(costs: Costs) -> ChainRates:
     """This machine's rates from `costs`: measured now or earlier, or estimated from its bandwidth.
 
     Rates that no machine has (`plausible`) come from a busy machine: they are measured once more,
-    and replaced by `NOMINAL` where that does not help. From memory, whole numbers and rows take as
+    and replaced by `NOMINAL` where that does not help. From memory, integers and rows take as
     long as from the cache, or as long as all or some columns from memory, whichever is longer.
     """
     for _ in range(2):
-        if plausible(rates := _rates(costs)):
+        if plausible(rates := _measured_rates(costs)):
             return rates
-        costs.forget(_names(costs))
+        costs.forget(_measurement_names(costs))
     return NOMINAL
 
 
@@ -187,26 +187,25 @@ def plausible(machine: ChainRates) -> bool:
     return calls and all(usual / WITHIN <= mine <= WITHIN * usual for mine, usual in pairs)
 
 
-def _names(costs: Costs) -> list[str]:
-    """The names of the measurements that the rates come from."""
-    large = [_large(costs, kind, NEAR) for kind in KINDS]
-    large += [_large(costs, kind, FAR) for kind in ("dense", "columns")]
-    large.append(_large(costs, "dense", MIDDLE))
-    return [q.name for q in (_small(costs, 1), _small(costs, 8), *large)]
+def _measurement_names(costs: Costs) -> list[str]:
+    large = [_large_layer(costs, kind, NEAR) for kind in KINDS]
+    large += [_large_layer(costs, kind, FAR) for kind in ("dense", "columns")]
+    large.append(_large_layer(costs, "dense", MIDDLE))
+    return [q.name for q in (_small_call(costs, 1), _small_call(costs, 8), *large)]
 
 
-def _rates(costs: Costs) -> ChainRates:
-    one, eight = (costs.seconds(_small(costs, layers)) for layers in (1, 8))
+def _measured_rates(costs: Costs) -> ChainRates:
+    one, eight = (costs.seconds(_small_call(costs, layers)) for layers in (1, 8))
     layer = max((eight - one) / 7, 0.0)
     call = max(one - layer, 0.0)
 
     def speed(kind: str, nbytes: int) -> float:
-        question = _large(costs, kind, nbytes)
+        question = _large_layer(costs, kind, nbytes)
         taken = costs.seconds(question) - call - layer
         return max(taken, 1e-9) / question.bytes
 
     near = {kind: speed(kind, NEAR) for kind in ("dense", "columns", "whole")}
-    rows_question = _large(costs, "rows", NEAR)
+    rows_question = _large_layer(costs, "rows", NEAR)
     rest = costs.seconds(rows_question) - call - layer - rows_question.bytes / 3 * near["whole"]
     near["rows"] = max(rest, 1e-9) / (rows_question.bytes * 2 / 3)
     far = {kind: max(speed(kind, FAR), near[kind]) for kind in ("dense", "columns")}
@@ -219,7 +218,7 @@ def _rates(costs: Costs) -> ChainRates:
     return ChainRates(near, far, call, layer, cache, costs.threads)
 
 
-def _small(costs: Costs, layers: int) -> Question:
+def _small_call(costs: Costs, layers: int) -> Question:
     """A measurement of a call that reads next to nothing."""
 
     def make() -> Callable[[], object]:
@@ -231,10 +230,10 @@ def _small(costs: Costs, layers: int) -> Question:
     return Question(f"chain of {layers}, {costs.threads} threads", 0, 64, make)
 
 
-def _large(costs: Costs, kind: str, room: int) -> Question:
+def _large_layer(costs: Costs, kind: str, room: int) -> Question:
     """A measurement of a layer that reads `room` bytes of weights in turn: all columns ("dense"),
-    one of SHARE, scattered, others in each call ("columns"), whole numbers ("whole"), or whole
-    numbers and then half of the rows ("rows": 1 to 2 of the bytes)."""
+    one of SHARE, scattered, others in each call ("columns"), integers ("whole"), or
+    integers and then half of the rows ("rows": 1 to 2 of the bytes)."""
     rows = 4096
     columns = room // rows if kind == "whole" else room // (4 * rows)
     columns = columns // 3 * 4 if kind == "rows" else columns

@@ -206,7 +206,7 @@ CHAIN = torch.ops.demask.chain.default
 
 
 def expand_chains(program: Program) -> Program:
-    """The program with torch's linear and relu in place of chains."""
+    """The program with torch's linear and relu instead of chains."""
     editor, aten = GraphEditor(program), torch.ops.aten
     for node in editor.calls(CHAIN):
         x, weights, text = node.args

@@ -134,11 +134,11 @@ class ChainPlanBuilder:
         lists = [self.listed(t, mode, x, columns) for t in range(self.threads)]
         self.seen.append(([count for *_, count in lists[:1]], [], []))
         if mode in ("dense", "columns"):
-            self._columns(layer, lists, out, gemv.AHEAD if mode == "columns" else 0)
+            self._write_columns(layer, lists, out, gemv.AHEAD if mode == "columns" else 0)
         elif columns > certify.MOST_COLUMNS:
             raise NoPlan(f"{columns} columns: more than {certify.MOST_COLUMNS} overflow")
         else:
-            self._certified(layer, mode, x, lists, out)
+            self._write_certified(layer, mode, x, lists, out)
 
     def listed(self, thread: int, mode: str, x: int, columns: int) -> tuple[int, int, int]:
         """Slots of the columns that are read: (column numbers, values, count)."""
@@ -152,15 +152,15 @@ class ChainPlanBuilder:
         self.call(thread, gemv.CompactKernel(), gemv.COMPACT, x=x, n=columns, cols=cols, values=values, count=count)
         return cols, values, count
 
-    def _columns(self, layer: ChainLayer, lists: Sequence[tuple[int, int, int]], out: int, ahead: int) -> None:
+    def _write_columns(self, layer: ChainLayer, lists: Sequence[tuple[int, int, int]], out: int, ahead: int) -> None:
         """Write a layer that reads listed columns. ahead: how many columns are prefetched; 0 for
         dense layers, whose order the processor predicts."""
         rows, columns = layer.weight.shape
         vectors = gemv.vectors_of(rows, self.isa, min(COLUMNS_MOST, self.isa.registers // 2))
-        weights = packing.tiled(layer.weight.numpy(), vectors, self.isa)
+        weights = packing.tile_columns(layer.weight.numpy(), vectors, self.isa)
         size = vectors * self.isa.lanes
         bias = None if layer.bias is None else layer.bias.numpy()
-        biases = packing.biases(bias, len(weights) * size)
+        biases = packing.pad_bias(bias, len(weights) * size)
         for t, (cols, values, count) in enumerate(lists):
             self.call(
                 t,
@@ -178,7 +178,7 @@ class ChainPlanBuilder:
                 out=out,
             )
 
-    def _certified(
+    def _write_certified(
         self, layer: ChainLayer, mode: str, x: int, column_lists: Sequence[tuple[int, int, int]], out: int
     ) -> None:
         """Write a layer whose first level, and second where there is one, proves rows zero."""
@@ -186,8 +186,8 @@ class ChainPlanBuilder:
         bits, slots, isa = 4 if mode == "two" else 8, self.slots, self.isa
         dot, vectors = (certify.dot_instruction(isa), gemv.vectors_of(rows, isa, certify.tile_vectors(isa)))
         weight, bias = layer.weight.numpy(), None if layer.bias is None else layer.bias.numpy()
-        first, second = packing.planes(weight, bias, bits, vectors, isa)
-        width, count = 32 // bits, packing.tiles(rows, vectors, isa)
+        first, second = packing.pack_levels(weight, bias, bits, vectors, isa)
+        width, count = 32 // bits, packing.count_tiles(rows, vectors, isa)
         list_bytes = 4 * (rows + vectors * isa.lanes + gemv.SLACK)
         open_lists, open_counts = slots.lists(self.threads, list_bytes)
         sums = [slots.several(self.threads, list_bytes) for _ in range(2)] if second else [0, 0]
@@ -207,19 +207,19 @@ class ChainPlanBuilder:
         if second is not None:
             first_lists, first_counts = open_lists, open_counts
             open_lists, open_counts = slots.lists(self.threads, list_bytes)
-            for t, (u0, u1, _, _, numbers, whole) in enumerate(inputs):
+            for t, (u0, u1, _, _, numbers, input_sums) in enumerate(inputs):
                 self.call(t, certify.SecondProofKernel(dot), certify.SECOND_PROOF,
                           lists=first_lists, counts=first_counts, first=sums[0], second=sums[1],
                           threads=self.threads, thread=t, weights=self.keep_alive(second.weights),
                           constants=self.keep_alive(second.constants),
                           pitch=second.weights.shape[1], blocks=second.weights.shape[1] // 64,
-                          u0=u0, u1=u1, numbers=numbers, sums=whole, list=open_lists + t,
+                          u0=u0, u1=u1, numbers=numbers, sums=input_sums, list=open_lists + t,
                           left=open_counts + t)  # fmt: skip
             self.tape.phase()
         self.seen[-1][2].extend(range(open_counts, open_counts + self.threads))
-        self._rows(layer, column_lists, (open_lists, open_counts), out)
+        self._write_open_rows(layer, column_lists, (open_lists, open_counts), out)
 
-    def _rows(
+    def _write_open_rows(
         self, layer: ChainLayer, column_lists: Sequence[tuple[int, int, int]], open_rows: tuple[int, int], out: int
     ) -> None:
         """Write the exact rows that are not proved zero. open_rows: slots (lists, counts)."""
@@ -227,7 +227,7 @@ class ChainPlanBuilder:
         bias = None if layer.bias is None else layer.bias.numpy()
         (open_lists, open_counts), weight = open_rows, layer.weight
         self.tape.arrays.append(weight)
-        biases = self.keep_alive(packing.biases(bias, rows))
+        biases = self.keep_alive(packing.pad_bias(bias, rows))
         for t, (cols, values, listed) in enumerate(column_lists):
             self.call(
                 t,
@@ -247,7 +247,7 @@ class ChainPlanBuilder:
             )
 
     def quantised(self, thread: int, x: int, columns: int, width: int, largest: float) -> tuple[int, ...]:
-        """Slots of an input as whole numbers: (u0, u1, groups, group count, constants, sums)."""
+        """Slots of an input as integers: (u0, u1, groups, group count, constants, sums)."""
         slots, room = self.slots, -(-columns // 128) * 128 + 256
         u0, u1 = slots.new(room), slots.new(room)
         groups = slots.new(4 * (-(-columns // width) + gemv.SLACK))
@@ -276,7 +276,7 @@ def padded(layer: ChainLayer, mode: str, isa: Isa) -> int:
     rows = layer.weight.shape[0]
     most = min(COLUMNS_MOST, isa.registers // 2) if mode in ("dense", "columns") else certify.tile_vectors(isa)
     vectors = gemv.vectors_of(rows, isa, most)
-    return packing.tiles(rows, vectors, isa) * vectors * isa.lanes
+    return packing.count_tiles(rows, vectors, isa) * vectors * isa.lanes
 
 
 class ChainPlan:
@@ -340,7 +340,6 @@ class ChainPlan:
             return ChainMemory(Job(ready.entries, ready.ends, ready.threads, tables), arena)
 
     def _return_memory(self, memory: ChainMemory) -> None:
-        """Reuse the memory for another call."""
         if len(self.spare) < SPARE:
             self.spare.append(memory)
 

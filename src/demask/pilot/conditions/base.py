@@ -22,6 +22,10 @@ from demask.pages import Box, InTerminal, Lines, NetworkPicture, OnPage, Page, P
 UNCHANGED = ("dense", "as it was")  # how a layer is run of which nothing is left out
 
 
+Args = tuple[Any, ...]  # inputs of a network, by position
+Kwargs = Mapping[str, Any] | None  # and by name
+
+
 @runtime_checkable
 class Condition(Protocol):
     """The interface of conditions: a policy that derives a network which does a part of the work.
@@ -56,9 +60,7 @@ class Condition(Protocol):
 
     name: ClassVar[str]
 
-    def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any, table: Table
-    ) -> nn.Module:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table) -> nn.Module:
         """The conditioned module: same inputs, outputs of the same shapes, less work.
 
         Args:

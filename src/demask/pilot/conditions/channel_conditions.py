@@ -8,40 +8,274 @@ network that the table covers can be conditioned. What is not computed is 0 (`Sk
 The pilot is a simplified network, which runs on the live input first; or execution data of an
 earlier frame or a calibration set, which `module.update(data)` replaces. All inputs of a batch
 share one index: a position is important where it is so for one of them.
-"""
+
+A layer is conditioned at its value before that is joined with another: the output of the last call
+after it that works on each position alone and reads nothing else but constants: its norm, its
+activation. Positions that are left out there are left out of the layer and of all calls between; after
+a sum they would be left out of what the layer is added to. An observer program returns one magnitude
+per position of each of these values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
+from demask.facts.known import Key
 from demask.graph.editor import GraphEditor
-from demask.graph.program import Program
+from demask.graph.program import Program, copy_tensors
+from demask.graph.queries import only_reader
+from demask.graph.result.demasked_module import Demasked
 from demask.numerics import is_integer, is_number
-from demask.ops import TABLE, Table
+from demask.ops import TABLE, Declined, Relation, Table
 from demask.ops.schema import fake
-from demask.pilot.conditions.base import Conditioned, Decision
-from demask.pilot.conditions.conditioned_values import ConditionedValue, means, observing, targets_of, targets_of_layers
-from demask.pilot.conditions.indexed_module import ChosenPositions, Supported
+from demask.pilot.conditions.base import Args, Conditioned, Decision, Kwargs
 from demask.pilot.data.execution_data import ExecutionData
-from demask.pilot.data.sliced_run import flat
+from demask.pilot.data.measured_values import batch_axis
+from demask.pilot.data.sliced_run import LoadedConstants, flat, walk
 from demask.pilot.simplifiers.rounding import quantized
 from demask.pilot.simplifiers.simplify import Simplifier, simplify
-from demask.pilot.weight_layers import by_rows, from_rows, layers_of
+from demask.pilot.weight_layers import WeightLayer, by_rows, from_rows, layers_of
+from demask.shrink.build_uncut import build_sharing, build_uncut
 from demask.shrink.layout.cells import RunTimeIndex
+from demask.shrink.layout.ties import is_join
 from demask.shrink.pipeline import canonicalize, capture_program
-from demask.shrink.runtime_index.analysis import IndexedSupport
-from demask.shrink.runtime_index.rewrite import add_inputs
+from demask.shrink.runtime_index import IndexedSupport, add_inputs, emit_indexed, emit_masked
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPositions:
+    """How positions are chosen from magnitudes.
+
+    layers, sizes: the layers, and how many positions each has. keep: the share that is computed.
+    threshold: or those above `threshold` times the mean of their layer. rest: whether the others
+    are indexed too. values: whether the pilot's values are used.
+    """
+
+    layers: tuple[str, ...]
+    sizes: tuple[int, ...]
+    keep: float | None
+    threshold: float | None
+    rest: bool = False
+    values: bool = False
+
+    def indices(self, magnitudes: Sequence[Tensor]) -> list[Tensor]:
+        """int64 [k] per layer, rising; with `rest`, then the others.
+
+        >>> ChosenPositions(("a",), (4,), 0.5, None).indices([torch.tensor([1.0, 3.0, 0.0, 2.0])])
+        [tensor([1, 3])]
+        """
+        indices = [self._index(m) for m in magnitudes]
+        return indices + [_others(i, n) for i, n in zip(indices, self.sizes, strict=True)] * self.rest
+
+    def _index(self, magnitudes: Tensor) -> Tensor:
+        if self.keep is not None:
+            count = max(1, round(self.keep * len(magnitudes)))
+            return magnitudes.topk(count).indices.sort().values
+        assert self.threshold is not None
+        above = (magnitudes > self.threshold * magnitudes.mean()).nonzero().squeeze(1)
+        return above if len(above) else magnitudes.argmax().reshape(1)
+
+
+def _others(index: Tensor, size: int) -> Tensor:
+    mask = torch.ones(size, dtype=torch.bool, device=index.device)
+    return mask.index_fill(0, index, False).nonzero().squeeze(1)
+
+
+class Supported(nn.Module):
+    """A network of which a pilot chooses what is computed, call by call.
+
+    pilot: returns magnitudes (and values); None where `update` sets them. network: takes the
+    inputs, the indices, and the pilot's values. chosen: how indices follow from magnitudes.
+    conditioned: what was done. last: the index of each layer in the last call.
+    """
+
+    conditioned: Conditioned
+
+    def __init__(
+        self,
+        program: Program,
+        picks: Mapping[Key, IndexedSupport],
+        observer: Program | None,
+        chosen: ChosenPositions,
+        conditioned: Conditioned,
+        table: Table,
+    ):
+        super().__init__()
+        analysis = Analysis(copy_tensors(program), table)
+        self.network: Demasked = build_sharing(analysis, emit_indexed(analysis, picks), ())
+        # torch has no convolution of no channels: where an index is empty all is computed.
+        self.full: Demasked = build_sharing(analysis, emit_masked(analysis, picks), ())
+        self.pilot = None
+        if observer is not None:
+            self.pilot = build_uncut(Analysis(observer, table), observer, ())
+        self.chosen, self.conditioned = chosen, conditioned
+        self.last: tuple[Tensor, ...] = ()
+        for k in range(len(chosen.layers) if observer is None else 0):
+            self.register_buffer(f"magnitude_{k}", None)
+        self.eval()
+
+    def update(self, data: ExecutionData) -> None:
+        """Take the indices of later calls from other execution data, such as of the frame before.
+
+        Raises BadInput where a pilot runs on the live input, or a layer or position is missing.
+        """
+        if self.pilot is not None:
+            raise BadInput(
+                "expected a module conditioned by ExecutionData; this one's pilot runs "
+                "on the live input, and needs no update"
+            )
+        for k, (name, size) in enumerate(zip(self.chosen.layers, self.chosen.sizes, strict=True)):
+            priorities = data.priorities(name)
+            if len(priorities) != size:
+                raise BadInput(
+                    f"expected magnitudes of {size} positions of {name!r}, one per "
+                    f"channel or unit, got {len(priorities)} {data.per}s"
+                )
+            setattr(self, f"magnitude_{k}", priorities.clone())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        magnitudes, values = self._piloted(args, kwargs)
+        return self.run(self.chosen.indices(magnitudes), args, kwargs, values)
+
+    def run(self, indices: Sequence[Tensor], args: Args, kwargs: Kwargs = None, values: Sequence[Tensor] = ()) -> Any:
+        """The outputs for indices of your own, int64 [k] of distinct positions per layer."""
+        self.last = tuple(indices)
+        network = self.network if all(len(index) for index in indices) else self.full
+        return network(*args, *indices, *values, **dict(kwargs or {}))
+
+    def _piloted(self, args: Args, kwargs: Mapping[str, Any]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        count = len(self.chosen.layers)
+        if self.pilot is None:
+            return [getattr(self, f"magnitude_{k}") for k in range(count)], ()
+        results = self.pilot(*args, **kwargs)
+        return results[:count], results[count:]
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionedValue:
+    """A value that is conditioned. layer: the name of its layer. node: the call that returns the
+    value.
+    axis: of its positions. size: how many."""
+
+    layer: str
+    node: fx.Node
+    axis: int
+    size: int
+
+
+def targets_of(analysis: Analysis) -> tuple[tuple[ConditionedValue, ...], tuple[Decision, ...]]:
+    """The conditioned values in the order in which they run, and why other layers have none."""
+    targets, declined = [], []
+    for layer in layers_of(analysis):
+        why = _unfit(layer)
+        node = _end(layer.node, analysis.relations)
+        if not why and any(reader.op == "output" for reader in node.users):
+            why = "the network's output is returned in full"
+        if why:
+            declined.append(Decision(layer.name, "dense", why))
+            continue
+        assert layer.axis is not None
+        targets.append(ConditionedValue(layer.name, node, layer.axis, fake(node).shape[layer.axis]))
+    return tuple(targets), tuple(declined)
+
+
+def _unfit(layer: WeightLayer) -> str:
+    """Why a layer is not conditioned; "" where it can be."""
+    if layer.axis is None:
+        return "a recurrent call reads its full output"
+    if not layer.relation.contracted:
+        return "it works on each channel alone, and follows what it reads"
+    size = fake(layer.node).shape[layer.axis]
+    if not isinstance(size, int) or size < 2:
+        return "it has one position, or as many as the input says"
+    return ""
+
+
+def _end(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]) -> fx.Node:
+    while (reader := only_reader(node)) is not None:
+        relation = relations.get(reader)
+        if not isinstance(relation, Relation) or not _follows(relation, node):
+            break
+        node = reader
+    return node
+
+
+def _follows(relation: Relation, node: fx.Node) -> bool:
+    """Whether a call works on each position of a value alone, with constants."""
+    if relation.entry.fill != "run" or relation.entry.free or len(relation.outs) != 1:
+        return False
+    marked = relation.window | relation.complete | relation.moved | relation.back
+    if marked or is_join(relation):
+        return False
+    mine = [relation.ins[k] for k, o in enumerate(relation.operands) if o.value is node]
+    same = fake(relation.node).ndim == fake(node).ndim
+    return same and all(axes == relation.outs[0] for axes in mine)
+
+
+def targets_of_layers(targets: Iterable[ConditionedValue], layers: Sequence[str], what: str) -> list[ConditionedValue]:
+    """The targets of these layers; raises BadInput where one has none."""
+    known = {target.layer: target for target in targets}
+    missing = [name for name in layers if name not in known]
+    if missing:
+        raise BadInput(
+            f"expected {what} to have layer {missing[0]!r}, as the network has; its "
+            f"layers are {', '.join(list(known)[:5])}, …"
+        )
+    return [known[name] for name in layers]
+
+
+def observing(program: Program, targets: Sequence[ConditionedValue], *, values: bool = False) -> Program:
+    """The program that returns one magnitude per position of each target: the mean |value|, the
+    largest over the inputs of a batch. values: also return the values themselves, after the
+    magnitudes."""
+    editor = GraphEditor(program)
+    output = editor.graph.output_node()
+    with editor.graph.inserting_before(output):
+        nodes = [editor.copies[target.node] for target in targets]
+        results = [_magnitude(editor, n, t.axis) for n, t in zip(nodes, targets, strict=True)]
+        results += nodes if values else []
+    output.args = (tuple(results),)
+    spec = pytree.tree_structure((0,) * len(results))
+    return replace(editor.finish(), out_spec=spec)
+
+
+def _magnitude(editor: GraphEditor, node: fx.Node, axis: int) -> fx.Node:
+    batch, rank = batch_axis(node), fake(node).ndim
+    rest = [k for k in range(rank) if k not in (axis, batch)]
+    magnitude = editor.call(aten.abs.default, node)
+    if rest:
+        magnitude = editor.call(aten.mean.dim, magnitude, rest)
+    if batch is not None and batch != axis:
+        over = 0 if batch < axis else 1
+        more = [0, 1, 0, 0] if over else [0, 0, 0, 1]  # one input of zeros: a batch may be empty
+        magnitude = editor.call(aten.constant_pad_nd.default, magnitude, more)
+        magnitude = editor.call(aten.amax.default, magnitude, [over])
+    return magnitude
+
+
+def means(program: Program, targets: Sequence[ConditionedValue], leaves: list[object]) -> list[Tensor]:
+    """The mean of each target per position, over one call; each with the rank of its value."""
+    mean_of: dict[fx.Node, Tensor] = {}
+    nodes = {target.node: target.axis for target in targets}
+
+    def see(_: int, node: fx.Node, value: Tensor) -> None:
+        if node in nodes:
+            rest = [k for k in range(value.ndim) if k != nodes[node]]
+            mean_of[node] = value.mean(rest, keepdim=True) if rest else value
+
+    walk(program, LoadedConstants(program), [leaves], see)
+    return [mean_of[target.node] for target in targets]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +341,7 @@ class Skip(_Selective):
 
     name: ClassVar[str] = "skip"
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> Supported:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> Supported:
         """The module in which channels that are not computed are 0.
 
         Arguments are those of `Condition.applied`.
@@ -167,14 +394,7 @@ class ConstantChannels(_Selective):
         if self.value != "mean" and (not is_number(self.value) or math.isinf(float(self.value))):
             raise BadInput(f"expected a finite number or 'mean' for value, got {self.value!r}")
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> Supported:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> Supported:
         """The module with constants in the other channels.
 
         Arguments are those of `Condition.applied`.
@@ -223,14 +443,7 @@ class PilotValue(_Selective):
 
     name: ClassVar[str] = "value"
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> Supported:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> Supported:
         """The module with the pilot's values in the other channels.
 
         Arguments are those of `Condition.applied`.
@@ -282,14 +495,7 @@ class Precision(_Selective):
         if not is_integer(self.bits) or not 1 <= self.bits <= 16:
             raise BadInput(f"expected 1 to 16 bits, got {self.bits!r}; such as 8")
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> Supported:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> Supported:
         """The module with rounded weights in the other channels.
 
         Arguments are those of `Condition.applied`.
@@ -303,7 +509,7 @@ Kind = Skip | ConstantChannels | PilotValue | Precision
 class _Draft:
     """A condition that is being applied: the program, its conditioned values, and the pilot."""
 
-    def __init__(self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any, table: Table):
+    def __init__(self, kind: Kind, model: nn.Module, args: Args, kwargs: Any, pilot: Any, table: Table):
         self.kind, self.args, self.kwargs = kind, args, dict(kwargs or {})
         self.program = canonicalize(capture_program(model, args, kwargs, None), table)
         self.analysis = Analysis(self.program, table)

@@ -4,7 +4,7 @@ A pilot measures the activity of each tile: the network at a lower resolution, o
 the input. Tiles above a threshold become a few rectangles, and there the network is run exactly,
 with the halo that its layers read (`traverse.execution.region_runner`). Elsewhere the output is the
 pilot's answer, a constant, or a function of the input. Where rectangles would cost more than the
-image, the whole image is run.
+image, the full image is run.
 
 The activity of an image: one magnitude per tile.
 
@@ -14,7 +14,7 @@ largest value of those that it touches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from demask.errors import BadInput
 from demask.numerics import is_integer, is_number
 from demask.ops import TABLE, Table
 from demask.ops.schema import fake
-from demask.pilot.conditions.base import Conditioned, Decision
+from demask.pilot.conditions.base import Args, Conditioned, Decision, Kwargs
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.execution.region_runner import Rectangle, RegionNetwork, fit_cost, rectangles, refusals
@@ -100,7 +100,7 @@ def _spans(length: int, map_size: int, tile: int, grow: int) -> list[tuple[int, 
     """Per tile, the range of positions that it touches on a map of `map_size` positions over
     `length`.
 
-    Positions that are no whole number of the image's may be one off: of blocks of eight the last is
+    Positions that are no integer multiple of the image's may be one off: of blocks of eight the last is
     often smaller.
     """
     slack = int(length % map_size != 0)
@@ -121,7 +121,7 @@ def contrasts(answers: Sequence[Tensor]) -> Tensor:
 
 
 def together(maps: Sequence[Tensor]) -> Tensor:
-    """One map of several, of the size of the largest: the largest value at each place."""
+    """One map of several, of the size of the largest: the largest value at each position."""
     largest = max(maps, key=lambda one: one.shape[1] * one.shape[2])
     size = (largest.shape[1], largest.shape[2])
     spread = [F.adaptive_max_pool2d(one, size) if one.shape != largest.shape else one for one in maps]
@@ -176,7 +176,7 @@ class Regions:
     above the threshold are covered by a few rectangles. In these the network is run, with the halo
     (the positions around a rectangle that its layers read). Values there are those of the full run
     up to rounding: float64 differs by at most 1e-12 of the largest value, float32 in the last
-    digits. Where the rectangles would cost more than the image, the whole image is run. Regions are
+    digits. Where the rectangles would cost more than the image, the full image is run. Regions are
     for inference on the CPU.
 
     The pilot (the cheap first run) is one of these:
@@ -205,7 +205,7 @@ class Regions:
     Raises:
         BadInput: `tile` is below 1, `grow` below 0, or `fill` another text; when the condition is
             applied: the pilot does not fit, fill="pilot" without a pilot that is a network, or a
-            layer reads the whole image (a norm over the image, a global pool, attention); when the
+            layer reads the full image (a norm over the image, a global pool, attention); when the
             conditioned module is called: images have another size than the example's.
         NotExportable: when the condition is applied: torch.export cannot capture the model.
 
@@ -243,14 +243,7 @@ class Regions:
                 f"expected fill={PILOT!r}, a number or a function of the network's arguments, got {self.fill!r}"
             )
 
-    def applied(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        pilot: Any,
-        table: Table = TABLE,
-    ) -> InRegions:
+    def applied(self, model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table = TABLE) -> InRegions:
         """The module that runs the model in regions, for inference on the CPU.
 
         The module shares the model's weights.
@@ -258,7 +251,7 @@ class Regions:
         Arguments are those of `Condition.applied`; `pilot` may also be a function.
 
         Raises:
-            BadInput: a layer reads the whole image, or the pilot does not fit.
+            BadInput: a layer reads the full image, or the pilot does not fit.
             NotExportable: torch.export cannot capture the model.
         """
         runs, text = _pilot(model, args, kwargs, pilot, table)
@@ -267,18 +260,18 @@ class Regions:
                 "fill='pilot' needs a pilot that answers as the network does, as does "
                 f"'downsample:8:bilinear'; got {text}: or set fill=0.0"
             )
-        whole = tiled(model, args, kwargs, memory=2**62, table=table)
-        reasons = refusals(whole.ready().flow)
+        tiled_model = tiled(model, args, kwargs, memory=2**62, table=table)
+        reasons = refusals(tiled_model.ready().flow)
         if reasons:
             raise BadInput(_refused(halo(model, args, kwargs, table=table), reasons))
-        return InRegions(self, whole, runs, text)
+        return InRegions(self, tiled_model, runs, text)
 
     @staticmethod
     def missed(full: Tensor, fill: Tensor, where: Tensor, tolerance: float) -> Missed:
         """The share of one output that a choice of regions left out.
 
         Args:
-            full: output of the whole run, float [images, channels, rows, columns].
+            full: output of the full run, float [images, channels, rows, columns].
             fill: output where nothing is run; a tensor that broadcasts to the shape of `full`.
             where: bool [images, rows, columns], True where the network was run.
             tolerance: difference above which a position matters, the largest over the channels.
@@ -301,7 +294,7 @@ class Regions:
 
 
 def _pilot(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any, table: Table
+    model: nn.Module, args: Args, kwargs: Kwargs, pilot: Any, table: Table
 ) -> tuple[nn.Module | Answers | None, str]:
     """What runs first, and its name."""
     if pilot is None:
@@ -322,29 +315,29 @@ def _refused(reach: Halo, reasons: Sequence[str]) -> str:
     calls = [str(one) for one in reach.barriers]
     return (
         "the network cannot be run in regions: parts of an image do not determine parts of "
-        "its output\n  " + "\n  ".join(calls or reasons) + "\nRun it whole, or condition "
+        "its output\n  " + "\n  ".join(calls or reasons) + "\nRun it in full, or condition "
         "it otherwise, such as by 'route'"
     )
 
 
 @dataclass(frozen=True)
 class Ran:
-    """How one image was run. selected: the share of its positions in selected tiles; places: the
-    rectangles that were run, size: of the image. macs: multiply-adds with halos; macs_whole: of the
-    whole image. whole: whether rectangles would have cost more."""
+    """How one image was run. selected: the share of its positions in selected tiles; areas: the
+    rectangles that were run, size: of the image. macs: multiply-adds with halos; macs_full: of the
+    full image. is_full: whether rectangles would have cost more."""
 
     selected: float
-    places: tuple[Rectangle, ...]
+    areas: tuple[Rectangle, ...]
     size: tuple[int, int]
     macs: int
-    macs_whole: int
-    whole: bool
+    macs_full: int
+    is_full: bool
 
     @property
     def where(self) -> Tensor:
         """What was run: bool [rows, columns]."""
         covered = torch.zeros(self.size, dtype=torch.bool)
-        for top, bottom, left, right in self.places:
+        for top, bottom, left, right in self.areas:
             covered[top:bottom, left:right] = True
         return covered
 
@@ -355,13 +348,13 @@ class Ran:
 
     @property
     def work(self) -> float:
-        """Multiply-adds over those of the whole image."""
-        return self.macs / self.macs_whole if self.macs_whole else 1.0
+        """Multiply-adds over those of the full image."""
+        return self.macs / self.macs_full if self.macs_full else 1.0
 
     def __str__(self) -> str:
-        how = f"rectangles: {len(self.places)} with {self.covered:.1%}".replace("%", " %")
-        part = f"{self.selected:.1%}".replace("%", " %")
-        return f"{part} of positions selected; {'whole' if self.whole else how}; {self.work:.3f} of the multiply-adds"
+        how = "full image" if self.is_full else f"rectangles: {len(self.areas)} with {self.covered:.1%}"
+        text = f"{self.selected:.1%} of positions selected; {how}; {self.work:.3f} of the multiply-adds"
+        return text.replace("%", " %")
 
 
 @dataclass(frozen=True)
@@ -383,10 +376,10 @@ class InRegions(nn.Module):
     """A network that runs where an image has activity. conditioned: what was decided; last: how the
     last call ran."""
 
-    def __init__(self, condition: Regions, whole: Tiled, pilot: Any, text: str):
+    def __init__(self, condition: Regions, tiled_model: Tiled, pilot: Any, text: str):
         super().__init__()
-        self.condition, self.whole, self.pilot = condition, whole, pilot
-        self.windows = RegionNetwork.of(whole.ready().flow)
+        self.condition, self.tiled_model, self.pilot = condition, tiled_model, pilot
+        self.windows = RegionNetwork.of(tiled_model.ready().flow)
         self.last = Last()
         rows, columns = self.windows.size
         side = condition.tile
@@ -410,14 +403,14 @@ class InRegions(nn.Module):
                 if not state:
                     state.append(self._begun(here.flow, args, kwargs, flat, results, n))
                 ran.append(self._ran(state[0][k]))
-                if ran[-1].whole:
+                if ran[-1].is_full:
                     return run_image(module, here, flat, results, k, n)
                 inputs = constants(module, here.flow) | dict(zip(here.flow.inputs, flat, strict=True))
                 outputs = dict(zip(here.flow.outputs, results, strict=True))
-                return {}, self.windows.run(ran[-1].places, inputs, outputs, k)
+                return {}, self.windows.run(ran[-1].areas, inputs, outputs, k)
 
             try:
-                outputs = call_by_image(self.whole, args, kwargs, run)
+                outputs = call_by_image(self.tiled_model, args, kwargs, run)
             except ValueError as error:
                 raise _unlike(error) from error
         self.last = Last(tuple(ran))
@@ -425,13 +418,13 @@ class InRegions(nn.Module):
 
     def filled(self, *args: Any, **kwargs: Any) -> Any:
         """The output where nothing is run, as the network would return it."""
-        flow = self.whole.ready().flow
+        flow = self.tiled_model.ready().flow
         with torch.no_grad():
             fills = self._fills(flow, self._answers(args, kwargs), args, kwargs)
             count = next(x.shape[0] for x in _tensors((args, kwargs)))
             shapes = [(count, *fake(node).shape[1:]) for node in flow.outputs]
             expanded = [fill.expand(shape) for fill, shape in zip(fills, shapes, strict=True)]
-        return pytree.tree_unflatten(expanded, signature_of(self.whole.graph).out_spec)
+        return pytree.tree_unflatten(expanded, signature_of(self.tiled_model.graph).out_spec)
 
     def _begun(self, flow: Flow, args: Any, kwargs: Any, flat: Sequence[Any], results: list[Any], n: int) -> Tensor:
         """Fill all results; which tiles of each image are selected."""
@@ -452,7 +445,6 @@ class InRegions(nn.Module):
         return per_tile(activity, self.windows.size, side, grow) > self.condition.threshold
 
     def _answers(self, args: Any, kwargs: Any) -> list[Tensor] | None:
-        """The pilot's answers, where it is a network."""
         return _tensors(self.pilot(*args, **kwargs)) if isinstance(self.pilot, nn.Module) else None
 
     def _activity(self, args: Any, kwargs: Any) -> Tensor:
@@ -478,12 +470,13 @@ class InRegions(nn.Module):
     def _ran(self, selected: Tensor) -> Ran:
         """How to run an image with these tiles selected."""
         side, size = self.condition.tile, self.windows.size
-        places = rectangles(selected, side, size, self._cost)
-        selected_share = float(_spread(selected, side, size).double().mean())
-        if sum(map(self.windows.seconds, places)) >= self._seconds:
+        areas = rectangles(selected, side, size, self._cost)
+        tiles = selected.repeat_interleave(side, 0).repeat_interleave(side, 1)
+        selected_share = float(tiles[: size[0], : size[1]].double().mean())
+        if sum(map(self.windows.seconds, areas)) >= self._seconds:
             return Ran(selected_share, (self._all,), size, self._macs, self._macs, True)
-        macs = sum(map(self.windows.macs, places))
-        return Ran(selected_share, places, size, macs, self._macs, False)
+        macs = sum(map(self.windows.macs, areas))
+        return Ran(selected_share, areas, size, macs, self._macs, False)
 
 
 def _unlike(error: ValueError) -> ValueError:
@@ -495,12 +488,6 @@ def _unlike(error: ValueError) -> ValueError:
         f"{what}. Regions are for images of the example's size, for several at once if the example "
         "has two or more: condition the network with such an example"
     )
-
-
-def _spread(selected: Tensor, side: int, size: tuple[int, int]) -> Tensor:
-    """The positions of selected tiles."""
-    large = selected.repeat_interleave(side, 0).repeat_interleave(side, 1)
-    return large[: size[0], : size[1]]
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.files.pt2.io import read_model
+from demask.files.pt2 import read_model
 from demask.graph.capture.capture import capture
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.isolation import in_isolation
@@ -22,9 +22,8 @@ from demask.graph.provenance import Cut, Provenance
 from demask.machine.byte_sizes import parse_memory
 from demask.ops import TABLE, Table
 from demask.pilot.data.execution_data import MEASURES, ExecutionData
-from demask.pilot.data.lazy_weights import ConstantSource, LoadedConstants, outlined, stored_source
 from demask.pilot.data.measured_values import MeasuredValue, sites_of
-from demask.pilot.data.sliced_run import each, flat, walk
+from demask.pilot.data.sliced_run import ConstantSource, LoadedConstants, each, flat, outlined, stored_source, walk
 from demask.shrink.pipeline import capture_program
 
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
@@ -104,7 +103,8 @@ def collect(
     run = walk(program, constants, leaves, gathered.see, budget=budget, progress=progress)
     single = isinstance(inputs, tuple)
     description = source or ("live input" if single else "calibration set")
-    count = _count(leaves)
+    firsts = [next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1) for call in leaves]
+    count = sum(firsts)
     text = f"{description}, {count} input{'s' if count != 1 else ''}"
     return ExecutionData(per, gathered.magnitudes(), text, measure, gathered.grids, run.slices, run.peak_weight_bytes)
 
@@ -132,12 +132,6 @@ def _read(
 def _cuts(model: Any) -> Mapping[str, Cut]:
     record = getattr(model, "demasked", None)
     return record.cuts if isinstance(record, Provenance) else {}
-
-
-def _count(leaves: list[list[Any]]) -> int:
-    """Inputs in all calls: sizes of their first axes."""
-    firsts = [next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1) for call in leaves]
-    return sum(firsts)
 
 
 class _Gathered:

@@ -125,7 +125,6 @@ def _tokens(layer: WeightLayer, batch: int | None) -> int | None:
 
 
 def _remaining(layer: WeightLayer, cuts: Mapping[str, Cut]) -> tuple[tuple[int, ...] | None, int | None]:
-    """Which rows of the original weight are left."""
     cut = cuts.get(layer.weight)
     if cut is None or len(layer.rows) != 1:
         return None, None
@@ -174,7 +173,6 @@ def _heads(relations: Mapping[fx.Node, Relation | Declined]) -> list[MeasuredVal
 
 
 def _module(node: fx.Node, before: list[MeasuredValue]) -> str:
-    """The module of a call; the name of the call where that is not known."""
     stack: Any = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if path]
     name = paths[-1] if paths else node.name

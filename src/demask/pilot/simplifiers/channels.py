@@ -134,26 +134,25 @@ class _Ties:
         for node in program.graph.nodes:
             relation = relations.get(node)
             if isinstance(relation, Relation):
-                self._call(relation)
+                self._tie_call(relation)
             elif node.op == "output":
-                self._fixed(node.all_input_nodes)
+                self._fix_axes(node.all_input_nodes)
             elif node.op in ("placeholder", "get_attr", "call_function"):
-                self._opaque(node)
+                self._fix_opaque_call(node)
 
     def group(self, cells: Sequence[int]) -> int | None:
-        """The one cell that an axis is, if it may be cut."""
         cells_left = [c for c in self.cells.leaves(cells) if self.cells.size(c) != 1]
         return cells_left[0] if len(cells_left) == 1 and not self.cells.forced(cells_left[0]) else None
 
-    def _call(self, relation: Relation) -> None:
+    def _tie_call(self, relation: Relation) -> None:
         letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}
         for letter in relation.back:
             letters[letter] = letters[letter.removesuffix("^")]
         for k, axes in enumerate(relation.outs):
-            self.values[relation.node, k] = _cells(axes, letters)
+            self.values[relation.node, k] = _axis_cells(axes, letters)
         for k, operand in enumerate(relation.operands):
             if isinstance(operand.value, fx.Node):
-                self.slots[relation.node, k] = mine = _cells(relation.ins[k], letters)
+                self.slots[relation.node, k] = mine = _axis_cells(relation.ins[k], letters)
                 self._tie(mine, self.values.get(key_of(operand.value), ()))
 
     def _tie(self, mine: CellAxes, theirs: CellAxes) -> None:
@@ -161,10 +160,10 @@ class _Ties:
             if a and b and not self.cells.unify(a, b):
                 self.cells.force([*a, *b])
 
-    def _opaque(self, node: fx.Node) -> None:
+    def _fix_opaque_call(self, node: fx.Node) -> None:
         """A call without an entry keeps its shape, and so does all that it reads; constants have
         free axes."""
-        self._fixed(node.all_input_nodes)
+        self._fix_axes(node.all_input_nodes)
         for k, output in enumerate(schema.outputs(node)):
             if isinstance(output, Tensor):
                 axes = tuple((self.cells.new(size),) for size in schema.sizes(output))
@@ -172,13 +171,13 @@ class _Ties:
                 if node.op != "get_attr":
                     self.cells.force(cell for axis in axes for cell in axis)
 
-    def _fixed(self, nodes: Sequence[fx.Node]) -> None:
+    def _fix_axes(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:
             for axes in self.values.get(key_of(node), ()):
                 self.cells.force(axes)
 
 
-def _cells(axes: Sequence[Sequence[str]], letters: Mapping[str, int]) -> CellAxes:
+def _axis_cells(axes: Sequence[Sequence[str]], letters: Mapping[str, int]) -> CellAxes:
     return tuple(tuple(letters[letter] for letter in axis) for axis in axes)
 
 
@@ -196,7 +195,7 @@ def _masked_by(relation: Relation | Declined | None, operand: int) -> str | None
 def _masked(program: Program, groups: ChannelGroups, fraction: float) -> Program:
     constants = {name: replace(c, tensor=c.tensor.clone()) for name, c in program.constants.items()}
     for cell, members in groups.members.items():
-        scores = sum(_scores(program, members))
+        scores = sum(_relative_norms(program, members))
         assert isinstance(scores, Tensor)
         count = max(1, round(fraction * len(scores)))
         removed = scores.argsort(descending=True, stable=True)[count:]
@@ -205,7 +204,7 @@ def _masked(program: Program, groups: ChannelGroups, fraction: float) -> Program
     return program.with_graph(program.graph, constants)
 
 
-def _scores(program: Program, members: Sequence[ConstantAxis]) -> Iterator[Tensor]:
+def _relative_norms(program: Program, members: Sequence[ConstantAxis]) -> Iterator[Tensor]:
     """The squared norm of every position's weights, relative to the layer's mean."""
     for name, axis in members:
         weight = program.constants[name].tensor

@@ -79,7 +79,7 @@ class LowRank:
         """
         editor = GraphEditor(analysis.program)
         layers = layers_of(analysis.again(editor.finish()))
-        notes = [note for layer in layers for note in self._layer(editor, layer)]
+        notes = [note for layer in layers for note in self._factor_layer(editor, layer)]
         return build_uncut(analysis, editor.finish(), notes)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
@@ -91,9 +91,9 @@ class LowRank:
         """
         return weight.numel() * weight.element_size()
 
-    def _layer(self, editor: GraphEditor, layer: WeightLayer) -> Iterator[str]:
+    def _factor_layer(self, editor: GraphEditor, layer: WeightLayer) -> Iterator[str]:
         weight = editor.constants[layer.weight].tensor
-        if layer.relation.back or _groups(layer.node) != 1:
+        if layer.relation.back or schema.arguments(layer.node).get("groups", 1) != 1:
             kind = "recurrent" if layer.relation.back else "grouped"
             yield f"{layer.name}: a {kind} layer keeps its rank"
             return
@@ -103,7 +103,7 @@ class LowRank:
         rank = max(1, round(self.fraction * min(count, columns)))
         basis, mixed = factors(matrix, rank)
         thin = rank * (count + columns) < count * columns
-        if not (thin and _split(editor, layer, basis, mixed)):
+        if not (thin and _split_call(editor, layer, basis, mixed)):
             product = from_rows(mixed @ basis, weight, layer.rows)
             read = editor.replace_constant(layer.read, product, layer.node)
             layer.node.replace_input_with(layer.read, read)
@@ -119,11 +119,7 @@ def factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return root[:, None] * right[:rank], left[:, :rank] * root
 
 
-def _groups(node: fx.Node) -> int:
-    return int(schema.arguments(node).get("groups", 1))
-
-
-def _split(editor: GraphEditor, layer: WeightLayer, basis: Tensor, mixed: Tensor) -> bool:
+def _split_call(editor: GraphEditor, layer: WeightLayer, basis: Tensor, mixed: Tensor) -> bool:
     """Replace one call by two; False for ops for which that is not implemented."""
     node, weight = layer.node, editor.constants[layer.weight].tensor
     rank = len(basis)

@@ -40,7 +40,7 @@ class Bits:
         bits: bits per weight, an integer from 1 to 16. With 1 bit, a weight becomes its sign times
             the mean magnitude of its row or group.
         group: number of columns that share a scale, an integer of 1 or more; default None: the
-            whole row. The columns of a filter are its weights in the order of `weight.flatten(1)`;
+            full row. The columns of a filter are its weights in the order of `weight.flatten(1)`;
             the last group of a row may have fewer.
 
     Raises:
@@ -155,29 +155,29 @@ def quantized(rows: Tensor, bits: int, group: int | None = None) -> Tensor:
     wide = rows if rows.dtype == torch.float64 else rows.float()
     columns = wide.shape[1]
     if bits == 1:
-        parts, filled = _parts(wide, group), _parts(torch.ones_like(wide), group)
+        parts, filled = _split_into_groups(wide, group), _split_into_groups(torch.ones_like(wide), group)
         rounded = parts.sign() * parts.abs().sum(-1, keepdim=True) / filled.sum(-1, keepdim=True)
     else:
         q, scale = levels(wide, bits, group)
-        rounded = torch.where(scale == 0, _parts(wide, group), q * scale)
+        rounded = torch.where(scale == 0, _split_into_groups(wide, group), q * scale)
     return rounded.flatten(1)[:, :columns]
 
 
 def levels(rows: Tensor, bits: int, group: int | None = None) -> tuple[Tensor, Tensor]:
     """(q [rows, groups, columns of a group], scale [rows, groups, 1]) of a matrix [rows, columns],
-    floating point: whole numbers in its dtype, so that q times scale are the rounded weights. q is
+    floating point: integers in its dtype, so that q times scale are the rounded weights. q is
     0 where the scale is, and in the padding of the last group. bits: 2 or more.
 
     >>> q, scale = levels(torch.tensor([[0.5, -2.0, 1.0]]), 3)
     >>> q.tolist(), scale.flatten().tolist()
     ([[[1.0, -3.0, 2.0]]], [0.6666666865348816])
     """
-    parts = _parts(rows, group)
+    parts = _split_into_groups(rows, group)
     scale = parts.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
     return (parts / torch.where(scale == 0, torch.inf, scale)).round(), scale
 
 
-def _parts(rows: Tensor, group: int | None) -> Tensor:
+def _split_into_groups(rows: Tensor, group: int | None) -> Tensor:
     """[rows, columns] as [rows, groups, columns of a group], zeros after the last column."""
     count, columns = rows.shape
     width = max(columns if group is None else min(group, columns), 1)

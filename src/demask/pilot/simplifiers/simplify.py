@@ -168,6 +168,5 @@ _MAKERS: dict[str, Callable[..., Simplifier]] = {
 
 
 def _number(text: str) -> int | float:
-    """A whole number where it is one."""
     value = float(text)
     return int(value) if value.is_integer() else value

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from demask.prune.adapters.scheduled import ScheduledPruner
+from demask.prune.adapters import ScheduledPruner
 from demask.prune.pruner import Pruned, Pruner
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from demask.errors import BadInput
-from demask.prune.adapters.scheduled import ScheduledPruner
+from demask.prune.adapters import ScheduledPruner
 from demask.prune.pruner import Pruned, Pruner
 
 FILE = "pruner.pt"  # in the folder of a checkpoint

@@ -70,17 +70,17 @@ class Knapsack:
                 f"expected a budget of at least {name(self._cost(least))}, the least that can be "
                 f"reached with these groups and floors; got {name(self.budget)}"
             )
-        choice, tried = self._scaled(), []
+        choice, tried = self._largest_equal_share(), []
         most = {n: len(item.counts) - 1 for n, item in self.items.items()}
         if self._cost(most) <= self.budget:
             return self._counts(most)
         candidates = [choice]
         while choice not in tried and len(tried) < REFERENCES:
             tried.append(choice)
-            choice = self._separated(choice)
-            candidates.append(self._filled(self._within_budget(choice)))
+            choice = self._best_separately(choice)
+            candidates.append(self._fill_up(self._within_budget(choice)))
         best = max(candidates, key=self._value)  # the first of equal ones
-        return self._counts(self._exchanged(best))
+        return self._counts(self._exchange_while_better(best))
 
     def _counts(self, choice: Mapping[str, int]) -> Choice:
         return {name: item.counts[choice[name]] for name, item in self.items.items()}
@@ -91,25 +91,25 @@ class Knapsack:
     def _value(self, choice: Mapping[str, int]) -> float:
         return sum(item.values[choice[name]] for name, item in self.items.items())
 
-    def _scaled(self) -> Choice:
+    def _largest_equal_share(self) -> Choice:
         """The same share of all items, as large as fits: the first reference."""
         low, high = 0, 64  # in 64ths
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self._cost(self._share(middle / 64)) <= self.budget
+            fits = self._cost(self._choice_of_share(middle / 64)) <= self.budget
             low, high = (middle, high) if fits else (low, middle)
-        return self._share(low / 64)
+        return self._choice_of_share(low / 64)
 
-    def _share(self, share: float) -> Choice:
+    def _choice_of_share(self, share: float) -> Choice:
         """The largest counts of at most a share of each item's; the least where none is."""
         return {
             name: max((k for k, n in enumerate(item.counts) if n <= share * item.counts[-1]), default=0)
             for name, item in self.items.items()
         }
 
-    def _separated(self, reference: Choice) -> Choice:
+    def _best_separately(self, reference: Choice) -> Choice:
         """The best choice where each item costs what it does with the others at the reference."""
-        extra = {name: self._extra(name, reference) for name in self.items}
+        extra = {name: self._extra_costs(name, reference) for name in self.items}
         fixed = self._cost(reference) - sum(extra[n][reference[n]] for n in self.items)
         room = self.budget - fixed  # for what items cost beyond their least counts
         if room <= 0:
@@ -128,14 +128,16 @@ class Knapsack:
                 options.append(moved)
             values, best = torch.stack(options).max(0)
             chosen.append(best)
-        return self._traced(values, chosen, extra, level)
+        return self._trace_choice(values, chosen, extra, level)
 
-    def _extra(self, name: str, reference: Choice) -> list[float]:
+    def _extra_costs(self, name: str, reference: Choice) -> list[float]:
         """The cost of each count of an item beyond its least one, the others at the reference."""
         costs = [self._cost({**reference, name: k}) for k in range(len(self.items[name].counts))]
         return [cost - costs[0] for cost in costs]
 
-    def _traced(self, values: Tensor, chosen: list[Tensor], extra: Mapping[str, list[float]], level: float) -> Choice:
+    def _trace_choice(
+        self, values: Tensor, chosen: list[Tensor], extra: Mapping[str, list[float]], level: float
+    ) -> Choice:
         """The choice of the best final level, item by item from the last."""
         at = int(values.argmax())
         choice: Choice = {}
@@ -153,7 +155,7 @@ class Knapsack:
             choice[name] -= 1
         return choice
 
-    def _filled(self, choice: Choice) -> Choice:
+    def _fill_up(self, choice: Choice) -> Choice:
         """The choice with steps up, those with the most value for their cost, while they fit."""
         choice, cost = dict(choice), self._cost(choice)
         while fitting := [s for s in self._steps(choice, cost, 1) if s[2] <= self.budget]:
@@ -174,16 +176,16 @@ class Knapsack:
                 steps.append((gain / difference, name, after))
         return steps
 
-    def _exchanged(self, choice: Choice) -> Choice:
+    def _exchange_while_better(self, choice: Choice) -> Choice:
         """The choice after exchanges of two items, one step up and some down, while one pays."""
         for _ in range(EXCHANGES):
-            better = self._exchange(choice)
+            better = self._first_better_exchange(choice)
             if better is None:
                 break
             choice = better
         return choice
 
-    def _exchange(self, choice: Choice) -> Choice | None:
+    def _first_better_exchange(self, choice: Choice) -> Choice | None:
         """The first exchange that raises the value within the budget, filled up; None if none. Only
         the `PARTNERS` best steps up and down are combined."""
         value, cost = self._value(choice), self._cost(choice)
@@ -197,7 +199,7 @@ class Knapsack:
                     if self._value(lowered) <= value:
                         break
                     if self._cost(lowered) <= self.budget:
-                        return self._filled(lowered)
+                        return self._fill_up(lowered)
         return None
 
 

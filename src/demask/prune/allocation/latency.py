@@ -12,11 +12,9 @@ from demask.errors import BadInput
 from demask.graph.capture.shared_captures import share_captures
 from demask.machine.clock import checked_threads, set_threads
 from demask.machine.cost import Costs
-from demask.prune.allocation.context import NetworkContext
+from demask.prune.allocation.budgets import NetworkContext, Problem, Scores, check_budget, check_floor
 from demask.prune.allocation.knapsack import Choice
-from demask.prune.allocation.layer_seconds import NetworkSeconds
-from demask.prune.allocation.network_seconds import NetworkTime, NetworkTimer, clock_of
-from demask.prune.allocation.problem import Problem, Scores, check_budget, check_floor
+from demask.prune.allocation.layer_seconds import NetworkSeconds, NetworkTime, NetworkTimer, clock_of
 from demask.text_table import number_table, render_text
 from demask.tune.layer_costs import LayerCosts
 
@@ -27,7 +25,7 @@ TIMED_COUNTS = 16  # counts per group in the knapsack
 TRIALS, TOLERANCE, MARGIN = 6, 0.05, 0.98  # networks measured; prediction; share to aim at
 LEAST_USED = 0.94  # of the budget, below which another network is tried
 BACK_OFF = 0.92  # of the aim, where no network was within the budget
-LEAST_SHARE, MOST_REST = 0.2, 0.5  # of a line through measured networks: see `_line`
+LEAST_SHARE, MOST_REST = 0.2, 0.5  # of a line through measured networks: see `_linear_fit`
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +147,6 @@ class _Prediction:
     lines: tuple[tuple[float, float, NetworkSeconds], ...]
 
     def total(self, counts: Mapping[str, int]) -> float:
-        """The seconds for these counts."""
         return min(start + share * layers.total(counts) for start, share, layers in self.lines)
 
 
@@ -168,27 +165,29 @@ class _LatencySearch:
 
     def run(self) -> LatencyPlan:
         """The plan; raises BadInput if the least network takes longer than the budget."""
-        whole = self.problem.most()
-        original = self._measure(whole)
-        budget = self._budget(original)
+        unpruned = self.problem.most()
+        original = self._measure_network(unpruned)
+        budget = self._seconds_of_step(original)
         if original <= budget:
-            self.trials.append(Trial(whole, 1e3 * original, 1e3 * original))
+            self.trials.append(Trial(unpruned, 1e3 * original, 1e3 * original))
         aim, least = MARGIN * budget, self.problem.least()
         while not self.trials or not self._is_done(budget):
-            prediction = self._prediction(budget)
-            choice = self._next(prediction, aim)
+            prediction = self._prediction_near(budget)
+            choice = self._next_choice(prediction, aim)
             is_new = all(choice != trial.counts for trial in self.trials)
             if is_new:
-                self._try(choice, prediction)
-            elif self._fitting(budget) or choice == least:
+                predicted, measured = 1e3 * prediction.total(choice), 1e3 * self._measure_network(choice)
+                self.trials.append(Trial(choice, predicted, measured))
+                self.options.progress(f"predicted {predicted:.3f} ms, measured {measured:.3f} ms")
+            elif self._trials_within(budget) or choice == least:
                 break
             if not is_new or len(self.trials) >= TRIALS:
                 aim *= BACK_OFF  # measurements vary: aim lower rather than give up
-        chosen = self._chosen(budget)
+        chosen = self._best_measured(budget)
         masks = self.problem.masks(chosen.counts)
         return LatencyPlan(masks, self.trials, chosen, 1e3 * budget, 1e3 * original)
 
-    def _budget(self, original: float) -> float:
+    def _seconds_of_step(self, original: float) -> float:
         """Seconds of this step: the way from the original to the budget, as far as it is now."""
         final = self.options.budget_ms / 1e3
         return max(final, original + (final - original) * self.context.progress)
@@ -198,14 +197,14 @@ class _LatencySearch:
         last = self.trials[-1]
         if last.counts == self.problem.most():
             return True
-        if len(self.trials) >= TRIALS and self._fitting(budget):
+        if len(self.trials) >= TRIALS and self._trials_within(budget):
             return True
         error = abs(last.predicted_ms / last.measured_ms - 1)
         return error <= TOLERANCE and LEAST_USED <= last.measured_ms / (1e3 * budget) <= 1
 
-    def _chosen(self, budget: float) -> Trial:
+    def _best_measured(self, budget: float) -> Trial:
         """The most important network within the budget. Raises BadInput if none is."""
-        fitting = self._fitting(budget)
+        fitting = self._trials_within(budget)
         if fitting:
             return max(fitting, key=lambda t: self.problem.value(t.counts))
         ms = min(trial.measured_ms for trial in self.trials)
@@ -214,50 +213,39 @@ class _LatencySearch:
             f"groups and floors on this machine; got {1e3 * budget:.3g} ms"
         )
 
-    def _fitting(self, budget: float) -> list[Trial]:
-        """The networks that were measured within the budget."""
+    def _trials_within(self, budget: float) -> list[Trial]:
         return [trial for trial in self.trials if trial.measured_ms <= 1e3 * budget]
 
-    def _try(self, choice: Choice, prediction: _Prediction) -> None:
-        """Predict a network, build it, measure it."""
-        predicted = 1e3 * prediction.total(choice)
-        measured = 1e3 * self._measure(choice)
-        self.trials.append(Trial(choice, predicted, measured))
-        self.options.progress(f"predicted {predicted:.3f} ms, measured {measured:.3f} ms")
-
-    def _measure(self, choice: Choice) -> float:
-        """Measured seconds of the network with these counts."""
+    def _measure_network(self, choice: Choice) -> float:
         network = self.context.masked(self.problem.masks(choice))
         measured = self.measure(network, self.context.args, self.context.kwargs)
         self.measured.append((choice, measured))
         return measured.seconds
 
-    def _next(self, prediction: _Prediction, budget: float) -> Choice:
+    def _next_choice(self, prediction: _Prediction, budget: float) -> Choice:
         """The best counts whose predicted seconds are within a budget; the least if none are."""
         if prediction.total(self.problem.least()) > budget:
             return self.problem.least()
         return self.problem.best(prediction, budget, "{:.3g} s".format)
 
-    def _prediction(self, seconds: float) -> _Prediction:
-        """The prediction of networks that take about `seconds`."""
+    def _prediction_near(self, seconds: float) -> _Prediction:
         runners = dict.fromkeys(r for _, measured in self.measured for r in measured.runners)
-        return _Prediction(tuple((*self._line(r, seconds), self._table(r)) for r in runners))
+        return _Prediction(tuple((*self._linear_fit(r, seconds), self._runner_seconds(r)) for r in runners))
 
-    def _table(self, runner: str) -> NetworkSeconds:
-        """The seconds of layers by what runs them."""
+    def _runner_seconds(self, runner: str) -> NetworkSeconds:
         if runner not in self.tables:
             cost, left = self.context.pruner.removal_cost, self.context.left
             self.tables[runner] = NetworkSeconds.of(cost, left, self.asker, runner)
         return self.tables[runner]
 
-    def _line(self, runner: str, seconds: float) -> tuple[float, float]:
+    def _linear_fit(self, runner: str, seconds: float) -> tuple[float, float]:
         """Seconds of networks near `seconds` as a linear function of those of their layers, the
         constant and the factor.
 
         It passes through the nearest measured networks above and below, else through the two
         nearest, or through one: with the rest of its time as the constant, unless that is most.
         """
-        table = self._table(runner)
+        table = self._runner_seconds(runner)
         points = sorted(
             (
                 (table.total(choice), measured.runners[runner])

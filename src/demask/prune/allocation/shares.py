@@ -41,7 +41,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Global:
-    """The lowest scores of the whole network.
+    """The lowest scores of the full network.
 
     Args:
         floor: the fraction of each group or weight that stays at least, 0 to less than 1; one unit

@@ -1,4 +1,4 @@
-"""Values that are elements of other values in other places, such as permuted or sliced ones.
+"""Values that are elements of other values at other positions, such as permuted or sliced ones.
 
 A move needs no code of its own: its op, applied to the numbers of the elements of its operands,
 tells where each element of the result comes from. Moves of moves are one: only values that other
@@ -19,7 +19,7 @@ from demask.errors import BadInput
 from demask.kernels.cpu.tiles.called import ElementGather
 from demask.kernels.cpu.tiles.relayout import CALL
 from demask.sparse import reference
-from demask.sparse.calls.called_op import MOVED, PRODUCT, RECURRENT, RESIZED
+from demask.sparse.called_op import MOVED, PRODUCT, RECURRENT, RESIZED
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import GridLayout, at_array
 from demask.sparse.segment_calls import lowering_of
@@ -132,7 +132,7 @@ class MovedValues:
         """`numbers` as an array [batch, channels, height, width]."""
         return as_image(self.program.kinds[value], self.numbers(value))
 
-    def place(self, value: int) -> tuple[int, int] | None:
+    def location(self, value: int) -> tuple[int, int] | None:
         """The value of which a moved one is a range of channels, and the first of these."""
         step = self.step(value)
         if step is None or not is_move(step) or len(sources := self.sources(step)) != 1:
@@ -144,7 +144,7 @@ class MovedValues:
 
     def factor_source(self, value: int) -> int:
         """The value that has the elements of a factor of a product where the kernel can read them:
-        their places are the sum of one per row and one per column. Otherwise the value itself."""
+        their positions are the sum of one per row and one per column. Otherwise the value itself."""
         step = self.step(value)
         if step is None or not is_move(step) or len(sources := self.sources(step)) != 1:
             return value
@@ -158,17 +158,17 @@ class MovedValues:
         numbers = self.numbers(value)
         if not bool((numbers > 0).all()):
             return False
-        whole = self.by_channel(source)
-        _, channels, height, width = whole.shape
-        flat = torch.zeros(whole.numel(), dtype=torch.int64)
+        channel_numbers = self.by_channel(source)
+        _, channels, height, width = channel_numbers.shape
+        flat = torch.zeros(channel_numbers.numel(), dtype=torch.int64)
         first = source * NUMBERS + 1
-        flat[(whole - first).long().flatten()] = torch.arange(whole.numel())
+        flat[(channel_numbers - first).long().flatten()] = torch.arange(channel_numbers.numel())
         rest, x = divmod_of(flat[(numbers - first).long()], height * width)
         image, channel = divmod_of(rest, channels)
         position = image * height * width + x
 
-        def is_fixed(places: Tensor, axis: int) -> bool:
-            return bool((places == places.narrow(axis, 0, 1)).all())
+        def is_fixed(positions: Tensor, axis: int) -> bool:
+            return bool((positions == positions.narrow(axis, 0, 1)).all())
 
         return any(is_fixed(channel, a) and is_fixed(position, b) for a, b in ((-1, -2), (-2, -1)))
 
@@ -259,7 +259,7 @@ class MoveWriter:
             picked = [np.flatnonzero(parts == thread) for thread in range(threads)]
         else:
             picked = [np.arange(begin, end) for begin, end in by_thread(lines.size, threads)]
-        self._write((out, 0), rows.reshape(-1, self.lanes), lines.reshape(-1), picked)
+        self._write_lines((out, 0), rows.reshape(-1, self.lanes), lines.reshape(-1), picked)
 
     def to_output(self, value: int, slot: int) -> None:
         """Write a value to an output."""
@@ -269,11 +269,11 @@ class MoveWriter:
         rows, tail = padded.reshape(-1, self.lanes), len(numbers) % self.lanes
         lines, full = np.arange(len(rows)), len(numbers) // self.lanes
         picked = [np.arange(*span) for span in by_thread(full, self.tape.threads)]
-        self._write((slot, 0), rows, lines, picked)
+        self._write_lines((slot, 0), rows, lines, picked)
         if tail:
-            self._write((slot, 0), rows, lines, [np.array([full])], tail)
+            self._write_lines((slot, 0), rows, lines, [np.array([full])], tail)
 
-    def _write(
+    def _write_lines(
         self,
         out: tuple[Buffer | int, int],
         rows: np.ndarray,

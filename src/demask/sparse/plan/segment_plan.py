@@ -21,7 +21,7 @@ from demask.errors import BadInput
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.memory_probe import MemoryProbe
 from demask.kernels.thread_team import Job
-from demask.sparse.plan.layers.layer_kinds import Weights
+from demask.sparse.plan.layers.layer_plan import Weights
 from demask.sparse.plan.layers.tiling import Tiling
 from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.tape import HEADER, INEXACT, STATIC, EncodedTape, NoPlan, TapeArena
@@ -44,7 +44,7 @@ class ConvertedInput:
     @classmethod
     def of(cls, tensor: Tensor) -> ConvertedInput:
         storage = weakref.ref(tensor.untyped_storage())
-        return cls(weakref.ref(tensor), storage, _layout(tensor), tensor._version)
+        return cls(weakref.ref(tensor), storage, _input_layout(tensor), tensor._version)
 
     def is_current(self, tensor: Tensor) -> bool:
         """Whether this is the tensor, in the same memory and without writes that torch counts."""
@@ -52,11 +52,11 @@ class ConvertedInput:
             self.tensor() is tensor
             and self.version == tensor._version
             and self.storage() is tensor.untyped_storage()
-            and self.layout == _layout(tensor)
+            and self.layout == _input_layout(tensor)
         )
 
 
-def _layout(tensor: Tensor) -> Hashable:
+def _input_layout(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -86,7 +86,7 @@ class StaticInputs:
     def __init__(self, numbers: Sequence[int], inputs: Sequence[Tensor], tape: EncodedTape, size: int, first: int):
         self.numbers, self.tape, self.size, self.first = numbers, tape, size, first
         self.layouts = [(inputs[k].shape, inputs[k].stride()) for k in numbers]
-        self.converted: ConvertedInputs | None = None  # replaced as a whole: read without a lock
+        self.converted: ConvertedInputs | None = None  # replaced in full: read without a lock
 
     def arena(self, inputs: Sequence[Tensor], threads: int) -> TapeArena:
         """Memory with the converted inputs of a call.
@@ -139,7 +139,7 @@ class SegmentMemory:
 class Batch:
     """Images of a batch computed by one tape: `runs` times `images`, starting at image `first`.
 
-    alone: whether each thread computes whole runs; otherwise all threads share the only run.
+    alone: whether each thread computes full runs; otherwise all threads share the only run.
     static: the inputs that are converted once.
     """
 
@@ -274,7 +274,7 @@ class SegmentPlan:
             part = replace(program, static=numbers)
             own_threads = 1 if alone else threads
             builder = TapeBuilder(part, weights, batch_inputs, isa, own_threads, filters, read)
-            builder.build([_strides(kind, x) for kind, x in zip(program.inputs, batch_inputs, strict=True)])
+            builder.build([_element_strides(kind, x) for kind, x in zip(program.inputs, batch_inputs, strict=True)])
             static = None
             if numbers:
                 static_tape = builder.static_tape.done(isa)
@@ -330,7 +330,7 @@ def _batches(
 
     A batch is split if its images are independent: threads with different images need no barriers.
     """
-    count = _independent(program, inputs)
+    count = _independent_images(program, inputs)
     if count is None or count == 1:
         return [(0, 0, 1)]
     sizes = [n for n in (1, 2, 4, 8, 16) if n <= min(count, isa.lanes)]
@@ -347,7 +347,7 @@ def _batches(
     return [(0, images, runs)] + ([(runs * images, remainder, 1)] if remainder else [])
 
 
-def _independent(program: SegmentProgram, inputs: Sequence[Tensor]) -> int | None:
+def _independent_images(program: SegmentProgram, inputs: Sequence[Tensor]) -> int | None:
     """Number of images of inputs and outputs; None unless each value has one entry per image."""
     if any(kind == "tokens" for kind in program.inputs):
         return None
@@ -356,7 +356,7 @@ def _independent(program: SegmentProgram, inputs: Sequence[Tensor]) -> int | Non
     return input_counts.pop() if len(input_counts) == 1 and output_counts == input_counts else None
 
 
-def _strides(kind: str, x: Tensor) -> tuple[int, int, int, int]:
+def _element_strides(kind: str, x: Tensor) -> tuple[int, int, int, int]:
     """Strides in elements along (batch, channel, y, x)."""
     if kind == "image":
         strides = x.stride()

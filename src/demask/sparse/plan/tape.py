@@ -112,18 +112,18 @@ class Tape:
             for buffer, _ in call.buffers.values():
                 if isinstance(buffer, Buffer) and (owner := buffer.owner[0]).offset is None:
                     buffers[id(owner)] = owner
-        offsets, size = self._assigned(buffers)
+        offsets, size = self._assign_offsets(buffers)
         code = CODE.addresses((call.kernel for call in flat), isa)
         entries = np.zeros(max(len(flat), 1), ENTRY)
         for k, call in enumerate(flat):
-            fields = self._fields(call, offsets)
+            fields = self._field_array(call, offsets)
             self.arrays.append(fields)
             entries[k] = (code[call.kernel], fields.ctypes.data)
         counts = [len(calls) for phase in self.phases for calls in phase]
         ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
         return EncodedTape(entries, ends, self.threads, size, self.arrays)
 
-    def _assigned(self, buffers: Mapping[int, Buffer]) -> tuple[dict[int, int], int]:
+    def _assign_offsets(self, buffers: Mapping[int, Buffer]) -> tuple[dict[int, int], int]:
         """Offsets of buffers, and bytes of the arena.
 
         Buffers shared by all threads come first, then one arena per thread for its parts of others.
@@ -143,7 +143,7 @@ class Tape:
             first += plan.size
         return offsets, size
 
-    def _fields(self, call: KernelCall, offsets: Mapping[int, int]) -> np.ndarray:
+    def _field_array(self, call: KernelCall, offsets: Mapping[int, int]) -> np.ndarray:
         """The fields of a call as an array."""
         fields = np.zeros(1, call.kind)
         for key, value in call.fields.items():
@@ -152,13 +152,12 @@ class Tape:
                 value = value.ctypes.data
             fields[key] = value
         for key, (location, offset) in call.buffers.items():
-            slot, first = (location, 0) if isinstance(location, int) else _address(location, offsets)
+            slot, first = (location, 0) if isinstance(location, int) else _buffer_address(location, offsets)
             fields[f"{key}_slot"], fields[key] = slot, first + offset
         return fields
 
 
-def _address(buffer: Buffer, offsets: Mapping[int, int]) -> tuple[int, int]:
-    """Slot and byte offset of a buffer."""
+def _buffer_address(buffer: Buffer, offsets: Mapping[int, int]) -> tuple[int, int]:
     owner, shift = buffer.owner
     if owner.offset is not None:
         return STATIC, owner.offset + shift

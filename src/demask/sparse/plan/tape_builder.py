@@ -17,14 +17,13 @@ from torch import Tensor
 from demask.kernels.cpu.tiles import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.plan.layers.dense.winograd_layer import SIDE, emit_winograd
 from demask.sparse.plan.layers.depthwise_layer import permutes_edges
-from demask.sparse.plan.layers.layer_kinds import LayerKinds, Weights
-from demask.sparse.plan.layers.layer_plan import chain_pays, emit_alone, emit_chain
+from demask.sparse.plan.layers.layer_plan import LayerKinds, Weights, chain_pays, emit_alone, emit_chain
 from demask.sparse.plan.layers.layer_windows import as_conv, is_pixelwise, reach, touched, windows
 from demask.sparse.plan.layers.pack_weights import selected
 from demask.sparse.plan.layers.tiling import Tiling, TilingProblem, best
 from demask.sparse.plan.layers.window_piece import WindowPiece, pieces, shape_of
+from demask.sparse.plan.layers.winograd_layer import SIDE, emit_winograd
 from demask.sparse.plan.moved_values import MovedValues, MoveWriter, factors_of, is_move, reads_own_grids
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
@@ -71,33 +70,33 @@ def find_parts(moved: MovedValues, channels: Sequence[int], grids: Sequence[Tile
     program, weights = moved.program, moved.weights
     parts: dict[int, Place] = {}
 
-    def place(value: int, whole: int, first: int) -> None:
-        owner = owner_of(parts, whole)[0]
+    def share_memory(value: int, container: int, first: int) -> None:
+        owner = owner_of(parts, container)[0]
         is_static = value in program.static or owner in program.static
-        if grids[value] == grids[whole] and value not in parts and owner != value and not is_static:
-            parts[value] = whole, first
+        if grids[value] == grids[container] and value not in parts and owner != value and not is_static:
+            parts[value] = container, first
 
     steps = list(enumerate(program.steps, len(program.inputs)))
     joins = [(value, step) for value, step in steps if isinstance(step, ConcatStep)]
     for value, step in sorted(joins, key=lambda join: -len(join[1].xs)):
         firsts = np.cumsum([0] + [channels[x] for x in step.xs]).tolist()[:-1]
-        places = [parts.get(x, (x, 0)) for x in step.xs]
-        whole, first = places[0]
-        if len(places) > 1 and places == [(whole, first + shift) for shift in firsts]:
-            place(value, whole, first)
+        locations = [parts.get(x, (x, 0)) for x in step.xs]
+        container, first = locations[0]
+        if len(locations) > 1 and locations == [(container, first + shift) for shift in firsts]:
+            share_memory(value, container, first)
             continue
         for x, shift in zip(step.xs, firsts, strict=True):
             if step.xs.count(x) == 1:
-                place(x, value, shift)
+                share_memory(x, value, shift)
     for value, step in steps:
         if isinstance(step, SelectStep) and step.stride == (1, 1):
             numbers = selected(step, weights, channels[step.x])
             if numbers[0] >= 0 and (np.diff(numbers) == 1).all():
-                place(value, step.x, int(numbers[0]))
+                share_memory(value, step.x, int(numbers[0]))
         elif is_move(step) and value in moved.written:
-            whole = moved.place(value)
-            if whole is not None:
-                place(value, *whole)
+            container = moved.location(value)
+            if container is not None:
+                share_memory(value, *container)
     return parts
 
 
@@ -175,15 +174,15 @@ class TapeBuilder:
             self.layers = self.layers.with_filters(self.isa.lanes)
         costs = []
         for number, common in enumerate((None, *commons(self.isa.lanes))):
-            self._choose(common)
-            costs.append((self._cost(), number, common))
-        self._choose(min(costs)[2])
+            self._choose_grids(common)
+            costs.append((self._grid_cycles(), number, common))
+        self._choose_grids(min(costs)[2])
         channels = [size[1] for size in self.shapes]
         self.parts = find_parts(self.moved, channels, self.grids)
 
     # -- grids and borders
 
-    def _cost(self) -> float:
+    def _grid_cycles(self) -> float:
         """Approximate cycles of one thread that depend on grids: products, borders, copies."""
         cycles, count = 0.0, len(self.program.inputs)
         for value, grid in enumerate(self.grids):
@@ -194,7 +193,7 @@ class TapeBuilder:
             if isinstance(step, (ConvStep, LinearStep)):
                 nonzeros = step.weight.values[2] - step.weight.values[1]
                 cycles += VECTOR * nonzeros * h * w / (self.threads if grid.parts == 1 else 1)
-            above, below, left, right = self._border(value)
+            above, below, left, right = self._needed_border(value)
             if self.threads > 1:
                 cycles += channels * (CROSSED * (above + below) * w + OWN * (left + right) * h)
             for other, border in {(n.grid, n.border) for n in self.needs.get(value, ())}:
@@ -203,7 +202,7 @@ class TapeBuilder:
                     cycles += COPIED * channels * lines / self.threads
         return cycles
 
-    def _choose(self, common: tuple[int, int] | None) -> None:
+    def _choose_grids(self, common: tuple[int, int] | None) -> None:
         """Choose the grids of all values, and how steps read them.
 
         common: rows and columns of tiles to use for all values that they are suitable for.
@@ -218,7 +217,7 @@ class TapeBuilder:
                 grid = replace(grid, parts=1, unit=1).rounded_up(step.stride)
             self.grids.append(grid)
             self.positive.append(step is not None and self._is_positive(step))
-            for need in [] if step is None else self._reads(step, grid):
+            for need in [] if step is None else self._operand_reads(step, grid):
                 self.needs.setdefault(need.value, []).append(need)
 
     def _is_positive(self, step: Step) -> bool:
@@ -230,7 +229,7 @@ class TapeBuilder:
         preserves_sign = isinstance(step, preserving) or is_move(step)
         return preserves_sign and all(self.positive[v] for v in reads(step))
 
-    def _reads(self, step: Step, grid: TileGrid) -> list[Need]:
+    def _operand_reads(self, step: Step, grid: TileGrid) -> list[Need]:
         """How a step reads its operands."""
         x = reads(step)[0]
         if is_move(step):
@@ -284,7 +283,7 @@ class TapeBuilder:
         if key not in self.buffers:
             owner, first = owner_of(self.parts, value)
             if owner == value:
-                layout = self.layout(value, self.grids[value], self._border(value))
+                layout = self.layout(value, self.grids[value], self._needed_border(value))
                 self.buffers[key] = self._new_buffer(value, layout, 0.0)
             else:
                 count, line = self.shapes[value][1], self.isa.line
@@ -299,13 +298,12 @@ class TapeBuilder:
         self.static_bytes += layout.bytes * layout.grid.parts
         return buffer
 
-    def _moves(self, value: int) -> Moves:
-        """Moves that convert a value, on the tape of its kind."""
+    def _moves_of(self, value: int) -> Moves:
         tape = self.static_tape if value in self.program.static else self.tape
         tape.phase()
         return Moves(tape, self.isa)
 
-    def _border(self, value: int) -> Border:
+    def _needed_border(self, value: int) -> Border:
         """The border that readers of a value need in its own grid, or those of another value in the
         same memory."""
         border, owner = NO_BORDER, owner_of(self.parts, value)[0]
@@ -329,7 +327,7 @@ class TapeBuilder:
         layout = self.layout(need.value, need.grid, copy_border)
         copy = self._new_buffer(need.value, layout, fill)
         self.buffers[key] = copy
-        self._copy(need.value, copy, self._read_of(need.value, copy.layout))
+        self._write_copy(need.value, copy, self._read_of(need.value, copy.layout))
         return copy
 
     def _read_of(self, value: int, layout: GridLayout) -> set[At]:
@@ -337,7 +335,7 @@ class TapeBuilder:
         positions: set[At] = set()
         for reader in self.remaining:
             step, out_grid = self.step(reader), self.grids[reader]
-            needs = self._reads(step, out_grid)
+            needs = self._operand_reads(step, out_grid)
             if not any(n.value == value and n.grid == layout.grid for n in needs):
                 continue
             if not isinstance(step, (ConvStep, PoolStep)) or step.x != value:
@@ -351,9 +349,9 @@ class TapeBuilder:
                 positions |= touched(window, layout.grid, out_grid)
         return positions
 
-    def _copy(self, value: int, to: Buffer, positions: set[At]) -> None:
+    def _write_copy(self, value: int, to: Buffer, positions: set[At]) -> None:
         """Write a copy of a value in another layout, including borders, at these positions."""
-        source, moves = self.main(value), self._moves(value)
+        source, moves = self.main(value), self._moves_of(value)
         at = at_array(sorted(positions & set(to.layout.around())))
         image, y, x, is_inside = to.layout.pixels(at)
         pixel = [np.where(is_inside, a, 0) for a in (image, y, x)]
@@ -367,23 +365,23 @@ class TapeBuilder:
         """Write the tape. strides: of each input along (batch, channel, y, x), in elements."""
         count = len(self.program.inputs)
         for value, stride in enumerate(strides):
-            self._load(value, stride)
+            self._load_input(value, stride)
         self.remaining = [count + number for number in range(len(self.program.steps))]
         while self.remaining:
-            chain = self._chain()
+            chain = self._next_chain()
             if len(chain) == 1:
-                self._step(self.step(chain[0]), chain[0])
+                self._write_step(self.step(chain[0]), chain[0])
             else:
-                self._chained(chain)
+                self._write_chain(chain)
             self.remaining = [value for value in self.remaining if value not in chain]
         for number, value in enumerate(self.program.outputs):
-            self._store(value, 1 + count + number)
+            self._store_output(value, 1 + count + number)
 
     def step(self, value: int) -> Step:
         """The step that computes a value."""
         return self.program.steps[value - len(self.program.inputs)]
 
-    def _chain(self) -> list[int]:
+    def _next_chain(self) -> list[int]:
         """The next value to compute, and values that its threads can compute without a barrier."""
         chain, waiting = self.remaining[:1], set(self.remaining)
         head = self.step(chain[0])
@@ -391,7 +389,7 @@ class TapeBuilder:
             return chain
         if self.layers.has_own_kernel(chain[0]):
             return chain
-        shapes = [self._shape(chain[0])]
+        shapes = [self._tiling_problem(chain[0])]
         for value in self.remaining[1:]:
             step = self.step(value)
             if not isinstance(step, (ConvStep, LinearStep)) or not is_pixelwise(step):
@@ -401,7 +399,7 @@ class TapeBuilder:
             grids = {self.grids[v] for v in (value, *(v for v in reads(step) if v in chain))}
             are_ready = all(v not in waiting or v in chain for v in reads(step))
             if are_ready and grids == {self.grids[chain[0]]}:
-                longer = [*shapes, self._shape(value)]
+                longer = [*shapes, self._tiling_problem(value)]
                 if chain_pays(longer, self.threads, self.isa):
                     chain, shapes = [*chain, value], longer
         return chain
@@ -410,14 +408,14 @@ class TapeBuilder:
         """Estimated cycles of the layers."""
         steps = enumerate(self.program.steps, len(self.program.inputs))
         layers = [v for v, step in steps if isinstance(step, (ConvStep, LinearStep))]
-        cycles = sum(best(self._shape(v), self.threads, self.isa)[0] for v in layers)
+        cycles = sum(best(self._tiling_problem(v), self.threads, self.isa)[0] for v in layers)
         return cycles + call_cycles(self.moved)
 
     def largest(self) -> int:
         """Bytes of the largest value."""
         return max(size[1] * grid.positions for size, grid in zip(self.shapes, self.grids, strict=True)) * self.isa.line
 
-    def _shape(self, value: int) -> TilingProblem:
+    def _tiling_problem(self, value: int) -> TilingProblem:
         """The tiling problem of the layer that computes a value."""
         step = self.step(value)
         assert isinstance(step, (ConvStep, LinearStep))
@@ -426,29 +424,28 @@ class TapeBuilder:
         channels = self.shapes[step.x][1]
         return shape_of(conv, windows(conv)[0], self.grids[value], channels, nonzeros)
 
-    def _chained(self, chain: list[int]) -> None:
+    def _write_chain(self, chain: list[int]) -> None:
         """Write several layers in one phase."""
         window_pieces: list[WindowPiece] = []
         for number, value in enumerate(chain):
             step, earlier = self.step(value), chain[:number]
             assert isinstance(step, (ConvStep, LinearStep))
-            needs = self._reads(step, self.grids[value])
+            needs = self._operand_reads(step, self.grids[value])
             sources = [self.main(n.value) if n.value in earlier else self.buffer(n) for n in needs]
-            window_pieces += self._pieces(value, sources, self._out(value, earlier))
+            window_pieces += self._layer_windows(value, sources, self._output_buffer(value, earlier))
         self.tape.phase()
         tilings = emit_chain(self.tape, self.isa, window_pieces)
         self.cuts += [(p.step.name, tiling) for p, tiling in zip(window_pieces, tilings, strict=True)]
         for piece in window_pieces:
             Moves(self.tape, self.isa).borders(piece.out)
 
-    def _pieces(self, value: int, sources: list[Buffer], out: Buffer) -> list[WindowPiece]:
-        """The windows of the layer that computes a value."""
+    def _layer_windows(self, value: int, sources: list[Buffer], out: Buffer) -> list[WindowPiece]:
         step = self.step(value)
         assert isinstance(step, (ConvStep, LinearStep))
         add = sources[-1] if step.add is not None else None
         return pieces(as_conv(step), self.layers.weight(value), sources[0], add, out)
 
-    def _out(self, value: int, earlier: Sequence[int]) -> Buffer:
+    def _output_buffer(self, value: int, earlier: Sequence[int]) -> Buffer:
         """The buffer that a layer writes: that of the value it adds, if it is not read afterwards.
 
         earlier: preceding layers of the same phase.
@@ -466,17 +463,20 @@ class TapeBuilder:
             return self.main(value)
         key = (value, self.grids[value], 0.0)
         add_buffer = self.buffers.get((add, self.grids[value], 0.0))
-        if add_buffer is not None and key not in self.buffers and add_buffer.layout.border == self._border(value):
+        if (
+            add_buffer is not None
+            and key not in self.buffers
+            and add_buffer.layout.border == self._needed_border(value)
+        ):
             self.buffers[key] = add_buffer
         return self.main(value)
 
-    def _load(self, value: int, stride: tuple[int, int, int, int]) -> None:
-        """Write the gather of an input."""
-        to, moves = self.main(value), self._moves(value)
+    def _load_input(self, value: int, stride: tuple[int, int, int, int]) -> None:
+        to, moves = self.main(value), self._moves_of(value)
         rows = elements(to.layout, stride, to.layout.around())
         moves.moved(move.Gather(to.fill), (1 + value, 0), (to, 0), to.layout, (4 * stride[1], moves.pitch(to)), rows)
 
-    def _store(self, value: int, slot: int) -> None:
+    def _store_output(self, value: int, slot: int) -> None:
         """Write the scatter to an output."""
         self.tape.phase()  # also for a static input, which the other tape has only converted
         step, kind = self.moved.step(value), self.program.kinds[value]
@@ -492,20 +492,20 @@ class TapeBuilder:
         rows = elements(source.layout, stride, source.layout.inside())
         moves.moved(move.Scatter(), (source, 0), (slot, 0), source.layout, (moves.pitch(source), 4 * stride[1]), rows)
 
-    def _step(self, step: Step, value: int) -> None:
+    def _write_step(self, step: Step, value: int) -> None:
         """Write one step."""
         if is_move(step) and value not in self.moved.written:
             return
-        if is_move(step) and self.parts.get(value, 0) == self.moved.place(value):
+        if is_move(step) and self.parts.get(value, 0) == self.moved.location(value):
             self.main(value)
             return
         grid = self.grids[value]
-        sources = [self.buffer(need) for need in self._reads(step, grid)]
-        out = self._out(value, ()) if isinstance(step, (ConvStep, LinearStep)) else self.main(value)
+        sources = [self.buffer(need) for need in self._operand_reads(step, grid)]
+        out = self._output_buffer(value, ()) if isinstance(step, (ConvStep, LinearStep)) else self.main(value)
         self.tape.phase()
         moves = Moves(self.tape, self.isa)
         if isinstance(step, (ConvStep, LinearStep)):
-            layer_pieces = self._pieces(value, sources, out)
+            layer_pieces = self._layer_windows(value, sources, out)
             block = self.layers.filtered_block(value)
             if block is None:
                 cuts = emit_alone(self.tape, self.isa, layer_pieces)
@@ -527,7 +527,7 @@ class TapeBuilder:
         elif isinstance(step, ScaleStep):
             moves.scale(step.act, (sources[0], sources[1]), out)
         elif isinstance(step, ConcatStep):
-            self._concatenate(step, value, sources)
+            self._write_concatenation(step, value, sources)
             return
         elif isinstance(step, CallStep):
             write_call(value, moves, self.moved, sources, out)
@@ -535,7 +535,7 @@ class TapeBuilder:
             moves.pointwise(move.Pointwise(step.act, len(sources) == 2), sources, out)
         moves.borders(out)
 
-    def _concatenate(self, step: ConcatStep, value: int, sources: Sequence[Buffer]) -> None:
+    def _write_concatenation(self, step: ConcatStep, value: int, sources: Sequence[Buffer]) -> None:
         """Write the operands of a concatenation that are not yet in its memory."""
         first, copies = 0, []
         owner, shift = owner_of(self.parts, value)

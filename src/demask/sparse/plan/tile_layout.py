@@ -104,14 +104,14 @@ def grid_for(
         raise ValueError(f"expected at most {lanes} images at once, got {batch}")
     tiles = lanes // batch
     all_ = [(r, tiles // r) for r in range(1, tiles + 1)]
-    best = _best(batch, height, width, all_, threads, unit)
+    best = _best_grid(batch, height, width, all_, threads, unit)
     if common is None or common[0] * common[1] > tiles:
         return best
-    common_grid = _best(batch, height, width, [common], threads, unit)
+    common_grid = _best_grid(batch, height, width, [common], threads, unit)
     return common_grid if common_grid.positions <= WASTE * best.positions else best
 
 
-def _best(batch: int, height: int, width: int, tiles: list[tuple[int, int]], threads: int, unit: int) -> TileGrid:
+def _best_grid(batch: int, height: int, width: int, tiles: list[tuple[int, int]], threads: int, unit: int) -> TileGrid:
     """The best grid among these numbers of tile rows and columns."""
     best: tuple[tuple[int, int, int], TileGrid] | None = None
     for rows, columns in tiles:
@@ -202,9 +202,9 @@ class GridLayout:
         grid = self.grid
         tile = y // grid.height * grid.columns + x // grid.width
         lane = image * (grid.rows * grid.columns) + tile
-        return self._lines(y % grid.height, x % grid.width) * self.lanes + lane
+        return self._line_numbers(y % grid.height, x % grid.width) * self.lanes + lane
 
-    def _lines(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    def _line_numbers(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         """Lines of positions relative to the first row and column of the tile."""
         grid = self.grid
         firsts = np.array([area[0 if grid.by_rows else 1] for area in areas_of(grid)])
@@ -236,7 +236,7 @@ def permutations(
     is_own = (i >= 0) & (i < height) & (j >= 0) & (j < width) & is_inside[:, :used].all(1)
     lanes = layout.element(image, np.maximum(y, 0), np.maximum(x, 0)) % layout.lanes
     lanes = np.where(is_inside, lanes, -1)
-    sources = (stored or layout)._lines((first_i + i) % grid.height, (first_j + j) % grid.width)
+    sources = (stored or layout)._line_numbers((first_i + i) % grid.height, (first_j + j) % grid.width)
     targets = layout.line(part, i, j)
     for k in np.flatnonzero(~is_own):
         move = tuple(at[k].tolist()), int(sources[k]), int(targets[k])

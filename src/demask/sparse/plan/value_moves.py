@@ -1,8 +1,8 @@
-"""Moves and combinations of whole values on a tape: layout conversion, borders, pools, means."""
+"""Moves and combinations of full values on a tape: layout conversion, borders, pools, means."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, at_array, 
 from demask.sparse.segment_steps import ConvStep, PoolStep, SelectStep, SparseWeight
 
 NO_WEIGHT = SparseWeight((0, 0, 0))
-ANY_VALUE = -2  # in the place of the number of an element of a lane that nothing reads
+ANY_VALUE = -2  # instead of the number of an element of a lane that nothing reads
 Row = tuple[int, int, np.ndarray]  # part, line, elements of its lanes
 
 
@@ -53,14 +53,27 @@ class Moves:
             table = np.stack([rows[k][2] for k in picked]).astype(np.int32)
             lines = np.array([rows[k][1] for k in picked], np.int32)
             if isinstance(x[0], Buffer) and isinstance(out[0], Buffer):
-                whole = _whole_lines(table)
-                copied = whole >= 0
-                self._copied((x, out), (thread, begin, end), pitches, np.stack([whole, whole, lines], 1)[copied])
+                full_lines = _full_line_numbers(table)
+                copied = full_lines >= 0
+                if copied.any():
+                    line_table = np.stack([full_lines, full_lines, lines], 1)[copied].astype(np.int32)
+                    copy, buffers = move.Pointwise(None, False), {"x": x, "z": x, "out": out}
+                    x_pitch, out_pitch = pitches
+                    self.add_call(
+                        thread,
+                        copy,
+                        buffers,
+                        (begin, end),
+                        line_table,
+                        x_pitch=x_pitch,
+                        z_pitch=x_pitch,
+                        out_pitch=out_pitch,
+                    )
                 table, lines = table[~copied], lines[~copied]
                 if not len(table):
                     continue
-            whole_channels = (end - begin) // self.isa.lanes * self.isa.lanes if is_channels_last else 0
-            middle = begin + whole_channels
+            full_channels = (end - begin) // self.isa.lanes * self.isa.lanes if is_channels_last else 0
+            middle = begin + full_channels
             calls: list[tuple[Any, ...]] = []
             calls.append((move.TransposedKernel(is_out), begin, middle, table, lines))
             starts, rest = _split_runs(table)
@@ -70,52 +83,22 @@ class Moves:
             calls.append((kernel, middle, end, table[rest], lines[rest]))
             for chosen, first, last, numbers, at in calls:
                 if first < last and len(numbers):
-                    self.tape.add(
-                        thread,
-                        KernelCall(
-                            chosen,
-                            move.CALL,
-                            {"x": x, "out": out},
-                            {
-                                "x_pitch": pitches[0],
-                                "out_pitch": pitches[1],
-                                "begin": first,
-                                "end": last,
-                                "count": len(numbers),
-                                "table": numbers,
-                                "lines": at,
-                            },
-                        ),
-                    )
+                    fields = {"x_pitch": pitches[0], "out_pitch": pitches[1], "lines": at}
+                    self.add_call(thread, chosen, {"x": x, "out": out}, (first, last), numbers, **fields)
 
-    def _copied(
+    def add_call(
         self,
-        places: tuple[Location, Location],
-        share: tuple[int, int, int],
-        pitches: tuple[int, int],
+        thread: int,
+        kernel: Any,
+        buffers: Mapping[str, Location],
+        channels: tuple[int, int],
         table: np.ndarray,
+        **fields: Any,
     ) -> None:
-        """Write copies of whole lines, for the share of a thread (thread, begin, end)."""
-        (x, out), (thread, begin, end) = places, share
-        if len(table):
-            kernel = move.Pointwise(None, False)
-            self.tape.add(
-                thread,
-                KernelCall(
-                    kernel,
-                    move.CALL,
-                    {"x": x, "z": x, "out": out},
-                    {
-                        "x_pitch": pitches[0],
-                        "z_pitch": pitches[0],
-                        "out_pitch": pitches[1],
-                        "begin": begin,
-                        "end": end,
-                        "count": len(table),
-                        "table": table.astype(np.int32),
-                    },
-                ),
-            )
+        """Write the call of a kernel for the channels from one to another, by one thread."""
+        pitches = {f"{key}_pitch": self.pitch(x) for key, (x, _) in buffers.items() if isinstance(x, Buffer)}
+        shared = {"begin": channels[0], "end": channels[1], "count": len(table), "table": table}
+        self.tape.add(thread, KernelCall(kernel, move.CALL, buffers, {**pitches, **shared, **fields}))
 
     def _work(self, layout: GridLayout, parts: Sequence[int]) -> Iterator[MovePart]:
         """The share of each thread of work on all channels of positions in these parts.
@@ -162,25 +145,9 @@ class Moves:
         rows = [(x.layout.line(*at), z.layout.line(*at), out.layout.line(*at)) for at in out.layout.inside()]
         table = np.array(rows, np.int32)
         parts = [at[0] for at in out.layout.inside()]
+        buffers = {"x": (x, 0), "z": (z, 0), "out": (out, 0)}
         for thread, picked, begin, end in self._work(x.layout, parts):
-            buffers = {"x": (x, 0), "z": (z, 0), "out": (out, 0)}
-            self.tape.add(
-                thread,
-                KernelCall(
-                    kernel,
-                    move.CALL,
-                    buffers,
-                    {
-                        "x_pitch": self.pitch(x),
-                        "z_pitch": self.pitch(z),
-                        "out_pitch": self.pitch(out),
-                        "begin": begin,
-                        "end": end,
-                        "count": len(picked),
-                        "table": table[picked],
-                    },
-                ),
-            )
+            self.add_call(thread, kernel, buffers, (begin, end), table[picked])
 
     def over_channels(
         self, kernel: Any, x: Buffer, out: Buffer, groups: int = 1, factors: np.ndarray | None = None
@@ -190,6 +157,7 @@ class Moves:
         groups: of channels that are independent. factors: float32, which the kernel reads.
         """
         fields = {} if factors is None else {"weights": factors}
+        buffers = {"x": (x, 0), "out": (out, 0)}
         count = x.layout.size[1] // groups
         at, threads, grid = at_array(out.layout.inside()), self.tape.threads, out.layout.grid
         table = np.stack([x.layout.line(*at.T), out.layout.line(*at.T)], 1).astype(np.int32)
@@ -197,8 +165,7 @@ class Moves:
             is_own = at[:, 0] == thread if grid.parts == threads else slice(begin, end)
             if len(table[is_own]):
                 for first in range(0, x.layout.size[1], count):
-                    share = thread, first, first + count
-                    self._add(kernel, x, out, share, table[is_own], fields)
+                    self.add_call(thread, kernel, buffers, (first, first + count), table[is_own], **fields)
 
     def pool(self, step: PoolStep, x: Buffer, out: Buffer) -> None:
         """Write a pool."""
@@ -214,8 +181,9 @@ class Moves:
         kernel, parts = move.PoolKernel(tuple(taps), step.mean), at[:, 0].tolist()
         table = np.stack([reads, out_layout.line(*at.T)], 1).astype(np.int32)
         scale = np.where(is_inside, 1 / np.maximum(counts, 1), 0)
+        buffers = {"x": (x, 0), "out": (out, 0)}
         for thread, picked, begin, end in self._work(out_layout, parts):
-            self._add(kernel, x, out, (thread, begin, end), table[picked], {"weights": aligned(scale[picked])})
+            self.add_call(thread, kernel, buffers, (begin, end), table[picked], weights=aligned(scale[picked]))
 
     def scale(self, act: Any, factors: tuple[Buffer, Buffer], out: Buffer) -> None:
         """Write act(x * z). factors: x and z; z: images of one pixel."""
@@ -231,25 +199,9 @@ class Moves:
         kernel = move.ScaleKernel(act, spread)
         positions = list(out.layout.inside())
         table = np.array([(x.layout.line(*at), out.layout.line(*at)) for at in positions], np.int32)
+        buffers = {"x": (x, 0), "z": (z, line * self.isa.line), "out": (out, 0)}
         for thread, picked, begin, end in self._work(x.layout, [at[0] for at in positions]):
-            buffers = {"x": (x, 0), "z": (z, line * self.isa.line), "out": (out, 0)}
-            self.tape.add(
-                thread,
-                KernelCall(
-                    kernel,
-                    move.CALL,
-                    buffers,
-                    {
-                        "x_pitch": self.pitch(x),
-                        "z_pitch": self.pitch(z),
-                        "out_pitch": self.pitch(out),
-                        "begin": begin,
-                        "end": end,
-                        "count": len(picked),
-                        "table": table[picked],
-                    },
-                ),
-            )
+            self.add_call(thread, kernel, buffers, (begin, end), table[picked])
 
     def select(self, step: SelectStep, channels: np.ndarray, x: Buffer, out: Buffer) -> None:
         """Write the selected channels of x. channels: int32, -1 for zeros."""
@@ -257,24 +209,10 @@ class Moves:
         first = x.layout.line(0, 0, 0)
         at = at_array(out.layout.inside())
         reads = first + first_read(window, x.layout, out.layout, at)
+        buffers = {"x": (x, 0), "out": (out, 0)}
         table = np.stack([reads, out.layout.line(*at.T)], 1).astype(np.int32)
         for thread, picked, begin, end in self._work(out.layout, at[:, 0].tolist()):
-            self._add(move.SelectKernel(), x, out, (thread, begin, end), table[picked], {"lines": channels})
-
-    def _add(
-        self,
-        kernel: Any,
-        x: Buffer,
-        out: Buffer,
-        share: tuple[int, int, int],
-        table: np.ndarray,
-        fields: dict[str, Any],
-    ) -> None:
-        """Write one call of a kernel for the share of a thread (thread, begin, end)."""
-        thread, begin, end = share
-        self.tape.add(thread, KernelCall(kernel, move.CALL, {"x": (x, 0), "out": (out, 0)}, {
-            "x_pitch": self.pitch(x), "out_pitch": self.pitch(out), "begin": begin, "end": end,
-            "count": len(table), "table": table, **fields}))  # fmt: skip
+            self.add_call(thread, move.SelectKernel(), buffers, (begin, end), table[picked], lines=channels)
 
     def mean(self, x: Buffer, out: Buffer) -> None:
         """Write the means of images."""
@@ -284,22 +222,22 @@ class Moves:
         at = at_array(x.layout.inside())
         is_inside = x.layout.pixels(at)[3]
         partial = ~is_inside[:, : batch * tiles].all(1)
-        order = np.argsort(partial, kind="stable")  # whole lines first
-        count, whole = len(at), len(at) - int(partial.sum())
+        order = np.argsort(partial, kind="stable")  # full lines first
+        count, full_count = len(at), len(at) - int(partial.sum())
         table = x.layout.line(*at[order].T).astype(np.int32)
         lines = tuple(table.tolist()) if count <= FEW else ()
         fields = {
             "x_pitch": self.pitch(x),
             "out_pitch": self.pitch(out),
-            "whole": whole,
+            "whole": full_count,
             "count": count,
             "table": table,
-            "masks": aligned(-is_inside[order[whole:]].astype(np.int32), np.int32),
+            "masks": aligned(-is_inside[order[full_count:]].astype(np.int32), np.int32),
             "outs": self._pixel_elements(out, batch).astype(np.int32),
             "pixels": height * width,
             "exponent": exponent(height * width),
         }
-        kernel, buffers = MeanKernel(groups, lines, whole if lines else 0), {"x": x, "out": out}
+        kernel, buffers = MeanKernel(groups, lines, full_count if lines else 0), {"x": x, "out": out}
         for thread, (begin, end) in enumerate(by_thread(channels, self.tape.threads)):
             if begin < end:
                 self.tape.add(
@@ -353,8 +291,8 @@ def rows_of(layout: GridLayout, at: np.ndarray, elements: np.ndarray) -> list[Ro
     return list(zip(at[:, 0].tolist(), layout.line(*at.T).tolist(), elements, strict=True))
 
 
-def _whole_lines(table: np.ndarray) -> np.ndarray:
-    """The line whose elements are those of each row [n, lanes], or are in its place where nothing
+def _full_line_numbers(table: np.ndarray) -> np.ndarray:
+    """The line whose elements are those of each row [n, lanes], or would be where nothing
     reads them; -1 for other rows."""
     lanes = table.shape[1]
     first = table - np.arange(lanes)

@@ -1,28 +1,206 @@
-"""Calls of single ops on a tape."""
+"""Calls of single ops on a tape.
+
+Resizes have the weights of torch's own op: it is applied to unit vectors, which gives the weights in
+the rounding of torch, and to vectors with one NaN or infinity, which tells what it reads with a weight
+of zero: 0 * inf is NaN."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, nan, prod
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from demask.kernels.cpu.tiles.called import NormKernel, PointwiseKernel, SoftmaxKernel
-from demask.kernels.cpu.tiles.relayout import CALL, Gather
+from demask.kernels.cpu.tiles.relayout import Gather
+from demask.kernels.cpu.tiles.resize import CALL as RESIZE_CALL
+from demask.kernels.cpu.tiles.resize import ResizeKernel
 from demask.kernels.cpu.tiles.value_product import CALL as PRODUCT_CALL
 from demask.kernels.cpu.tiles.value_product import TILE, ValueProductKernel
-from demask.sparse.calls.called_op import OVER_CHANNELS, PRODUCT, RECURRENT, RESIZED
-from demask.sparse.plan.calls.recurrent_layer import recurrent_cycles, write_recurrent
+from demask.sparse.called_op import OVER_CHANNELS, PRODUCT, RECURRENT, RESIZED
 from demask.sparse.plan.moved_values import MovedValues, MoveWriter, elements_of, is_move
-from demask.sparse.plan.resizes import write_resize
-from demask.sparse.plan.tape import Buffer, KernelCall, aligned, by_thread
+from demask.sparse.plan.recurrent_layer import recurrent_cycles, write_recurrent
+from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, aligned, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, at_array
 from demask.sparse.plan.value_moves import ANY_VALUE, Moves, rows_of
 from demask.sparse.reference import part
-from demask.sparse.segment_calls import CALLED
+from demask.sparse.segment_calls import CALLED, sizes_and_factors
 from demask.sparse.segment_steps import CallStep
+
+PROBED = 256  # unit vectors at once
+Taps = tuple[np.ndarray, np.ndarray]  # pixels and weights, [outputs, taps]
+Axis = tuple[np.ndarray, np.ndarray, np.ndarray]  # taps, weights, lines; see `ResizeKernel`
+
+
+@dataclass(frozen=True, slots=True)
+class ResizedAxis:
+    """What outputs along an axis read. lines: of the output, [n]. elements: [n, taps, lanes] of x;
+    weights: the same shape. full_lines: numbers of lines [n, taps] if all lanes read their own lane;
+    negative otherwise."""
+
+    lines: np.ndarray
+    elements: np.ndarray
+    weights: np.ndarray
+    full_lines: np.ndarray
+
+    def fields(self, name: str, picked: np.ndarray, reads_full_lines: bool) -> dict[str, Any]:
+        """The fields of a call for some of the outputs."""
+        taps = self.full_lines if reads_full_lines else self.elements
+        return {
+            f"{name}s": len(picked),
+            f"{name}_taps": aligned(taps[picked], np.int32),
+            f"{name}_weights": aligned(self.weights[picked]),
+            f"{name}_lines": aligned(self.lines[picked], np.int32),
+        }
+
+
+def write_resize(step: CallStep, moves: Moves, x: Buffer, out: Buffer) -> None:
+    """Write a resize to the last phase of a tape, without borders."""
+    channels, grid, threads = out.layout.size[1], out.layout.grid, moves.tape.threads
+    taps = [_axis_taps(step, axis, x.layout.size[2 + axis], out.layout.size[2 + axis]) for axis in range(2)]
+    for part_number in range(grid.parts):
+        axes = _resized_axes(x.layout, out.layout, part_number, taps)
+        if grid.parts == threads:
+            _write_share(moves, (x, out), (part_number, 0, channels), axes)
+            continue
+        for thread, (begin, end) in enumerate(by_thread(channels, threads)):
+            if begin < end:
+                _write_share(moves, (x, out), (thread, begin, end), axes)
+
+
+def _write_share(
+    moves: Moves, buffers: tuple[Buffer, Buffer], share: tuple[int, int, int], axes: Sequence[ResizedAxis]
+) -> None:
+    """Write the calls of a thread: of rows and columns that read full lines, and of the others."""
+    thread, begin, end = share
+    full = [np.flatnonzero((axis.full_lines >= 0).all(1)) for axis in axes]
+    others = [np.flatnonzero((axis.full_lines < 0).any(1)) for axis in axes]
+    every = np.arange(len(axes[1].lines))
+    for is_full, picked in ((True, full), (False, (full[0], others[1])), (False, (others[0], every))):
+        if not all(map(len, picked)):
+            continue
+        kernel = ResizeKernel(axes[0].weights.shape[1], axes[1].weights.shape[1], is_full)
+        fields: dict[str, Any] = {"begin": begin, "end": end}
+        for key, buffer in zip(("x", "out"), buffers, strict=True):
+            fields[f"{key}_pitch"] = moves.pitch(buffer)
+        for name, axis, numbers in zip(("row", "column"), axes, picked, strict=True):
+            fields |= axis.fields(name, numbers, is_full)
+        locations = {key: (buffer, 0) for key, buffer in zip(("x", "out"), buffers, strict=True)}
+        moves.tape.add(thread, KernelCall(kernel, RESIZE_CALL, locations, fields))
+
+
+def _resized_axes(x: GridLayout, out: GridLayout, part: int, taps: Sequence[Taps]) -> list[ResizedAxis]:
+    """Rows and columns of a part of the output.
+
+    The number of an element is the sum of one number for its image and row, and one for its column.
+    """
+    grid, lane, zero = out.grid, np.arange(out.lanes), np.zeros(1, np.int64)
+    image, tile = np.divmod(lane, grid.rows * grid.columns)
+    is_used = image < grid.images
+    image, tiles = np.where(is_used, image, 0), np.divmod(tile, grid.columns)
+    area, first = grid.part(part), x.element(zero, zero, zero)
+    axes = []
+    for axis, length in enumerate((grid.height, grid.width)):
+        position = np.arange(area[2 + axis])
+        pixel = tiles[axis] * length + (area[axis] + position)[:, None]  # [outputs, lanes]
+        is_read = is_used & (pixel < out.size[2 + axis])
+        source, weights = (of[np.where(is_read, pixel, 0)].transpose(0, 2, 1) for of in taps[axis])
+        if axis == 0:
+            elements, own = x.element(image, source, zero), lane - tiles[1]
+            lines = out.line(part, position, 0)
+        else:
+            elements, own, lines = x.element(zero, zero, source) - first, tiles[1], position
+        full = _full_lines(elements - own, is_read)
+        if x.grid.images * x.grid.rows != grid.images * grid.rows or x.grid.columns != grid.columns:
+            full = np.full_like(full, -1)
+        axes.append(ResizedAxis(lines, elements, weights, full))
+    if int(axes[0].elements.max()) + int(axes[1].elements.max()) >= 2**31:
+        raise NoPlan("a value has more than 2**31 elements")
+    return axes
+
+
+def _full_lines(elements: np.ndarray, is_read: np.ndarray) -> np.ndarray:
+    """The numbers [n, taps] of lines that begin with these elements [n, taps, lanes], the same ones
+    in all lanes that are read; -1 if there are none."""
+    lanes, is_read = elements.shape[2], np.broadcast_to(is_read[:, None, :], elements.shape)
+    least = np.where(is_read, elements, elements.max(initial=0)).min(2)
+    most = np.where(is_read, elements, 0).max(2)
+    is_line = ((least == most) & (least % lanes == 0)) | ~is_read.any(2)
+    return np.where(is_line, np.where(is_read.any(2), least, 0) // lanes, -1)
+
+
+def _axis_taps(step: CallStep, axis: int, old: int, new: int) -> Taps:
+    """The pixels and weights that each output reads along the height (0) or width (1)."""
+    axis += len(step.numbers) - 3  # of the op, whose numbers are a flag and one per axis
+    if axis < 0:
+        return np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)
+    taps: list[list[tuple[int, float]]] = [[] for _ in range(new)]
+    clear = np.ones(new, bool)  # whether an output reads no element that it multiplies by zero
+    for begin in range(0, old, PROBED):
+        probe = _Probe(step, axis, old, new, range(begin, min(begin + PROBED, old)))
+        weights, is_read, is_nan = probe.results(1.0), probe.results(nan).isnan(), probe.is_nan_with_infinity()
+        for x, out in is_read.nonzero().tolist():
+            weight = float(weights[x, out])
+            taps[out].append((begin + x, weight))
+            if is_nan[x, out] and weight:  # the pixel is also read with a weight of zero
+                taps[out].append((begin + x, 0.0))
+        clear &= ~(is_nan & is_read).any(0).numpy()
+    for own, is_clear in zip(taps, clear, strict=True):
+        _extend_taps(own, max(map(len, taps)), is_clear)
+    pixels, factors = np.array(taps, np.float64).transpose(2, 0, 1)
+    return pixels.astype(np.int64), factors.astype(np.float32)
+
+
+def _extend_taps(taps: list[tuple[int, float]], count: int, is_clear: bool) -> None:
+    """Extend taps of one output to a count, without other results for any values."""
+    while len(taps) < count:
+        pixel, weight = taps[-1] if is_clear else next(tap for tap in taps if not tap[1])
+        if is_clear:
+            taps[-1:] = [(pixel, weight / 2), (pixel, weight / 2)]
+        else:
+            taps.append((pixel, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """An op, applied to vectors of `old` elements that are zero but for one of `pixels`."""
+
+    step: CallStep
+    axis: int
+    old: int
+    new: int
+    pixels: range
+
+    def results(self, value: float) -> Tensor:
+        """The results [pixels, new] if the other element has a value."""
+        return self._resize_vectors(value, 1, 1)[..., 0]
+
+    def is_nan_with_infinity(self) -> Tensor:
+        """Whether the results are NaN if the other element is is_nan_with_infinity.
+
+        Along the other axis, output 1 of 3 is between elements 1 and 2 of 4.
+        """
+        return self._resize_vectors(inf, 4, 3)[..., min(1, len(self.step.numbers) - 2)].isnan()
+
+    def _resize_vectors(self, value: float, other: int, resized: int) -> Tensor:
+        """The results [pixels, new, resized], for so many elements along the other axis."""
+        axes = len(self.step.numbers) - 1
+        other, resized = (other, resized) if axes == 2 else (1, 1)
+        x = torch.zeros(len(self.pixels), 1, self.old, other)
+        x[torch.arange(len(self.pixels)), 0, list(self.pixels), min(1, other - 1)] = value
+        _, factors = sizes_and_factors(self.step.numbers, 1)
+        sizes, scales = [self.new, resized], [factors and factors[self.axis], None]
+        if self.axis == 1:
+            x, sizes, scales = x.transpose(2, 3).contiguous(), sizes[::-1], scales[::-1]
+        op = CALLED[self.step.call].op.overloadpacket.default
+        result = op(x if axes == 2 else x[..., 0], sizes[:axes], bool(self.step.numbers[0]), *scales[:axes])
+        result = result.reshape(len(x), *sizes)
+        return result.transpose(1, 2) if self.axis == 1 else result
+
 
 WIDE = 8  # lines of a tile with many registers; half as many with few
 MOST_ROWS = 8  # outputs of a block
@@ -84,7 +262,7 @@ def _over_channels(value: int, step: CallStep, moves: Moves, moved: MovedValues,
     moves.over_channels(kernel, x, out, groups, factors)
 
 
-_FactorPlaces = tuple[np.ndarray, np.ndarray]  # bytes of the elements of a factor: terms, outputs
+_FactorOffsets = tuple[np.ndarray, np.ndarray]  # bytes of the elements of a factor: terms, outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +299,14 @@ class _ValueProducts:
         x, out = self.sources[0], self.out
         shapes = [self.moved.shapes[v] for v in self.step.xs]
         factors = [
-            self._factors(k, transposed=k == 1 and self.step.call == "attention") for k in range(1, len(shapes[:3]))
+            self._factor_offsets(k, transposed=k == 1 and self.step.call == "attention")
+            for k in range(1, len(shapes[:3]))
         ]
         columns, out_columns = shapes[0][-1], out.layout.size[1] // max(prod(shapes[0][:-2]), 1)
-        for share in self._shares(prod(shapes[0][:-2])):
+        for share in self._row_shares(prod(shapes[0][:-2])):
             if self.step.call != "attention":
                 for item in share.items:
-                    self._product(
+                    self._write_product(
                         share,
                         _ColumnRange(x, item * columns),
                         (1, factors[0][item]),
@@ -135,17 +314,17 @@ class _ValueProducts:
                     )
                 continue
             keys = shapes[1][-2]
-            scaled, scores = self._scratch(columns), self._scratch(keys)
+            scaled, scores = self._thread_memory(columns), self._thread_memory(keys)
             for item in share.items:
                 add = _ColumnRange(self.sources[3], item * keys) if len(shapes) > 3 else None
                 first = _ColumnRange(scaled, 0), _ColumnRange(scores, 0)
-                self._times(share, _ColumnRange(x, item * columns), first[0], columns**-0.5)
-                self._product(share, first[0], (1, factors[0][item]), first[1], add)
-                self._softmax(share, scores)
-                self._product(share, first[1], (2, factors[1][item]), _ColumnRange(out, item * out_columns))
+                self._scale_columns(share, _ColumnRange(x, item * columns), first[0], columns**-0.5)
+                self._write_product(share, first[0], (1, factors[0][item]), first[1], add)
+                self._write_softmax(share, scores)
+                self._write_product(share, first[1], (2, factors[1][item]), _ColumnRange(out, item * out_columns))
 
-    def _shares(self, items: int) -> Iterator[_RowShare]:
-        """The shares of threads: positions of their parts, or else whole matrices."""
+    def _row_shares(self, items: int) -> Iterator[_RowShare]:
+        """The shares of threads: positions of their parts, or else full matrices."""
         grid, threads = self.out.layout.grid, self.moves.tape.threads
         for thread in range(threads):
             if grid.parts == threads:
@@ -157,14 +336,13 @@ class _ValueProducts:
                 _, _, _, width = grid.part(part_number)
                 yield _RowShare(thread, part_number, 0, width, range(begin, end))
 
-    def _scratch(self, channels: int) -> Buffer:
-        """Memory of one thread for so many channels of its positions."""
+    def _thread_memory(self, channels: int) -> Buffer:
         layout = self.out.layout
         size = (1, channels, 1, layout.size[3])
         grid = replace(layout.grid, parts=1)
         return Buffer(GridLayout(size, grid, NO_BORDER, layout.lanes))
 
-    def _line(self, buffer: Buffer, share: _RowShare) -> int:
+    def _first_line(self, buffer: Buffer, share: _RowShare) -> int:
         """The first line of a share; memory of one thread starts with that."""
         layout = buffer.layout
         is_own = layout.grid == self.out.layout.grid
@@ -173,7 +351,7 @@ class _ValueProducts:
     def _location(self, columns: _ColumnRange) -> tuple[Buffer, int]:
         return columns.buffer, columns.first * self.moves.pitch(columns.buffer)
 
-    def _factors(self, operand: int, transposed: bool) -> list[_FactorPlaces]:
+    def _factor_offsets(self, operand: int, transposed: bool) -> list[_FactorOffsets]:
         """Bytes of the elements of a factor per matrix: for each term, and for each output."""
         value = self.step.xs[operand]
         source, numbers = self.moved.factor_source(value), self.moved.numbers(value)
@@ -186,11 +364,11 @@ class _ValueProducts:
         at = 4 * elements_of(self.sources[operand].layout, kind, shape, flat)
         return [(np.ascontiguousarray(a[:, 0]), a[0] - a[0, 0]) for a in at]
 
-    def _product(
+    def _write_product(
         self,
         share: _RowShare,
         x: _ColumnRange,
-        factor: tuple[int, _FactorPlaces],
+        factor: tuple[int, _FactorOffsets],
         out: _ColumnRange,
         add: _ColumnRange | None = None,
     ) -> None:
@@ -198,7 +376,7 @@ class _ValueProducts:
         tape, isa = self.moves.tape, self.moves.isa
         operand, (terms, outputs) = factor
         added = out if add is None else add
-        firsts = [self._line(c.buffer, share) for c in (x, out, added)]
+        firsts = [self._first_line(c.buffer, share) for c in (x, out, added)]
         most = WIDE if isa.registers >= 32 else WIDE // 2
         pieces = -(-(share.end - share.begin) // most)
         by_size: dict[int, list[int]] = {}
@@ -235,21 +413,21 @@ class _ValueProducts:
                 ),
             )
 
-    def _times(self, share: _RowShare, x: _ColumnRange, out: _ColumnRange, factor: float) -> None:
-        """Write the product of some columns and a number."""
+    def _scale_columns(self, share: _RowShare, x: _ColumnRange, out: _ColumnRange, factor: float) -> None:
         count = share.end - share.begin
         table = np.zeros((count, 3), np.int32)
         for k, columns in enumerate((x, x, out)):
-            table[:, k] = self._line(columns.buffer, share) + np.arange(count)
-        self._call(PointwiseKernel("times", (factor,)), share, (x, out), table, out.buffer.layout.size[1])
+            table[:, k] = self._first_line(columns.buffer, share) + np.arange(count)
+        self._write_channel_call(PointwiseKernel("times", (factor,)), share, (x, out), table, out.buffer.layout.size[1])
 
-    def _softmax(self, share: _RowShare, scores: Buffer) -> None:
-        """Write the softmax of scores, over them."""
+    def _write_softmax(self, share: _RowShare, scores: Buffer) -> None:
         count, columns = share.end - share.begin, _ColumnRange(scores, 0)
-        table = self._line(scores, share) + np.arange(count, dtype=np.int32).repeat(2)
-        self._call(SoftmaxKernel(True), share, (columns, columns), table.reshape(-1, 2), scores.layout.size[1])
+        table = self._first_line(scores, share) + np.arange(count, dtype=np.int32).repeat(2)
+        self._write_channel_call(
+            SoftmaxKernel(True), share, (columns, columns), table.reshape(-1, 2), scores.layout.size[1]
+        )
 
-    def _call(
+    def _write_channel_call(
         self,
         kernel: Any,
         share: _RowShare,
@@ -260,22 +438,5 @@ class _ValueProducts:
         """Write a call of a kernel of all channels."""
         x, out = columns
         buffers = {"x": self._location(x), "z": self._location(x), "out": self._location(out)}
-        pitches = self.moves.pitch(x.buffer), self.moves.pitch(out.buffer)
         if len(table):
-            self.moves.tape.add(
-                share.thread,
-                KernelCall(
-                    kernel,
-                    CALL,
-                    buffers,
-                    {
-                        "x_pitch": pitches[0],
-                        "z_pitch": pitches[0],
-                        "out_pitch": pitches[1],
-                        "begin": 0,
-                        "end": channels,
-                        "count": len(table),
-                        "table": table.astype(np.int32),
-                    },
-                ),
-            )
+            self.moves.add_call(share.thread, kernel, buffers, (0, channels), table.astype(np.int32))

@@ -107,9 +107,9 @@ def deal_tasks(
     split = parts > 1
     targets = np.where(split, -split.cumsum(), name[row])  # -1 - slot, slots from 0 up
     order = np.argsort(begin - end, kind="stable")
-    whole_groups = len(order) // together
-    groups = order[: whole_groups * together].reshape(whole_groups, together)[snake(whole_groups, processors)]
-    order = np.concatenate([groups.reshape(-1), order[whole_groups * together :]])
+    full_groups = len(order) // together
+    groups = order[: full_groups * together].reshape(full_groups, together)[snake(full_groups, processors)]
+    order = np.concatenate([groups.reshape(-1), order[full_groups * together :]])
     heads = np.flatnonzero(split & (begin == crow[row]))
     tasks = {
         "begins": begin[order],

@@ -1,24 +1,182 @@
-"""Products with sparse matrices on a GPU, with measured kernel choice (`gpu_autotune`).
+"""Products with sparse matrices on a GPU, with measured kernel choice.
 
     spmm, spmm_transposed, sddmm, densified, sparse_product
 
 A matrix is a `CsrMatrix`, with or without its empty rows, in float32, float16 or bfloat16. Sums are
 in float32 in a fixed order, so that repeated calls return the same bits. Dense tiles multiply
 zeros, too: where x is infinite, they return NaN as a dense product does.
-"""
+
+Candidates of a product are measured once, and the fastest is used. Measurements are stored in the file
+of `machine.cost`, by device, sizes, density and dtype. Decompression followed by the dense library is
+always a candidate, so a sparse matrix is slower than a dense one by at most its decompression."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from demask.kernels import gpu
+from demask.machine.cost import Costs, Question
 from demask.ops.activations import Act, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix, like, row_of
-from demask.sparse.products.gpu_autotune import TRANSPOSED, KernelChoice, choose
-from demask.sparse.products.gpu_formats import MatrixFormats, formats_of
+from demask.sparse.products.gpu_formats import TILE, MatrixFormats, formats_of, processors_of
+
+TRANSPOSED = "transposed"  # name of the transposed product in cost files
+CALLS = 12  # per measurement
+COPIES = 8  # most copies of a matrix, so that it is read from memory and not from the cache
+WIDEST = 128  # columns of a tile
+Run = Callable[["KernelChoice", CsrMatrix, MatrixFormats], object]
+
+
+class KernelChoice(NamedTuple):
+    """kind: "rows", "bitmap" or "dense". height, width: of a tile; for SDDMM, entries (or rows) and
+    the step of the sum. split: parts of the sum.
+    """
+
+    kind: str
+    height: int = 0
+    width: int = 0
+    warps: int = 4
+    split: int = 1
+
+
+def candidates(task: str, m: CsrMatrix, n: int, bits: bool, processors: int) -> list[KernelChoice]:
+    """Kernels that may be the fastest, the most likely first.
+
+    task: "spmm", TRANSPOSED or "sddmm" (n: length of its sums). bits: whether there is a bitmap.
+    """
+    density = m.col.numel() / max(m.size[0] * m.size[1], 1)
+    if task == "sddmm":
+        rows = [KernelChoice("rows", *shape) for shape in ((32, 128, 4), (16, 64, 2), (8, 128, 1))]
+        tiles = [KernelChoice("bitmap", *shape) for shape in ((128, 64, 4), (128, 32, 8), (64, 64, 4))]
+    else:
+        rows, tiles = _row_kernels(n), _bitmap_kernels(task, m, n, processors)
+    tiles = tiles if bits else []
+    dense = [KernelChoice("dense")]
+    if m.values.dtype == torch.float32 or density < 0.03:
+        order = [rows, tiles, dense] if density < 0.2 else [dense, rows, tiles]
+    else:
+        order = [tiles, dense, rows] if n <= WIDEST or task == "sddmm" else [dense, tiles, rows]
+    return [choice for group in order for choice in group]
+
+
+def _row_kernels(n: int) -> list[KernelChoice]:
+    width = min(max(_next_power_of_two(n), 8), WIDEST)
+    return [
+        KernelChoice("rows", area * warps // width, width, warps)
+        for area, warps in ((256, 1), (128, 1), (256, 2), (512, 2))
+        if area * warps >= width
+    ]
+
+
+def _bitmap_kernels(task: str, m: CsrMatrix, n: int, processors: int) -> list[KernelChoice]:
+    width = min(max(_next_power_of_two(n), 16), WIDEST)
+    choices = []
+    for height, warps in ((128, 8), (64, 4), (128, 4)):
+        if width == WIDEST and warps == 4 and height == 128:
+            continue  # its sums do not fit in registers
+        high, tiles = -(-m.size[0] // height), -(-m.size[1] // TILE)
+        blocks, steps = (tiles, high) if task == TRANSPOSED else (high, tiles)
+        blocks *= -(-n // width)
+        for waves in (2, 1, 4):
+            split = max(1, min(waves * processors // blocks, steps // 4, 16))
+            choices.append(KernelChoice("bitmap", height, width, warps, split))
+    return list(dict.fromkeys(choices))
+
+
+def _next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@lru_cache(maxsize=1)
+def costs() -> Costs:
+    """The measurements of this machine, read once."""
+    return Costs.open()
+
+
+_CHOSEN: dict[Any, KernelChoice] = {}
+
+
+def choose(task: str, m: CsrMatrix, formats: MatrixFormats, x: Tensor, run: Run) -> KernelChoice:
+    """The fastest kernel for a task with this matrix and x, measured at the first call of its kind.
+
+    While a CUDA graph is recorded, nothing can be measured: the first candidate is returned.
+    """
+    n = x.shape[1]
+    kind = kind_of(task, m, x)
+    key = (x.device, kind)
+    if key in _CHOSEN:
+        return _CHOSEN[key]
+    options = candidates(task, m, n, formats.bitmap(m) is not None, processors_of(x.device))
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return options[0]
+    device_and_kind = f"{torch.cuda.get_device_name(x.device)} {kind}"
+    with torch.cuda.device(x.device):
+        _CHOSEN[key] = fastest(device_and_kind, options, lambda c: recorded(c, m, formats, run), costs())
+    return _CHOSEN[key]
+
+
+def kind_of(task: str, m: CsrMatrix, x: Tensor) -> str:
+    """A description of the calls that share one choice: sizes, number of columns rounded up to a
+    power of two, density to two digits, dtype and memory order.
+    """
+    density = m.col.numel() / max(m.size[0] * m.size[1], 1)
+    order = "columns" if x.stride(1) == 1 else "rows"
+    named = "" if m.names is None else " named"
+    return f"{task} {m.size}{named} n={_next_power_of_two(x.shape[1])} d={density:.1e} {x.dtype} by {order}"
+
+
+def fastest(
+    device_and_kind: str,
+    options: Sequence[KernelChoice],
+    make: Callable[[KernelChoice], Callable[[], object]],
+    known: Costs,
+) -> KernelChoice:
+    """The option with the fastest call; unknown ones are measured and saved.
+
+    device_and_kind: prefix of the names of measurements. make: function option -> call to time.
+    """
+    questions = {c: Question(f"{device_and_kind} {' '.join(map(str, c))}", 0.0, 0.0, partial(make, c)) for c in options}
+    seconds = {c: known.seconds(question) for c, question in questions.items()}
+    known.save()
+    return min(options, key=lambda c: seconds[c])
+
+
+def recorded(choice: KernelChoice, m: CsrMatrix, formats: MatrixFormats, run: Run) -> Callable[[], object]:
+    """CALLS calls as one CUDA graph, which alternate between copies of the matrix.
+
+    Together the copies are larger than three times the cache, or there are COPIES of them.
+    """
+    run(choice, m, formats)  # compiles kernels and creates tensors
+    properties: Any = torch.cuda.get_device_properties(m.values.device)
+    bytes_ = max(m.values.nbytes + m.size[0] * m.size[1] * 3 // 16, 1)
+    count = min(COPIES, -(-3 * properties.L2_cache_size // bytes_))
+    copies = [(m, formats)]
+    for _ in range(count - 1):
+        copy_ = m._replace(values=m.values.clone(), col=m.col.clone())
+        copies.append((copy_, copy.deepcopy(formats)))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for matrix, matrix_formats in copies:
+            run(choice, matrix, matrix_formats)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for k in range(CALLS):
+            run(choice, *copies[k % count])
+    return partial(_replay, graph, copies)
+
+
+def _replay(graph: Any, _: object) -> None:
+    """Replay a graph. The second argument refers to its tensors, which must live as long."""
+    graph.replay()
+
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FINISH, AREA = 256, 1024  # columns and elements of a program that sums parts
@@ -43,7 +201,7 @@ def spmm(
     out = like(x, m.size[0], x.shape[1])
     if not out.numel():
         return out
-    m = m._replace(values=_aligned(m.values))
+    m = m._replace(values=_align(m.values))
     return run(m, formats, x, bias, act, choice or select_kernel("spmm", m, x), out)
 
 
@@ -71,7 +229,7 @@ def spmm_transposed(m: CsrMatrix, x: Tensor, choice: KernelChoice | None = None)
     out = like(x, m.size[1], x.shape[1])
     if not out.numel():
         return out
-    m = m._replace(values=_aligned(m.values))
+    m = m._replace(values=_align(m.values))
     return run_transposed(m, formats, x, choice or select_kernel(TRANSPOSED, m, x), out)
 
 
@@ -125,9 +283,9 @@ def run(
 ) -> Tensor:
     """`spmm` with one kernel, into `out`."""
     if not m.col.numel():
-        return _empty(out, bias, act)
+        return _fill_empty_rows(out, bias, act)
     if choice.kind == "dense":
-        return _dense(densified(m, formats), x, bias, act, out)
+        return _dense_product(densified(m, formats), x, bias, act, out)
     if choice.kind == "bitmap":
         return _by_bitmap(m, formats, x, bias, act, choice, out, False)
     return _by_rows(m, formats, x, bias, act, choice, out)
@@ -138,7 +296,7 @@ def run_transposed(m: CsrMatrix, formats: MatrixFormats, x: Tensor, choice: Kern
     if not m.col.numel():
         return out.zero_()
     if choice.kind == "dense":
-        return _dense(densified(m, formats).t(), x, None, None, out)
+        return _dense_product(densified(m, formats).t(), x, None, None, out)
     if choice.kind == "bitmap":
         return _by_bitmap(m, formats, x, None, None, choice, out, True)
     transpose = formats.transposed(m)
@@ -160,7 +318,7 @@ def run_sddmm(m: CsrMatrix, formats: MatrixFormats, a: Tensor, b: Tensor, choice
             gpu.sddmm_bitmap, grid,
             bits.masks, bits.starts, bits.high, a, a.stride(0), a.stride(1), b, b.stride(0),
             b.stride(1), out, m.size[0], m.size[1], k, HEIGHT=choice.height, STEP=choice.width,
-            WIDE=_interpreted(a), num_warps=choice.warps,
+            WIDE=_is_interpreted(a), num_warps=choice.warps,
         )  # fmt: skip
         return out
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
@@ -244,7 +402,7 @@ def _by_rows(
     first, second = (*numbers, 0.0, 0.0)[:2]
     x = x if x.stride(1) == 1 else x.contiguous()
     if m.names is not None:
-        _empty(out, bias, act)  # rows that are not stored
+        _fill_empty_rows(out, bias, act)  # rows that are not stored
     tasks = formats.tasks(m, choice.height)
     count = len(tasks.begins)
     if not count:
@@ -261,7 +419,7 @@ def _by_rows(
     )  # fmt: skip
     if tasks.slots:
         split_rows = tasks.rows, tasks.firsts, tasks.counts
-        _finish(partial, split_rows, len(tasks.rows), (0, 1), out, bias, act)
+        _sum_parts(partial, split_rows, len(tasks.rows), (0, 1), out, bias, act)
     return out
 
 
@@ -292,14 +450,14 @@ def _by_bitmap(
         bits.masks, bits.starts, m.values, bits.high, bits.tiles, x, x.stride(0), x.stride(1), out,
         out.stride(0), out.stride(1), partial, bias_or_any, float(first), float(second), x.shape[0],
         rows, n, share, HEIGHT=height, WIDTH=choice.width, TRANSPOSED=transposed, SPLIT=splits > 1,
-        BIASED=bias is not None, ACT=name, WIDE=_interpreted(x), num_warps=choice.warps,
+        BIASED=bias is not None, ACT=name, WIDE=_is_interpreted(x), num_warps=choice.warps,
     )  # fmt: skip
     if splits > 1:
-        _finish(partial, None, rows, (splits, rows), out, bias, act)
+        _sum_parts(partial, None, rows, (splits, rows), out, bias, act)
     return out
 
 
-def _finish(
+def _sum_parts(
     partial: Tensor,
     listed: tuple[Tensor, Tensor, Tensor] | None,
     count: int,
@@ -325,15 +483,13 @@ def _finish(
     )  # fmt: skip
 
 
-def _empty(out: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
-    """`out`, filled with the values of rows without nonzeros."""
+def _fill_empty_rows(out: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
     value = out.new_zeros(1) if bias is None else bias
     value = value if act is None else apply_activation(value.float(), act)
     return out.copy_(value.reshape(-1, 1).expand_as(out))
 
 
-def _dense(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tensor) -> Tensor:
-    """The product with the dense matrix, by torch."""
+def _dense_product(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tensor) -> Tensor:
     if bias is None:
         torch.mm(w, x, out=out)
     else:
@@ -341,7 +497,7 @@ def _dense(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tens
     return out if act is None else out.copy_(apply_activation(out, act))
 
 
-def _aligned(values: Tensor) -> Tensor:
+def _align(values: Tensor) -> Tensor:
     """Values at an address that supports vector loads."""
     values = values.contiguous()
     return values.clone() if values.data_ptr() % 16 else values
@@ -357,6 +513,5 @@ def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, 
         kernel[grid](first, *arguments, **options)
 
 
-def _interpreted(x: Tensor) -> bool:
-    """Whether kernels run in Triton's interpreter, on tensors in host memory."""
+def _is_interpreted(x: Tensor) -> bool:
     return not x.is_cuda

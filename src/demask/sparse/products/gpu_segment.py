@@ -28,13 +28,13 @@ def run(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Ten
         operands = [values[value] for value in reads(step)]
         kind = program.kinds[reads(step)[0]]
         if isinstance(step, ConvStep | LinearStep):
-            values.append(_layer(step, kind, operands, weights))
+            values.append(_run_layer(step, kind, operands, weights))
         else:
             values.append(dense.call(step, kind, operands, *dense.operand_tensors(step, kind, operands[0], weights)))
     return [values[value] for value in program.outputs]
 
 
-def _layer(step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _run_layer(step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The output of a layer."""
     x, bias = operands[0], dense.bias(step, weights)
     bias = None if bias is None else bias.to(x.dtype)
@@ -42,7 +42,7 @@ def _layer(step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], w
     csr, fits = step.weight.csr, step.weight.scale is None and values.dtype == x.dtype
     if csr is None or not fits or not _is_product(step):
         needs_gradient = torch.is_grad_enabled() and values.requires_grad
-        matrix = None if needs_gradient or step.weight.scale is not None else _densified
+        matrix = None if needs_gradient or step.weight.scale is not None else _dense_matrix
         weight = dense.weight(step, weights, x.shape, x.dtype, matrix)
         return dense.call(step, kind, operands, weight, bias)
     crow, col = (dense.part(span, weights) for span in csr[1:])
@@ -59,14 +59,13 @@ def _layer(step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], w
 
 
 def _is_product(step: ConvStep | LinearStep) -> bool:
-    """Whether a layer multiplies every position by the same matrix."""
     if isinstance(step, LinearStep):
         return True
     is_pointwise = (step.kernel, step.stride, step.groups) == ((1, 1), (1, 1), 1)
     return is_pointwise and step.padding == ((0, 0), (0, 0)) and not step.transposed
 
 
-def _densified(
+def _dense_matrix(
     step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int, dtype: torch.dtype | None
 ) -> Tensor:
     """The matrix of a step [out, columns], by a GPU kernel if possible."""

@@ -37,11 +37,11 @@ for _line in (
 
 def kernels(x: Tensor) -> ModuleType | None:
     """`gpu_products` for tensors on a GPU if Triton is installed, else None."""
-    return _loaded() if x.is_cuda else None
+    return _load_gpu_products() if x.is_cuda else None
 
 
 @lru_cache(maxsize=1)
-def _loaded() -> ModuleType | None:
+def _load_gpu_products() -> ModuleType | None:
     if find_spec("triton") is None:
         return None
     from demask.sparse.products import gpu_products as gpu
@@ -86,9 +86,9 @@ def _sampled(crow: Tensor, col: Tensor, rows: Tensor | None, size: Any, a: Tenso
     if a.dtype in (torch.float16, torch.bfloat16):
         return _sampled(crow, col, rows, size, a.float(), b.float()).to(a.dtype)
     if a.device.type == "cpu" and a.dtype == torch.float32 and llvm.is_installed():
-        from demask.sparse.products import sddmm_cpu as sample
+        from demask.sparse.products import cpu_products
 
-        return sample.sampled(m, a, b)
+        return cpu_products.sddmm(m, a, b)
     check_indices(m.crow, m.col, m.size[1])
     row = row_of(m)
     sums = [(a[row[p]] * b[col[p].long()]).sum(1) for p in parts(len(row), a.shape[1])]
@@ -105,7 +105,7 @@ def _fake_sampled(crow: Tensor, col: Tensor, rows: Tensor | None, size: Any, a: 
     return a.new_empty(col.shape[0])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_transposed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     crow, col, values, rows, ctx.size, y = inputs
     ctx.save_for_backward(crow, col, values, rows, y)
 
@@ -132,7 +132,6 @@ def _sampled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _product(m: CsrMatrix, x: Tensor) -> Tensor:
-    """m @ x, without bias and activation."""
     return torch.ops.demask.spmm.default(m.crow, m.col, m.values, m.names, m.size, x, None, "", [])
 
 
@@ -140,5 +139,7 @@ _LIBRARY.impl("spmm_transposed", _transposed_product, "CompositeExplicitAutograd
 _LIBRARY.impl("sampled", _sampled, "CompositeExplicitAutograd")
 torch.library.register_fake("demask::spmm_transposed", _fake_transposed_product, lib=_LIBRARY)
 torch.library.register_fake("demask::sampled", _fake_sampled, lib=_LIBRARY)
-torch.library.register_autograd("demask::spmm_transposed", _transposed_gradients, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd(
+    "demask::spmm_transposed", _transposed_gradients, setup_context=_save_transposed, lib=_LIBRARY
+)
 torch.library.register_autograd("demask::sampled", _sampled_gradients, setup_context=_save_sampled, lib=_LIBRARY)

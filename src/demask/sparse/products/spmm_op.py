@@ -3,7 +3,7 @@
 torch.ops.demask.spmm(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size,
                       Tensor x, Tensor? bias, str act, float[] numbers) -> Tensor
 
-It runs CPU kernels (`spmm_cpu`), GPU kernels (`gpu_products`) or ATen ops, depending on the device.
+It runs CPU kernels (`cpu_products`), GPU kernels (`gpu_products`) or ATen ops, depending on the device.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def on_cpu(*arguments: Any) -> Tensor:
     m, x, bias, act = _checked(arguments)
     if x.dtype not in (torch.float32, *NARROW) or not llvm.is_installed():
         return _by_aten(m, x, bias, act)
-    from demask.sparse.products.spmm_cpu import multiplied
+    from demask.sparse.products.cpu_products import multiplied
 
     if x.dtype in NARROW:
         wide = None if bias is None else bias.float()

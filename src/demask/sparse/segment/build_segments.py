@@ -2,8 +2,10 @@
 
     fc2(gelu(fc1(x))) == segment([x], [values, index], program)
 
-One call replaces a whole region of a graph (`convex_groups`): intermediate values stay in the
+One call replaces a full region of a graph (`convex_groups`): intermediate values stay in the
 layout of the kernels, and activations and sums are fused into the layers.
+
+Before regions are sought, calls are rewritten as those that segments can hold.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ import torch
 from torch import Tensor, fx
 
 import demask.sparse.segment.segment_op  # noqa: F401  (registers the op that graphs call)
-from demask.graph.editor import GraphEditor
+from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.program import Program as Whole
-from demask.graph.queries import input_dependent
+from demask.graph.queries import has_shape, input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act
-from demask.ops.schema import fake
-from demask.sparse.calls.called_op import RECURRENT
-from demask.sparse.calls.recurrent_rows import prepare_recurrent
+from demask.ops.schema import fake, same_size
+from demask.rewrites.driver import apply_rules
+from demask.rewrites.segment import SEGMENT as SEGMENT_RULES
+from demask.sparse.called_op import RECURRENT
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
 from demask.sparse.segment.match_calls import ANY, MatchedCall, matrix
-from demask.sparse.segment.prepare_calls import prepare_calls
+from demask.sparse.segment.recurrent_rows import prepare_recurrent
 from demask.sparse.segment_calls import CALLED, lowering_of, sizes_of_reshape
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
@@ -48,6 +51,58 @@ from demask.sparse.segment_steps import (
     Step,
     canonical,
 )
+
+aten = torch.ops.aten
+
+
+def prepare_calls(editor: GraphEditor) -> None:
+    """Rewrite calls of a graph for segments, in place."""
+    apply_rules(editor, SEGMENT_RULES)
+    drop_unread(editor.graph)
+    _expand_static_addends(editor)
+    _read_sizes_from_inputs(editor)
+
+
+def _read_sizes_from_inputs(editor: GraphEditor) -> None:
+    """Read dynamic sizes from inputs if possible: a segment does not return all of its values."""
+    known: dict[Any, tuple[fx.Node, int]] = {}
+    for node in editor.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, Tensor):
+            for axis, size in enumerate(value.shape):
+                if not isinstance(size, int):
+                    known.setdefault(size.node.expr, (node, axis))
+    for node in editor.calls(aten.sym_size.int):
+        size = node.meta["val"]
+        if not isinstance(size, int) and size.node.expr in known:
+            node.args = known[size.node.expr]
+
+
+def _expand_static_addends(editor: GraphEditor) -> None:
+    """Expand values that depend on sizes alone, such as border maps, to the shapes to which they
+    are added: segments add values of one shape."""
+    live = input_dependent(editor.graph)
+    for node in editor.calls(aten.add.Tensor):
+        shape = fake(node).shape
+        for side, other in ((0, 1), (1, 0)):
+            value, x = node.args[side], node.args[other]
+            if not isinstance(value, fx.Node) or value in live or x not in live:
+                continue
+            is_tensor = isinstance(value.meta.get("val"), Tensor) and len(shape) > 2
+            if is_tensor and has_shape(x, shape) and not has_shape(value, shape):
+                with editor.graph.inserting_before(node):
+                    expanded = editor.call(aten.expand.default, value, _new_sizes(editor, value, x))
+                node.update_arg(side, expanded)
+
+
+def _new_sizes(editor: GraphEditor, value: fx.Node, x: fx.Node) -> list[Any]:
+    """The sizes of x for an expansion of a value; -1 for those that the value has: they need not be
+    read from x, which would be computed before the expansion, in another segment."""
+    sizes, old = editor.sizes(x), fake(value).shape
+    new = fake(x).shape
+    first = len(new) - len(old)
+    return [-1 if k >= first and same_size(new[k], old[k - first]) else size for k, size in enumerate(sizes)]
+
 
 SEGMENT = torch.ops.demask.segment.default
 VALUES, INDEX, NARROW = 0, 1, 2  # the weight tensors of a segment
@@ -70,7 +125,7 @@ def segmented(
     replacements: dict[fx.Node, fx.Node] = {}  # node of a region -> output of its segment
     for region in regions(editor, dtype, core, allowed):
         replacements |= _replaced(editor, region, replacements, precision)
-    _in_order(editor.graph)
+    _sort_nodes(editor.graph)
     return editor.finish()
 
 
@@ -125,12 +180,12 @@ def _recurrent_layer(step: CallStep, x: Sequence[int]) -> SegmentLayer:
     return SegmentLayer(step.name, weights, weights, weights * x[0] * x[1])
 
 
-def layers_of(whole: Whole) -> list[SegmentLayer]:
+def layers_of(network: Whole) -> list[SegmentLayer]:
     """The layers of all segments of a program, for the sizes of the example inputs."""
     segment_layers = []
-    for node, program in segments_of(whole.graph):
+    for node, program in segments_of(network.graph):
         inputs = schema.arguments(node)["inputs"]
-        segment_layers += layers(program, [list(whole.example.shape(x)) for x in inputs])
+        segment_layers += layers(program, [list(network.example.shape(x)) for x in inputs])
     return segment_layers
 
 
@@ -138,7 +193,7 @@ def _replaced(
     editor: GraphEditor, region: SegmentRegion, known: Mapping[fx.Node, fx.Node], precision: str | None
 ) -> dict[fx.Node, fx.Node]:
     """Replace a region by the call of a segment; returns region node -> output of the segment."""
-    nodes = _within(region, known)
+    nodes = _nodes_within(region, known)
     outputs = [c.node for c in region.calls if any(user not in nodes for user in c.node.users)]
     steps = _Steps(editor, region.calls, set(outputs), _WeightStore(editor, precision))
     program, reader = steps.program(outputs), region.calls[-1].node.next
@@ -156,9 +211,9 @@ def _replaced(
     return replacements
 
 
-def _within(region: SegmentRegion, known: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+def _nodes_within(region: SegmentRegion, known: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """The nodes of a region, and those between a call and what it reads: of rows, the recurrent
-    call and its results. known: outputs of earlier segments, which are read in place of nodes."""
+    call and its results. known: outputs of earlier segments, which are read instead of nodes."""
     nodes = region.nodes
     reads = {known.get(source, source) for call in region.calls for source in call.reads}
     for call in region.calls:
@@ -172,7 +227,7 @@ def _within(region: SegmentRegion, known: Mapping[fx.Node, fx.Node]) -> set[fx.N
     return nodes
 
 
-def _in_order(graph: fx.Graph) -> None:
+def _sort_nodes(graph: fx.Graph) -> None:
     """Sort nodes after the nodes that they read, otherwise in the present order.
 
     Raises CycleError if a region was not convex.
@@ -226,14 +281,14 @@ class _Steps:
 
     def program(self, outputs: Sequence[fx.Node]) -> SegmentProgram:
         """The program that computes these values."""
-        for chain in self._chains():
+        for chain in self._layer_chains():
             self._append(chain)
         numbers = tuple(self.values[node] for node in outputs)
         static = tuple(k for (source, _), k in self.inputs.items() if source not in self.live)
         kinds = tuple(kind for _, kind in self.inputs)
         return SegmentProgram(kinds, tuple(self.steps), numbers, static)
 
-    def _chains(self) -> list[_LayerChain]:
+    def _layer_chains(self) -> list[_LayerChain]:
         """The calls in the order of the last node of each chain.
 
         If two layers are added, the sum is fused into the later one.
@@ -256,18 +311,18 @@ class _Steps:
     def _chain(self, call: MatchedCall, fused: set[fx.Node]) -> tuple[_LayerChain, set[fx.Node]]:
         """A layer or a sum with all calls that can be fused into it, and their nodes."""
         chain, members = _LayerChain(call, call.node), {call.node}
-        reader = self._reader(chain.last, fused)
+        reader = self._only_reader(chain.last, fused)
         while reader is not None and _can_select_rows(chain.call, reader):
             chain = _LayerChain(_selected_rows(chain.call, reader), reader.node)
             members.add(reader.node)
-            reader = self._reader(chain.last, fused)
+            reader = self._only_reader(chain.last, fused)
         if call.is_layer and reader is not None and isinstance(reader.step, AddStep):
             left, right = reader.reads
             if left is not right:
                 other = right if left is chain.last else left
                 chain = replace(chain, last=reader.node, add=other)
                 members.add(reader.node)
-                reader = self._reader(chain.last, fused)
+                reader = self._only_reader(chain.last, fused)
         if reader is not None and reader.act is not None:
             chain = replace(chain, last=reader.node, act=reader.act)
             members.add(reader.node)
@@ -276,14 +331,14 @@ class _Steps:
     def _selections(self, call: MatchedCall, fused: set[fx.Node]) -> tuple[_LayerChain, set[fx.Node]]:
         """A selection of channels with the selections that alone read its result, as one."""
         chain, members = _LayerChain(call, call.node), {call.node}
-        reader = self._reader(chain.last, fused)
+        reader = self._only_reader(chain.last, fused)
         while reader is not None and reader.channels is not None:
             chain = _LayerChain(_composed(chain.call, reader), reader.node)
             members.add(reader.node)
-            reader = self._reader(chain.last, fused)
+            reader = self._only_reader(chain.last, fused)
         return chain, members
 
-    def _reader(self, node: fx.Node, fused: set[fx.Node]) -> MatchedCall | None:
+    def _only_reader(self, node: fx.Node, fused: set[fx.Node]) -> MatchedCall | None:
         """The call that reads a value, if it is the only one. A recurrent call, which is known by
         one of its outputs, is none: nothing is fused with it."""
         if node in self.outputs or len(node.users) != 1:
@@ -337,21 +392,18 @@ class _Steps:
 
 
 def _kind_of_input(source: fx.Node, kind: str) -> str:
-    """The kind as which a call with operands of a kind reads an input."""
     if kind in INPUTS:
         return kind
     return "image" if kind == ANY and fake(source).ndim == 4 else "tokens"
 
 
 def _can_select_rows(layer: MatchedCall, reader: MatchedCall) -> bool:
-    """Whether a layer can compute a selection of its channels by other rows of its weight."""
     step, selection = layer.step, reader.step
     is_one_group = isinstance(step, LinearStep) or (isinstance(step, ConvStep) and step.groups == 1)
     return is_one_group and isinstance(selection, SelectStep) and selection.stride == (1, 1)
 
 
 def _selected_rows(layer: MatchedCall, selection: MatchedCall) -> MatchedCall:
-    """A layer that computes the selected channels."""
     assert isinstance(layer.step, (ConvStep, LinearStep)) and selection.channels is not None
     channels = selection.channels
     if layer.channels is not None:
@@ -379,7 +431,6 @@ def csr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of a tensor; zeros for -1."""
     result = tensor[rows.clamp(min=0)]
     result[rows < 0] = 0
     return result
@@ -414,11 +465,9 @@ class _WeightStore:
         return self.known[key]
 
     def channels(self, numbers: Tensor) -> Span:
-        """The span of the numbers of a selection of channels, or positions."""
         return self._add_span(INDEX, numbers.to(torch.int32))
 
     def stored(self, constants: Tensor) -> Span:
-        """The span of positions, or of factors, that a call reads."""
         is_factors = constants.is_floating_point()
         return self._add_span(VALUES, constants) if is_factors else self.channels(constants)
 
@@ -450,7 +499,6 @@ class _WeightStore:
         return SparseWeight(narrow, *spans, self._add_span(VALUES, scale))
 
     def _add_span(self, number: int, part: Tensor) -> Span:
-        """Append a part to a tensor; returns its span."""
         parts = self.parts[number]
         first = sum(previous.numel() for previous in parts)
         parts.append(part.detach())

@@ -1,6 +1,6 @@
 """Candidates of a network whose layers run in segments.
 
-`demask.optimize` measures whole candidates, as all others. The cost model predicts the seconds of
+`demask.optimize` measures complete candidates, as all others. The cost model predicts the seconds of
 layers: the dense ones tell whether other candidates can be as fast, the sparse ones which layers
 should be sparse.
 """
@@ -27,20 +27,20 @@ from demask.ops import Relation, Table, schema
 from demask.rewrites.activations import ACTIVATIONS
 from demask.rewrites.driver import rewrite
 from demask.shrink.program_size import count_macs, sum_macs
-from demask.sparse.calls.recurrent_rows import is_recurrent
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.build_segments import DENSE_FROM, NARROW, csr, name_of, segmented, segments_of
 from demask.sparse.segment.convex_groups import Wanted
 from demask.sparse.segment.match_calls import MatchedCall, calls_of, matrix
+from demask.sparse.segment.recurrent_rows import is_recurrent
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
+from demask.tune.absorb_gathers import absorb_gathers
 from demask.tune.candidates import GAIN, Candidate, CandidateBuilder, seconds_by_image_size
 from demask.tune.epilogue import Epilogue
+from demask.tune.fold_affine import fold_affine
+from demask.tune.fuse_epilogues import epilogue_chain
 from demask.tune.layer_costs import CACHE, Layer, LayerCosts
 from demask.tune.onnxruntime_candidate import for_runtime
-from demask.tune.passes.absorb_gathers import absorb_gathers
-from demask.tune.passes.fold_affine import fold_affine
-from demask.tune.passes.fuse_epilogues import epilogue_chain
 
 ALL, EACH = "segments of all layers", "sparse layers, where each is faster"
 BY_INDEX, OUTSIDE = ", joins by index", ", large products outside"
@@ -74,33 +74,33 @@ class SegmentCandidates:
         """
         if not llvm.is_installed():
             return
-        shares = [_share(reduced, self.asker, self.table, large) for large in (True, False)]
+        shares = [_share_in_segments(reduced, self.asker, self.table, large) for large in (True, False)]
         is_useful = shares[0] >= LEAST_SHARE
         if not is_useful and not any(map(_is_sparse, reduced.constants.values())):
             return
         cut = _elements(reduced) < _elements(original)
-        for name, base in _bases(reduced, original if cut else None, self.table):
+        for name, base in _base_programs(reduced, original if cut else None, self.table):
             if is_useful:
                 tell("building segments")
-                yield from self._new(self._all(ALL + name, base))
+                yield from self._if_new(self._all_layers(ALL + name, base))
                 if LEAST_SHARE <= shares[1] < shares[0]:
-                    yield from self._new(self._all(ALL + name + OUTSIDE, base, large=False))
+                    yield from self._if_new(self._all_layers(ALL + name + OUTSIDE, base, large=False))
             tell("measuring sparse layers")
             sparse_layers = _SparseLayers(self.asker)
             program = segmented(base, sparse_layers.core, _is_depthwise)
             # If few layers are slightly faster dense, leaving and entering segments costs more.
             if not is_useful or sparse_layers.are_worth_a_mix():
-                mixed = self._candidate(EACH + name, base, program, sparse_layers.core, _is_depthwise)
+                mixed = self._make_candidate(EACH + name, base, program, sparse_layers.core, _is_depthwise)
                 mixed.decisions[:0] = sparse_layers.decisions()
-                yield from self._new(mixed)
+                yield from self._if_new(mixed)
             if not sparse_layers.known and name == BY_INDEX:
                 return  # dense layers with zeros left in them are slower
 
-    def _all(self, name: str, base: Whole, large: bool = True) -> Candidate:
+    def _all_layers(self, name: str, base: Whole, large: bool = True) -> Candidate:
         """The candidate with all layers in segments. large: also large products."""
         layers = _AllLayers(self.asker, large)
         program = segmented(base, layers.core, layers.core)
-        candidate = self._candidate(name, base, program, layers.core, layers.core)
+        candidate = self._make_candidate(name, base, program, layers.core, layers.core)
         self.layers = max(self.layers, list(layers.outside.values()), key=len)
         return candidate
 
@@ -114,34 +114,32 @@ class SegmentCandidates:
         measured = accumulate(layer.seconds(self.asker, (False, True)) for layer in self.layers)
         return any(seconds < AHEAD * total for total in measured)
 
-    def _new(self, form: Candidate) -> Iterator[Candidate]:
-        """The candidate, if it has segments and differs from earlier ones."""
+    def _if_new(self, form: Candidate) -> Iterator[Candidate]:
         graph_text = str(form.program.graph)
         if segments_of(form.program.graph) and graph_text not in self.seen:
             self.seen.add(graph_text)
             yield form
 
-    def _candidate(self, name: str, base: Whole, program: Whole, core: Wanted, between: Wanted) -> Candidate:
+    def _make_candidate(self, name: str, base: Whole, program: Whole, core: Wanted, between: Wanted) -> Candidate:
         """One candidate: segments, and the fastest implementations of all other calls. program:
         `base` with segments."""
-        form = self._outside(name, program)
+        form = self._with_fast_calls(name, program)
         if self.precision is None:
             return form
         narrow = segmented(base, core, between, precision=self.precision)
         if not _has_narrow_weights(narrow):
             return form
-        program = self._outside(name, narrow).program
+        program = self._with_fast_calls(name, narrow).program
         return replace(form, program=program, exact=form.program)
 
-    def _outside(self, name: str, program: Whole) -> Candidate:
-        """A candidate with the fastest implementations of calls outside of segments."""
+    def _with_fast_calls(self, name: str, program: Whole) -> Candidate:
         sizes = seconds_by_image_size(program, self.asker)
         last = {size for size, costs in sizes.items() if costs[True] < GAIN * costs[False]}
         maker = CandidateBuilder(self.asker, lambda node: self.asker.shape(node)[2:] in last, self.table)
         return maker.build(name, program)
 
 
-def _bases(reduced: Whole, original: Whole | None, table: Table) -> Iterator[tuple[str, Whole]]:
+def _base_programs(reduced: Whole, original: Whole | None, table: Table) -> Iterator[tuple[str, Whole]]:
     """Programs without norms, with suffixes for their names: joins as sums of layers that write at
     their own positions, joins as they are, the original with all channels."""
     yield "", absorb_gathers(for_runtime(reduced, table), table)
@@ -154,7 +152,7 @@ def _elements(program: Whole) -> int:
     return sum(constant.tensor.numel() for constant in program.constants.values())
 
 
-def _share(program: Whole, asker: LayerCosts, table: Table, large: bool) -> float:
+def _share_in_segments(program: Whole, asker: LayerCosts, table: Table, large: bool) -> float:
     """The share of a network's multiply-adds in layers that segments would compute, recurrent ones
     among them. large: also large products."""
     relations = Analysis(program, table).relations
@@ -174,8 +172,7 @@ def _has_narrow_weights(program: Whole) -> bool:
     return any(len(schema.arguments(node)["weights"]) > NARROW for node, _ in segments_of(program.graph))
 
 
-def _density(editor: GraphEditor, call: MatchedCall) -> float:
-    """The share of nonzeros of a layer's weight; 1 for a norm."""
+def _weight_density(editor: GraphEditor, call: MatchedCall) -> float:
     weight = editor.tensor(call.weight)
     assert weight is not None
     return 1.0 if call.affine is not None else float(weight.count_nonzero()) / weight.numel()
@@ -220,7 +217,6 @@ class _AllLayers:
     outside: dict[str, FusedLayer] = field(default_factory=dict)  # by node name, no norms
 
     def core(self, editor: GraphEditor, call: MatchedCall) -> bool:
-        """Whether a layer should be in a segment."""
         if not self.is_wanted(editor, call):
             return False
         if call.affine is None and call.node.name not in self.outside:
@@ -228,7 +224,6 @@ class _AllLayers:
         return True
 
     def is_wanted(self, editor: GraphEditor, call: MatchedCall) -> bool:
-        """Whether a layer is none of those that should not be in a segment."""
         return self.large or not self._is_large_product(editor, call)
 
     def _is_large_product(self, editor: GraphEditor, call: MatchedCall) -> bool:
@@ -239,7 +234,7 @@ class _AllLayers:
         assert weight is not None
         tokens = prod(self.asker.shape(call.reads[0])[:-1])
         is_large = tokens >= TOKENS and min(weight.shape) >= WIDTH
-        return is_large and _density(editor, call) >= DENSE_FROM
+        return is_large and _weight_density(editor, call) >= DENSE_FROM
 
 
 @dataclass(slots=True)
@@ -252,7 +247,7 @@ class _SparseLayers:
 
     def core(self, editor: GraphEditor, call: MatchedCall) -> bool:
         """Whether a layer is sparse and should be in a segment."""
-        density = _density(editor, call)
+        density = _weight_density(editor, call)
         if density >= DENSE_FROM:
             return False
         name = call.node.name
@@ -264,14 +259,11 @@ class _SparseLayers:
         return self.known[name][SPARSE] < self.known[name][DENSE]
 
     def are_worth_a_mix(self) -> bool:
-        """Whether dense and sparse layers, each where it is faster, take less time than sparse ones
-        alone."""
         seconds = self.known.values()
         mixed = sum(min(s.values()) for s in seconds)
         return mixed < GAIN_OF_EACH * sum(s[SPARSE] for s in seconds)
 
     def decisions(self) -> list[TuneDecision]:
-        """The choices for the layers that could be sparse."""
         return [
             TuneDecision(self.names[node], min(seconds, key=seconds.__getitem__), seconds)
             for node, seconds in self.known.items()
@@ -292,7 +284,6 @@ class _SparseLayers:
 
 
 def _is_sparse(constant: Constant) -> bool:
-    """Whether a constant may be the weight of a sparse layer."""
     tensor = constant.tensor
     if tensor.ndim < 2 or not tensor.numel() or tensor.dtype is not torch.float32:
         return False

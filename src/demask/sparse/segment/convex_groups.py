@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from demask.graph.editor import GraphEditor
-from demask.sparse.calls.called_op import RECURRENT
+from demask.sparse.called_op import RECURRENT
 from demask.sparse.segment.match_calls import ANY, MatchedCall, calls_of
 from demask.sparse.segment_calls import lowering_of
 from demask.sparse.segment_steps import CHANNELS_LAST
@@ -51,14 +51,14 @@ def regions(editor: GraphEditor, dtype: torch.dtype, core: Wanted, allowed: Want
         node: call for node, call in calls.items() if not call.is_layer or node in core_layers or allowed(editor, call)
     }
     segment_regions = []
-    for group in _together(known, _levels(editor.graph, known)):
+    for group in _together(known, _segment_levels(editor.graph, known)):
         inside = _between(group, known, core_layers)
-        for part in _connected(inside, known):
+        for part in _connected_calls(inside, known):
             segment_regions.append(SegmentRegion(tuple(known[node] for node in part)))
     return segment_regions
 
 
-def _joins(source: fx.Node, call: MatchedCall, known: Mapping[fx.Node, MatchedCall]) -> bool:
+def _can_join(source: fx.Node, call: MatchedCall, known: Mapping[fx.Node, MatchedCall]) -> bool:
     """Whether a call can read a value within a segment: one computed there, of the same kind, or
     of one that a step makes the same."""
     if source not in known:
@@ -67,7 +67,7 @@ def _joins(source: fx.Node, call: MatchedCall, known: Mapping[fx.Node, MatchedCa
     return call.kind in (makes, ANY) or {call.kind, makes} <= set(CHANNELS_LAST)
 
 
-def _levels(graph: fx.Graph, known: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, int]:
+def _segment_levels(graph: fx.Graph, known: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, int]:
     """The largest number of times that a path to a node has left the segments.
 
     It never decreases along a path, so connected calls of one level are convex.
@@ -78,7 +78,7 @@ def _levels(graph: fx.Graph, known: Mapping[fx.Node, MatchedCall]) -> dict[fx.No
         sources: Iterable[fx.Node] = node.all_input_nodes if call is None else call.reads
         level[node] = 0
         for source in sources:
-            is_within = call is not None and _joins(source, call, known)
+            is_within = call is not None and _can_join(source, call, known)
             has_left = source in known and not is_within
             level[node] = max(level[node], level[source] + has_left)
     return level
@@ -89,7 +89,7 @@ def _together(known: Mapping[fx.Node, MatchedCall], level: Mapping[fx.Node, int]
     groups = _NodeGroups(known)
     for node, call in known.items():
         for source in call.reads:
-            if _joins(source, call, known) and level[source] == level[node]:
+            if _can_join(source, call, known) and level[source] == level[node]:
                 groups.join(node, source)
             else:
                 groups.join(node, (source, level[node]))
@@ -101,12 +101,12 @@ def _between(group: list[fx.Node], known: Mapping[fx.Node, MatchedCall], core_la
     members = set(group)
     after, before = core_layers & members, core_layers & members
     for node in group:
-        if any(_joins(s, known[node], known) for s in after.intersection(known[node].reads)):
+        if any(_can_join(s, known[node], known) for s in after.intersection(known[node].reads)):
             after.add(node)
     for node in reversed(group):
         if node in before:
             reads = members.intersection(known[node].reads)
-            before.update(s for s in reads if _joins(s, known[node], known))
+            before.update(s for s in reads if _can_join(s, known[node], known))
     inside, last = after & before, _only_outputs(known)
     for node in group:
         if node not in inside and _is_stored(known[node], inside, members, last):
@@ -137,12 +137,12 @@ def _is_stored(call: MatchedCall, inside: set[fx.Node], group: set[fx.Node], las
     return (is_fused or is_last) and not group.intersection(call.reads) - inside
 
 
-def _connected(inside: list[fx.Node], known: Mapping[fx.Node, MatchedCall]) -> list[list[fx.Node]]:
+def _connected_calls(inside: list[fx.Node], known: Mapping[fx.Node, MatchedCall]) -> list[list[fx.Node]]:
     """Connected groups of calls, in their order."""
     groups, members = _NodeGroups(inside), set(inside)
     for node in inside:
         for source in known[node].reads:
-            is_joined = source in members and _joins(source, known[node], known)
+            is_joined = source in members and _can_join(source, known[node], known)
             groups.join(node, source if is_joined else (source,))
     return groups.parts()
 

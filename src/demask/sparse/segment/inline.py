@@ -34,7 +34,7 @@ from demask.ops import schema
 from demask.ops.custom import CustomOp
 from demask.registry import CUSTOM_OPS
 from demask.sparse import reference as dense
-from demask.sparse.calls.called_op import POSITIONS, CalledOp
+from demask.sparse.called_op import POSITIONS, CalledOp
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.segment_op import PLAIN, SegmentPlans
 from demask.sparse.segment_calls import CALLED
@@ -187,12 +187,12 @@ def check(arguments: Mapping[str, Any]) -> None:
         if isinstance(step, SelectStep) and not any(w is None for w in weights):
             dense.index(step, MAX_SIZE, weights)
         if isinstance(step, CallStep):
-            _name(step)
+            _module_name(step)
         if isinstance(step, CallStep) and step.index and not any(w is None for w in weights):
             dense.call_constants(step, weights, torch.float32)
         if not isinstance(step, (ConvStep, LinearStep)):
             continue
-        _name(step)
+        _module_name(step)
         if any(w is None for w in weights):
             continue  # computed weights are checked when the op is called
         if step.weight.csr is None:
@@ -215,7 +215,7 @@ class _InlinedSegment:
         self.editor, self.node, self.program = editor, node, program
         self.values: list[fx.Node] = list(arguments["inputs"])
         # Of each value; None where it is known at run time only.
-        self.channels: list[Any] = [_channels(x, k) for x, k in zip(self.values, program.inputs, strict=True)]
+        self.channels: list[Any] = [_channel_count(x, k) for x, k in zip(self.values, program.inputs, strict=True)]
         weights = [editor.tensor(weight) for weight in arguments["weights"]]
         if any(weight is None for weight in weights):
             raise BadInput(f"{node.name}: expected weights that are constants")
@@ -236,7 +236,7 @@ class _InlinedSegment:
             if any(width is None for width in channels):
                 raise BadInput(f"{self.node.name}: expected values with a fixed number of channels")
             if isinstance(step, (ConvStep, LinearStep)):
-                operands += self._layer(step, kind, channels[0])
+                operands += self._layer_weights(step, kind, channels[0])
             elif isinstance(step, SelectStep):
                 numbers = dense.index(step, channels[0], self.weights)
                 operands.append(self.editor.add_constant("segment.channels", numbers, self.node))
@@ -252,10 +252,10 @@ class _InlinedSegment:
         parts = entry.split(stored, self.channels[step.xs[0]], step.numbers)
         constants = [
             self.editor.add_constant(name, part, self.node, parameter=entry.constants != POSITIONS)
-            for name, part in zip(entry.names_of_constants(_name(step)), parts, strict=False)
+            for name, part in zip(entry.names_of_constants(_module_name(step)), parts, strict=False)
         ]
         node = self._called(entry, entry.arguments(operands, step.numbers, constants))
-        self.channels.append(self._width(len(self.values), step.kind))
+        self.channels.append(self._value_width(len(self.values), step.kind))
         self.values.append(node)
 
     def _called(self, entry: CalledOp, arguments: tuple[Any, ...]) -> fx.Node:
@@ -270,22 +270,23 @@ class _InlinedSegment:
                 self.editor.set_value(last)
         return result.node
 
-    def _width(self, value: int, kind: str) -> int | None:
+    def _value_width(self, value: int, kind: str) -> int | None:
         """The channels of a value; None where they depend on sizes that are known at run time
         only, as those of a column of tokens do."""
         widths = set()
         for other in UNKNOWN:
             shapes = [
-                [n if isinstance(n, int) else other for n in _sizes(x)] for x in self.values[: len(self.program.inputs)]
+                [n if isinstance(n, int) else other for n in _value_sizes(x)]
+                for x in self.values[: len(self.program.inputs)]
             ]
             widths.add(self.program.shapes(shapes)[value][channel_axis(kind)])
         return None if len(widths) > 1 else int(widths.pop())
 
-    def _layer(self, step: ConvStep | LinearStep, kind: str, channels: int) -> list[fx.Node]:
+    def _layer_weights(self, step: ConvStep | LinearStep, kind: str, channels: int) -> list[fx.Node]:
         """The weight of a layer, and its bias if there is one; shared by layers with the same
         weights.
         """
-        shape = _shape(step, kind, channels)
+        shape = _value_shape(step, kind, channels)
         key = step.weight, step.bias, channels, getattr(step, "groups", 1)
         if key not in self.layers:
             tensors = {"weight": dense.weight(step, self.weights, shape, self.dtype)}
@@ -293,7 +294,7 @@ class _InlinedSegment:
             if bias is not None:
                 tensors["bias"] = bias.to(self.dtype)
             self.layers[key] = [
-                self.editor.add_constant(f"{_name(step)}.{attribute}", tensor, self.node, parameter=True)
+                self.editor.add_constant(f"{_module_name(step)}.{attribute}", tensor, self.node, parameter=True)
                 for attribute, tensor in tensors.items()
             ]
         return self.layers[key]
@@ -313,7 +314,7 @@ class _InlinedSegment:
         return output
 
 
-def _name(step: ConvStep | LinearStep | CallStep) -> str:
+def _module_name(step: ConvStep | LinearStep | CallStep) -> str:
     """The name of the module of a layer or norm.
 
     Raises RefusedFile for a name that would be code in the source generated by torch.fx, as
@@ -322,9 +323,9 @@ def _name(step: ConvStep | LinearStep | CallStep) -> str:
     return check_fqn(step.name or "segment")
 
 
-def _channels(node: fx.Node, kind: str) -> int:
+def _channel_count(node: fx.Node, kind: str) -> int:
     """The number of channels of a value, from its graph or file."""
-    sizes = _sizes(node)
+    sizes = _value_sizes(node)
     axis = channel_axis(kind)
     size = sizes[axis] if len(sizes) > (1 if axis == 1 else 0) else None
     if not isinstance(size, int):
@@ -332,13 +333,12 @@ def _channels(node: fx.Node, kind: str) -> int:
     return size
 
 
-def _sizes(node: fx.Node) -> Sequence[Any]:
-    """The sizes of a value; those known at run time only are no integers."""
+def _value_sizes(node: fx.Node) -> Sequence[Any]:
     value = node.meta.get("val", node.meta.get("value"))
     return value.shape if isinstance(value, Tensor) else getattr(value, "sizes", ())
 
 
-def _shape(step: Step, kind: str, channels: int) -> tuple[int, ...]:
+def _value_shape(step: Step, kind: str, channels: int) -> tuple[int, ...]:
     """An example shape of an operand of a step."""
     if kind in CHANNELS_LAST:
         return (1,) * ((RANKS[kind] or 2) - 2) + (2, channels)
@@ -376,7 +376,7 @@ def _calls(step: Step, kind: str) -> fx.Graph:
 def _traced(step: Step, kind: str) -> fx.Graph:
     """The calls of a step with the fewest channels; they do not depend on sizes."""
     channels = step.groups if isinstance(step, ConvStep) else 1
-    shapes = [_shape(step, kind, channels)] * len(reads(step))
+    shapes = [_value_shape(step, kind, channels)] * len(reads(step))
     is_layer = isinstance(step, (ConvStep, LinearStep))
     if is_layer and step.add is not None:
         shapes[1] = SegmentProgram((kind,), (replace(step, add=None),), (1,)).shapes(shapes[:1])[1]
@@ -395,6 +395,5 @@ def _traced(step: Step, kind: str) -> fx.Graph:
 
 
 def _weight_shape(step: ConvStep | LinearStep, kind: str) -> tuple[int, ...]:
-    """The weight shape of a layer with one channel per group."""
     kernel = () if isinstance(step, LinearStep) else step.kernel[1 if kind == "signal" else 0 :]
     return step.out, 1, *kernel

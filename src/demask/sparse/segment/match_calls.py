@@ -18,8 +18,8 @@ from demask.ops import schema
 from demask.ops.activations import Act, activations_by_op
 from demask.ops.schema import fake, same_size
 from demask.ops.traits import IDENTITIES, OVER_LAST_AXIS, PADS, SQUEEZES
-from demask.sparse.calls.called_op import MOVED
-from demask.sparse.calls.recurrent_rows import recurrence_of
+from demask.sparse.called_op import MOVED
+from demask.sparse.segment.recurrent_rows import recurrence_of
 from demask.sparse.segment_calls import CALLED, LAST, called_by_target
 from demask.sparse.segment_steps import (
     CHANNELS_LAST,
@@ -120,13 +120,13 @@ def calls_of(editor: GraphEditor, dtype: torch.dtype) -> dict[fx.Node, MatchedCa
     """Calls that a segment could replace, in order: on values of this dtype on the CPU."""
     live, calls = input_dependent(editor.graph), {}
     rules: dict[Any, Rule] = dict.fromkeys(called_by_target(), lambda *call: None)
-    rules |= {**_RULES, **dict.fromkeys(activations_by_op(), _activation)}
+    rules |= {**_RULES, **dict.fromkeys(activations_by_op(), _match_activation)}
     for node in editor.graph.nodes:
         rule = rules.get(node.target) if node.op == "call_function" and node in live else None
-        if rule is None or not _fits(node, dtype):
+        if rule is None or not _is_dense_on_cpu(node, dtype):
             continue
         call = rule(editor, node, schema.arguments(node)) or _called(editor, node)
-        if call is not None and all(_fits(source, dtype) for source in call.reads):
+        if call is not None and all(_is_dense_on_cpu(source, dtype) for source in call.reads):
             calls[node] = call
     return _with_kinds(editor, calls)
 
@@ -143,8 +143,7 @@ def matrix(call: MatchedCall, weight: Tensor) -> Tensor:
     return parts.reshape(groups * group_outputs, -1)
 
 
-def _fits(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a node is a dense tensor of this dtype on the CPU."""
+def _is_dense_on_cpu(node: fx.Node, dtype: torch.dtype) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
@@ -220,26 +219,26 @@ Rule = Callable[[GraphEditor, fx.Node, Arguments], "MatchedCall | None"]
 
 
 def _convolution(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
-    weight = _constants(editor, arguments)
+    weight = _constant_weight(editor, arguments)
     if weight is None or fake(node).ndim != weight.ndim:
         return None  # computed weights, or an image without batch axis
     axes = weight.ndim - 2
-    stride, dilation = (_spread(arguments[key], axes) for key in ("stride", "dilation"))
+    stride, dilation = (_number_per_axis(arguments[key], axes) for key in ("stride", "dilation"))
     kernel = tuple(weight.shape[2:])
     pads = _padding(arguments["padding"], kernel, dilation, axes)
     if stride is None or dilation is None or pads is None:
         return None
-    window = _images(kernel, stride, pads, dilation)
+    window = _image_geometry(kernel, stride, pads, dilation)
     step = ConvStep(0, NONE, None, weight.shape[0], **window, groups=arguments["groups"])
-    return _layer(node, arguments, "signal" if axes == 1 else "image", step)
+    return _layer_call(node, arguments, "signal" if axes == 1 else "image", step)
 
 
 def _transposed(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
-    weight = _constants(editor, arguments)
+    weight = _constant_weight(editor, arguments)
     if weight is None or fake(node).ndim != weight.ndim:
         return None
     axes = weight.ndim - 2
-    numbers = [_spread(arguments[key], axes) for key in ("stride", "dilation", "padding", "output_padding")]
+    numbers = [_number_per_axis(arguments[key], axes) for key in ("stride", "dilation", "padding", "output_padding")]
     if any(n is None for n in numbers):
         return None
     stride, dilation, padding, output_padding = numbers
@@ -247,12 +246,12 @@ def _transposed(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Mat
     if any(after < 0 for _, after in pads):
         return None  # the output has zeros after the computed part
     out, kernel = weight.shape[1] * arguments["groups"], tuple(weight.shape[2:])
-    window = _images(kernel, stride, pads, dilation)
+    window = _image_geometry(kernel, stride, pads, dilation)
     step = ConvStep(0, NONE, None, out, **window, groups=arguments["groups"], transposed=True)
-    return _layer(node, arguments, "signal" if axes == 1 else "image", step)
+    return _layer_call(node, arguments, "signal" if axes == 1 else "image", step)
 
 
-def _images(kernel: Any, stride: Any, pads: Any, dilation: Any) -> dict[str, Any]:
+def _image_geometry(kernel: Any, stride: Any, pads: Any, dilation: Any) -> dict[str, Any]:
     """Geometry along height and width; a signal is an image of height 1."""
     geometry = {"kernel": kernel, "stride": stride, "padding": pads, "dilation": dilation}
     if len(kernel) == 2:
@@ -261,21 +260,20 @@ def _images(kernel: Any, stride: Any, pads: Any, dilation: Any) -> dict[str, Any
     return {key: (height_fields[key], *value) for key, value in geometry.items()}
 
 
-def _linear(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
-    weight = _constants(editor, arguments)
+def _match_linear(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    weight = _constant_weight(editor, arguments)
     if weight is None or weight.ndim != 2:
         return None
     kind = "pixels" if is_channels_last(arguments["input"]) else "tokens"
-    return _layer(node, arguments, kind, LinearStep(0, NONE, None, weight.shape[0]))
+    return _layer_call(node, arguments, kind, LinearStep(0, NONE, None, weight.shape[0]))
 
 
-def _layer(node: fx.Node, arguments: Arguments, kind: str, step: Step) -> MatchedCall | None:
-    """A layer as a call, if its input is a node."""
+def _layer_call(node: fx.Node, arguments: Arguments, kind: str, step: Step) -> MatchedCall | None:
     call = MatchedCall(node, (arguments["input"],), kind, kind, step, arguments["weight"], arguments["bias"])
     return call if isinstance(arguments["input"], fx.Node) else None
 
 
-def _constants(editor: GraphEditor, arguments: Arguments) -> Tensor | None:
+def _constant_weight(editor: GraphEditor, arguments: Arguments) -> Tensor | None:
     """The weight of a layer, if weight and bias are constants."""
     weight, bias = editor.tensor(arguments["weight"]), editor.tensor(arguments["bias"])
     if weight is None or (arguments["bias"] is not None and bias is None) or not weight.numel():
@@ -284,7 +282,7 @@ def _constants(editor: GraphEditor, arguments: Arguments) -> Tensor | None:
     return weight if has_dtype and weight.layout is torch.strided else None
 
 
-def _spread(value: Any, count: int) -> tuple[int, ...] | None:
+def _number_per_axis(value: Any, count: int) -> tuple[int, ...] | None:
     """One number per axis; None if one is known only at run time."""
     numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not all(type(n) is int for n in numbers):
@@ -299,14 +297,14 @@ def _padding(value: Any, kernel: Sequence[int], dilation: Any, axes: int) -> Any
     if value == "same":
         reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         return tuple((n // 2, n - n // 2) for n in reach)
-    numbers = _spread(value, axes)
+    numbers = _number_per_axis(value, axes)
     return None if numbers is None else tuple((n, n) for n in numbers)
 
 
 # ------------------------------------------------------------------------- calls between layers
 
 
-def _activation(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+def _match_activation(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     for activation, op in activations_by_op()[node.target]:
         numbers = op.read(arguments.__getitem__)
         if numbers is not None:
@@ -360,7 +358,7 @@ def _scaled(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
 # ------------------------------------------------------------------------- selections of channels
 
 
-def _selected(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+def _match_selection(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     numbers = editor.tensor(arguments["index"])
     return None if numbers is None else _selection(node, arguments["dim"], numbers.long())
 
@@ -425,13 +423,12 @@ def _selection(node: fx.Node, axis: int, channels: Tensor, stride: tuple[int, in
     return MatchedCall(node, (x,), kind, kind, step, channels=channels)
 
 
-def _same(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
-    """A call whose output equals its operand, as a view or a copy."""
+def _match_copy(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     x = arguments["self"]
     return MatchedCall(node, (x,), "", "", None) if has_shape(x, fake(node).shape) else None
 
 
-def _sum(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+def _match_sum(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     sides = arguments["self"], arguments["other"]
     if arguments["alpha"] != 1 or not all(isinstance(side, fx.Node) for side in sides):
         return None
@@ -440,7 +437,7 @@ def _sum(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCal
     )
 
 
-def _joined(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+def _match_join(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     parts = tuple(arguments["tensors"])
     rank = fake(node).ndim
     has_empty = any(fake(part).ndim != rank for part in parts)  # which torch ignores
@@ -449,20 +446,20 @@ def _joined(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
     return MatchedCall(node, parts, "", "", ConcatStep((0,)))
 
 
-def _largest(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
-    return _pooled(node, arguments, mean=False, counted=True)
+def _match_max_pool(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    return _match_pool(node, arguments, mean=False, counted=True)
 
 
-def _averaged(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+def _match_mean_pool(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     if arguments["divisor_override"] is not None:
         return None
-    return _pooled(node, arguments, mean=True, counted=arguments["count_include_pad"])
+    return _match_pool(node, arguments, mean=True, counted=arguments["count_include_pad"])
 
 
-def _pooled(node: fx.Node, arguments: Arguments, *, mean: bool, counted: bool) -> MatchedCall | None:
-    kernel = _spread(arguments["kernel_size"], 2)
-    stride = _spread(arguments["stride"] or arguments["kernel_size"], 2)
-    padding, dilation = (_spread(arguments.get(key, 1), 2) for key in ("padding", "dilation"))
+def _match_pool(node: fx.Node, arguments: Arguments, *, mean: bool, counted: bool) -> MatchedCall | None:
+    kernel = _number_per_axis(arguments["kernel_size"], 2)
+    stride = _number_per_axis(arguments["stride"] or arguments["kernel_size"], 2)
+    padding, dilation = (_number_per_axis(arguments.get(key, 1), 2) for key in ("padding", "dilation"))
     if None in (kernel, stride, padding, dilation) or fake(node).ndim != 4:
         return None
     step = PoolStep(0, mean, kernel, stride, padding, dilation, arguments["ceil_mode"], counted)  # type: ignore
@@ -475,11 +472,11 @@ def _adaptive(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Match
         return None
     if has_shape(x, fake(node).shape):
         return MatchedCall(node, (x,), "", "", None)
-    is_global = _spread(arguments["output_size"], 2) == (1, 1)
+    is_global = _number_per_axis(arguments["output_size"], 2) == (1, 1)
     return MatchedCall(node, (x,), "image", "image", MeanStep(0, keep=True)) if is_global else None
 
 
-def _mean(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+def _match_mean(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     x, dims = arguments["self"], arguments["dim"]
     rank = fake(x).ndim
     if rank != 4 or sorted(d % 4 for d in dims or ()) != [2, 3] or arguments["dtype"] is not None:
@@ -509,21 +506,21 @@ _RULES: dict[Any, Rule] = {
     aten.conv2d.padding: _convolution,
     aten.conv_transpose1d.default: _transposed,
     aten.conv_transpose2d.input: _transposed,
-    aten.linear.default: _linear,
-    aten.add.Tensor: _sum,
+    aten.linear.default: _match_linear,
+    aten.add.Tensor: _match_sum,
     aten.mul.Tensor: _scaled,
     aten.batch_norm.default: _norm,
-    aten.index_select.default: _selected,
+    aten.index_select.default: _match_selection,
     aten.slice.Tensor: _sliced,
     **dict.fromkeys(PADS, _padded),
-    aten.cat.default: _joined,
-    aten.max_pool2d.default: _largest,
-    aten.avg_pool2d.default: _averaged,
+    aten.cat.default: _match_join,
+    aten.max_pool2d.default: _match_max_pool,
+    aten.avg_pool2d.default: _match_mean_pool,
     aten.adaptive_avg_pool2d.default: _adaptive,
-    aten.mean.dim: _mean,
+    aten.mean.dim: _match_mean,
     aten.flatten.using_ints: _flat,
     aten.view.default: _flat,
     aten.reshape.default: _flat,
     **dict.fromkeys(SQUEEZES, _flat),
-    **dict.fromkeys(IDENTITIES, _same),
+    **dict.fromkeys(IDENTITIES, _match_copy),
 }

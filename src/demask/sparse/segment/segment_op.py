@@ -3,7 +3,7 @@
     torch.ops.demask.segment(Tensor[] inputs, Tensor[] weights, str program) -> Tensor[]
 
 float32 on the CPU runs by plans (`sparse.plan`), created at the first call and cached as long as
-the weights live; layers in training by kernels that read values in place (`sparse.training`);
+the weights live; layers in training by kernels that read values in place (`trained_layers`);
 everything else, including other gradients, by ATen ops (`sparse.reference`). Outputs are contiguous
 and share no memory with other tensors.
 """
@@ -24,7 +24,7 @@ from demask.kernels.plan_cache import PlanCache, Planned, plans_of
 from demask.sparse import reference as dense
 from demask.sparse.products import gpu_segment
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.training.recompute import parsed, recomputed
+from demask.sparse.trained_layers import parsed, recomputed, trained
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -154,8 +154,6 @@ def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> li
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         if inputs and inputs[0].is_cuda:
             return without_plan(parsed(text), inputs, weights)
-        from demask.sparse.training.trained_layers import trained
-
         output = trained(parsed(text), inputs, weights)
         if output is not None:
             return [output]

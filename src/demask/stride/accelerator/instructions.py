@@ -61,9 +61,9 @@ from demask.stride.accelerator.machine import (
     crossing,
 )
 from demask.stride.accelerator.units import ABILITIES, check_instruction, unit_of, work_of
-from demask.stride.lowering.lower import lowered
+from demask.stride.lower import lowered
 from demask.stride.targets import Target
-from demask.tune.passes.fold_affine import fold_affine
+from demask.tune.fold_affine import fold_affine
 
 FORMAT = "demask instructions 1"
 MAX_INSTRUCTIONS = 1_000_000

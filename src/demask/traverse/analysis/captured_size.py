@@ -22,7 +22,7 @@ from demask.compat.fake_tensors import FakeTensorMode
 from demask.compat.symbolic_shapes import ShapeEnv
 from demask.errors import BadInput
 from demask.files.onnx.module import from_onnx
-from demask.files.pt2.io import read_model
+from demask.files.pt2 import read_model
 from demask.graph.capture.capture import recorded_interface
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked

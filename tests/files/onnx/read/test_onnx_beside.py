@@ -8,7 +8,7 @@ import torch
 import onnx_files
 from demask.errors import BadInput, RefusedFile
 from demask.files.onnx.module import from_onnx
-from demask.files.onnx.read import external_data as beside
+from demask.files.onnx.read import tensors
 from onnx_files import WEIGHTS, edited, planted, weight
 
 OUTSIDE = onnx_files.outside
@@ -96,7 +96,7 @@ def test_links_within_the_folder_and_a_cache_of_downloads(folder):
 
 
 def test_the_same_bytes_over_and_over(folder, monkeypatch):
-    monkeypatch.setattr(beside, "FREE", 0)
+    monkeypatch.setattr(tensors, "FREE", 0)
     made = OUTSIDE()
     for k in range(5):
         twin = made.graph.initializer.add()

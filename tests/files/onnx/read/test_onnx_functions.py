@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from demask.errors import BadInput
-from demask.files.onnx.module import OnnxModule
-from demask.files.onnx.ops.data import index, trees
-from demask.files.onnx.ops.math.math import cut_quotient
-from demask.files.onnx.ops.math.wide_unsigned import quotient
+from demask.files.onnx.module import OnnxModule, key_of
+from demask.files.onnx.ops.data import index, ml
+from demask.files.onnx.ops.math.math import cut_quotient, quotient
 from demask.files.onnx.ops.nn.norms import group_norm
 from demask.files.onnx.read.reader import parse_model
-from demask.files.onnx.recording import key_of
-from demask.files.onnx.size_fractions import Ratio
+from demask.files.onnx.values import Ratio
 from onnx_files import helper, node, value
 
 X = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0))
@@ -95,9 +93,9 @@ def test_a_tree_with_another_transform_is_refused() -> None:
         "tree_roots": [0],
         "n_targets": 1,
     }
-    trees.tree_ensemble(torch.ones(2, 1), **leaf)
+    ml.tree_ensemble(torch.ones(2, 1), **leaf)
     with pytest.raises(BadInput, match="expected post_transform 0, 1 or 2, got 3"):
-        trees.tree_ensemble(torch.ones(2, 1), **leaf, post_transform=3)
+        ml.tree_ensemble(torch.ones(2, 1), **leaf, post_transform=3)
 
 
 ML = "ai.onnx.ml"

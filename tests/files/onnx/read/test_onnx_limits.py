@@ -15,8 +15,7 @@ import own_process
 from demask.errors import BadInput, RefusedFile
 from demask.files.onnx import module, plan
 from demask.files.onnx.module import OnnxModule, from_onnx
-from demask.files.onnx.read import external_data as beside
-from demask.files.onnx.read import wire
+from demask.files.onnx.read import reader, tensors
 from demask.files.onnx.read.reader import parse_model
 from fuzz import onnx_bytes
 from night import at_night
@@ -60,20 +59,20 @@ def test_small_files_that_would_fill_the_memory(tmp_path, name):
 
 @pytest.mark.parametrize("tag", [b"\x0a", b"\x78"], ids=LONG)
 def test_more_fields_than_there_may_be(tmp_path, monkeypatch, tag):
-    monkeypatch.setattr(wire, "MAX_FIELDS", 1000)
+    monkeypatch.setattr(reader, "MAX_FIELDS", 1000)
     made = inside(GRAPH, NODE)((tag + b"\x00") * 1001)
     planted(tmp_path, made, "more than 1000 fields", RefusedFile)
 
 
 def test_packed_numbers_that_would_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(wire, "MAX_PACKED", 1000)
+    monkeypatch.setattr(reader, "MAX_PACKED", 1000)
     made = LAYERS()
     made.graph.initializer.add(name="n", data_type=INT64, dims=[2000], int64_data=[1] * 2000)
     planted(tmp_path, made, "packed numbers; weights belong into raw_data", RefusedFile)
 
 
 def test_long_lists_that_would_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(beside, "MAX_EXPANDED", 4000)
+    monkeypatch.setattr(tensors, "MAX_EXPANDED", 4000)
     made = LAYERS()
     made.graph.node[1].attribute.append(helper.make_attribute("axes", [1] * 101))
     planted(tmp_path, made, "attribute 'axes' is too large", RefusedFile)
@@ -187,7 +186,7 @@ def test_whatever_an_op_raises_is_bad_input(monkeypatch, error):
 def test_memory_stays_small(tmp_path):
     """In a process of its own: the most that files of a few megabytes make of themselves."""
     (tmp_path / "nodes.onnx").write_bytes(AMPLIFIED["nodes"][0])
-    most = inside(GRAPH)(b"\x6a\x00" * (wire.MAX_MESSAGES - 10))
+    most = inside(GRAPH)(b"\x6a\x00" * (reader.MAX_MESSAGES - 10))
     (tmp_path / "as many messages as pass.onnx").write_bytes(most)
     code = """
 import resource, sys

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from demask.errors import BadInput
-from demask.files.onnx.ops.data.patterns import compile_pattern
+from demask.files.onnx.ops.data.text import compile_pattern
 
 PIECES = (
     "a", "b", ".", "[ab]", "[^a]", "[a-c]", r"\d", r"\.", "(", "(?:", "(?P<n>", ")", "|", "*", "+",

@@ -189,7 +189,7 @@ class Norm(nn.Module):
 
 
 def test_a_wrong_file_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "_exported", broken(writing._exported))
+    monkeypatch.setattr(writing, "_export_model", broken(writing._export_model))
     path, x = tmp_path / "net.onnx", (torch.randn(3, 8),)
     path.write_bytes(b"before")
     with pytest.raises(Mismatch, match=r"output 0 .*\(on .*\)\. Nothing was written"):

@@ -263,14 +263,14 @@ class Written(nn.Module):
 
 
 def test_what_cannot_be_written_for_all_sizes_is_written_for_one(tmp_path, monkeypatch):
-    real = writing._translated
+    real = writing._translate
 
     def translated(slim, opset):
         if any(isinstance(n, str) for spec in slim.demasked.inputs for n in spec.sizes):
             raise NotExportable("an op", "a line", "nothing")
         return real(slim, opset)
 
-    monkeypatch.setattr(writing, "_translated", translated)
+    monkeypatch.setattr(writing, "_translate", translated)
     x = torch.randn(3, 5)
     slim = demask.demask(Written(), (x,), dynamic_shapes="all")
     with pytest.warns(UserWarning, match=r"these sizes alone: x \[3, 5\].*an op"):

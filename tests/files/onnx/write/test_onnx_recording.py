@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 import demask
-from demask.files.onnx import recording
-from demask.files.onnx.module import OnnxModule
-from demask.files.onnx.recording import OnnxRecording
+from demask.files.onnx import module
+from demask.files.onnx.module import OnnxModule, OnnxRecording
 from onnx_files import constant, layers, model, node, value, weights
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -220,11 +219,11 @@ def test_a_caller_may_write_into_outputs(tmp_path):
 
 def test_recordings_are_few(tmp_path):
     net = network(tmp_path, layers())
-    sizes = [torch.randn(n, 6) for n in range(1, recording.MOST + 6)]
+    sizes = [torch.randn(n, 6) for n in range(1, module.MOST + 6)]
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(net, sizes * 3))
     assert all(torch.equal(a, plainly(net, x)) for a, x in zip(made, sizes * 3, strict=True))
-    assert len(recordings(net)) == recording.MOST
+    assert len(recordings(net)) == module.MOST
 
 
 def test_what_fails_names_its_node(tmp_path):

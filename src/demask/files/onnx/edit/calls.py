@@ -7,24 +7,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from demask.files.onnx.edit.editor import Editor
+from demask.files.onnx.edit.editor import Editor, Unsupported, require
 from demask.files.onnx.edit.protos import attributes_of, copy_of, graph_reads, op_of, set_attribute
-from demask.files.onnx.edit.refusals import Unsupported, require
 from demask.shrink.layout.cells import Layout
 
 
 @dataclass(frozen=True)
 class NodeEdit:
-    """One node while it is edited.
-
-    editor: of the file. node: the original. new: its copy, which the handler changes. wanted: the
-    layout that readers want of each output; None where it is not computed.
-    """
+    """One node while it is edited."""
 
     editor: Editor
-    node: Any
-    new: Any
-    wanted: Sequence[Layout | None]
+    node: Any  # the original
+    new: Any  # its copy, which the handler changes
+    wanted: Sequence[Layout | None]  # of each output, the layout that readers want; None where it is not computed
 
     @cached_property
     def attributes(self) -> dict[str, Any]:

@@ -54,14 +54,14 @@ class FileConstants:
         if name in self.tensors:  # without a cache, which would copy each weight
             return numpy_helper.to_array(self.tensors[name])
         if name in self.sparse:
-            return _dense(self.sparse[name])
+            return _dense_array(self.sparse[name])
         if name not in self._arrays:
             wanted = [n for n in self.read if n not in self.tensors and n not in self._arrays]
             self._arrays |= evaluated(self.model, {*wanted, name}, self.names)
         return self._arrays[name]
 
 
-def _dense(tensor: Any) -> np.ndarray:
+def _dense_array(tensor: Any) -> np.ndarray:
     """The array of a sparse tensor, whose indices are flat or one row per value."""
     from onnx import numpy_helper
 

@@ -1,15 +1,14 @@
 """An ONNX file with less in it: edited until nothing more is removed.
 
-Branches of `If` and bodies of loops, each edited as a file of its own.
-
-What a body reads from the graph around it, and what it returns, is not cut.
-
-Calls of functions that the file defines: written out to be edited, and put back unchanged.
+Branches of `If` and bodies of loops are edited as files of their own: what they read from the graph
+around them, and what they return, is not cut. Calls of functions that the file defines are written out to
+be edited, and put back unchanged.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +24,7 @@ from demask.failures import is_strict
 from demask.files.atomic_write import write
 from demask.files.onnx.check import Judge, inputs_of, open_sizes, resized
 from demask.files.onnx.edit.constants import evaluated
-from demask.files.onnx.edit.convert import with_opset
-from demask.files.onnx.edit.editor import Editor, union
+from demask.files.onnx.edit.editor import Editor, Unsupported, union
 from demask.files.onnx.edit.foreign import declared_types, opaque_outputs
 from demask.files.onnx.edit.names import NamedValues, name_values, with_sizes
 from demask.files.onnx.edit.ops import handle
@@ -36,13 +34,14 @@ from demask.files.onnx.edit.protos import (
     graph_names,
     graph_reads,
     is_standard,
+    op_of,
     outer_reads,
     rename,
     shell_of,
     subgraphs,
     tensors_of,
+    with_opset,
 )
-from demask.files.onnx.edit.refusals import Unsupported
 from demask.files.onnx.model import OnnxFile
 from demask.files.onnx.read.reader import parse_model, read_with_proto
 from demask.files.onnx.values import numpy_of
@@ -50,6 +49,14 @@ from demask.files.onnx.write.writer import write_weights
 from demask.graph.capture.capture import check_tensors
 from demask.ops import Table
 from demask.shrink.layout.cells import Layout
+
+LEAST_BYTES = 4096  # of tensors in a body that is worth an edit of its own
+Arrays = Mapping[str, np.ndarray]
+EditModel = Callable[[Any, Sequence[Tensor]], Any]
+PASSES = 4
+WORTH = 1.01  # inserted nodes take time: they are to save more than this
+GROWTHS = 40  # nodes between a layer and what lacks its positions, at most
+_Edit = tuple[Any, tuple[tuple[str, str], ...], frozenset[str]]  # model, barriers, foreign ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ class WrittenCall:
 def write_out_calls(model: Any) -> tuple[Any, list[WrittenCall]]:
     """The file with the bodies of functions in place of their calls. Calls stay of a body of
     another op set."""
-    functions = {_key(function, function.name): function for function in model.functions}
+    functions = {_message_key(function, function.name): function for function in model.functions}
     if not functions:
         return model, []
     new, calls = copy_of(model), []
@@ -79,31 +86,31 @@ def write_out_calls(model: Any) -> tuple[Any, list[WrittenCall]]:
 
 def put_back_calls(model: Any, calls: Sequence[WrittenCall], original: Any) -> Any:
     """The file with the calls whose nodes are unchanged, without functions that nothing calls."""
-    places = {node.SerializeToString(): k for k, node in enumerate(model.graph.node)}
+    index_of = {node.SerializeToString(): k for k, node in enumerate(model.graph.node)}
     nodes: dict[int, Any] = dict(enumerate(model.graph.node))
     for call in calls:
-        at = [places.get(node.SerializeToString(), -1) for node in call.nodes]
+        at = [index_of.get(node.SerializeToString(), -1) for node in call.nodes]
         if min(at) >= 0:
             nodes = {k: node for k, node in nodes.items() if k not in at} | {max(at): call.call}
     new = copy_of(model)
     del new.graph.node[:], new.functions[:]
     new.graph.node.extend(nodes[k] for k in sorted(nodes))
-    unused = _called(original.graph.node, original) - _called(new.graph.node, original)
-    new.functions.extend(f for f in original.functions if _key(f, f.name) not in unused)
+    unused = _called_functions(original.graph.node, original) - _called_functions(new.graph.node, original)
+    new.functions.extend(f for f in original.functions if _message_key(f, f.name) not in unused)
     return new
 
 
-def _key(proto: Any, name: str) -> tuple[str, str, str]:
+def _message_key(proto: Any, name: str) -> tuple[str, str, str]:
     return "" if is_standard(proto) else proto.domain, name, proto.overload
 
 
-def _called(nodes: Collection[Any], model: Any) -> set[tuple[str, str, str]]:
+def _called_functions(nodes: Collection[Any], model: Any) -> set[tuple[str, str, str]]:
     """The functions that nodes call, directly or not."""
-    functions = {_key(function, function.name): function for function in model.functions}
+    functions = {_message_key(function, function.name): function for function in model.functions}
     called, queue = set(), list(nodes)
     while queue:
         node = queue.pop()
-        key = _key(node, node.op_type)
+        key = _message_key(node, node.op_type)
         if key in functions and key not in called:
             called.add(key)
             queue += functions[key].node
@@ -113,8 +120,8 @@ def _called(nodes: Collection[Any], model: Any) -> set[tuple[str, str, str]]:
 
 def _written_out(node: Any, functions: dict[Any, Any], model: Any, taken: set[str]) -> Iterator[Any]:
     """A node, or the nodes of the function that it calls. taken: names of the file; it grows."""
-    function = functions.get(_key(node, node.op_type))
-    if function is None or not _fits(function, model):
+    function = functions.get(_message_key(node, node.op_type))
+    if function is None or not _fits_declaration(function, model):
         yield node
         return
     names = dict(zip(function.output, node.output, strict=False))
@@ -161,7 +168,7 @@ def _bind(node: Any, values: Mapping[str, Any]) -> None:
             _bind(inner, values)
 
 
-def _fits(function: Any, model: Any) -> bool:
+def _fits_declaration(function: Any, model: Any) -> bool:
     """Whether the body can stand in the main graph."""
     versions = {e.domain: e.version for e in model.opset_import}
     if any(versions.get(e.domain, e.version) != e.version for e in function.opset_import):
@@ -173,16 +180,11 @@ def _fits(function: Any, model: Any) -> bool:
     return True
 
 
-LEAST_BYTES = 4096  # of tensors in a body that is worth an edit of its own
-Arrays = Mapping[str, np.ndarray]
-EditModel = Callable[[Any, Sequence[Tensor]], Any]
-
-
 def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
     """The file with smaller bodies, or the file itself. edit: returns a smaller file, or the same
     one, for example inputs."""
     stored = {t.name: t for t in model.graph.initializer}
-    places = [
+    bodies = [
         (k, j)
         for k, node in enumerate(model.graph.node)
         for j, body in enumerate(subgraphs(node))
@@ -190,15 +192,15 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
         + sum(stored[n].ByteSize() for n in set(outer_reads(body)) & set(stored))
         > LEAST_BYTES
     ]
-    if not places:
+    if not bodies:
         return model
     new, taken = copy_of(model), graph_names(model.graph)
     producers = {name for node in model.graph.node for name in node.output if name}
-    reads = {n for k, j in places for n in outer_reads(subgraphs(model.graph.node[k])[j])}
-    reads |= {name for k, _ in places for name in model.graph.node[k].input}
+    reads = {n for k, j in bodies for n in outer_reads(subgraphs(model.graph.node[k])[j])}
+    reads |= {name for k, _ in bodies for name in model.graph.node[k].input}
     computed = evaluated(model, reads & producers, producers, feeds)
     arrays, types = {**computed, **feeds}, declared_types(model, infer=bool(computed))
-    for k, j in places:
+    for k, j in bodies:
         body = subgraphs(new.graph.node[k])[j]
         part = _as_file(model, model.graph.node[k], body, arrays, types)
         if part is None:
@@ -303,26 +305,16 @@ def _put_back(body: Any, edited: Any, stored: Mapping[str, Any], taken: set[str]
     body.CopyFrom(new)
 
 
-PASSES = 4
-WORTH = 1.01  # inserted nodes take time: they are to save more than this
-GROWTHS = 40  # nodes between a layer and what lacks its positions, at most
-
-
 @dataclass(frozen=True, slots=True)
 class EditedFile:
-    """A file, edited.
+    """A file, edited."""
 
-    model: its ModelProto. nodes: how many nodes it has, of these `unchanged` are those of the
-    original, byte for byte. barriers: nodes that are not cut, and why. foreign: ops that demask
-    could not capture, by an output. external: tensors that the original stores in other files.
-    """
-
-    model: Any
-    nodes: int
-    unchanged: int
-    barriers: tuple[tuple[str, str], ...]
-    external: frozenset[str]
-    foreign: frozenset[str]
+    model: Any  # its ModelProto
+    nodes: int  # how many it has
+    unchanged: int  # how many of these are those of the original, byte for byte
+    barriers: tuple[tuple[str, str], ...]  # nodes that are not cut, and why
+    external: frozenset[str]  # tensors that the original stores in other files
+    foreign: frozenset[str]  # ops that demask could not capture, by an output
 
 
 def edit_file(
@@ -350,15 +342,15 @@ def examine(
         RefusedFile: the file has contents out of bounds.
         NotExportable: the file cannot be captured with the dynamic sizes that it declares.
     """
-    original, external = _loaded(path)
+    original, external = _load_with_data(path)
     _check_order(original)
     model, barriers, foreign = _edit_model(original, args, Path(path).parent, table, insert)
-    edited = _described(model, original, external)
+    edited = _describe_file(model, original, external)
     return replace(edited, barriers=barriers, foreign=foreign), model is not original
 
 
 def file_with(path: str | os.PathLike[str], model: Any = None, opset: int | None = None) -> EditedFile:
-    """The file at `path` with another model in its place.
+    """The file at `path` with another model.
 
     Args:
         path: name of the original.
@@ -368,13 +360,13 @@ def file_with(path: str | os.PathLike[str], model: Any = None, opset: int | None
     Raises:
         NotExportable: the model cannot be converted.
     """
-    original, external = _loaded(path)
+    original, external = _load_with_data(path)
     model = original if model is None else model
     model = model if opset is None else with_opset(model, opset)
-    return _described(model, original, external)
+    return _describe_file(model, original, external)
 
 
-def _loaded(path: str | os.PathLike[str]) -> tuple[Any, frozenset[str]]:
+def _load_with_data(path: str | os.PathLike[str]) -> tuple[Any, frozenset[str]]:
     """The ModelProto of a valid file with all data, and the names of its external tensors."""
     from onnx import external_data_helper
 
@@ -384,14 +376,11 @@ def _loaded(path: str | os.PathLike[str]) -> tuple[Any, frozenset[str]]:
     return model, frozenset(names)
 
 
-def _described(model: Any, original: Any, external: frozenset[str]) -> EditedFile:
+def _describe_file(model: Any, original: Any, external: frozenset[str]) -> EditedFile:
     """A file that replaces another one."""
     nodes = {node.SerializeToString() for node in original.graph.node}
     unchanged = sum(node.SerializeToString() in nodes for node in model.graph.node)
     return EditedFile(model, len(model.graph.node), unchanged, (), external, frozenset())
-
-
-_Edit = tuple[Any, tuple[tuple[str, str], ...], frozenset[str]]  # model, barriers, foreign ops
 
 
 def _edit_model(original: Any, args: Sequence[Tensor], folder: Path, table: Table, insert: bool) -> _Edit:
@@ -404,7 +393,7 @@ def _edit_model(original: Any, args: Sequence[Tensor], folder: Path, table: Tabl
     inlined, calls = write_out_calls(original)
     barriers, foreign = (), frozenset()
     for start, written in ((inlined, calls), (original, [])) if calls else ((original, []),):
-        feeds = _feeds(parse_model(start, folder), args)
+        feeds = _example_feeds(parse_model(start, folder), args)
         model = edit_bodies(start, feeds, edit_body)
         for k in range(PASSES):
             smaller, whole_nodes, opaque = edit_once(model, folder, args, table, insert=insert)
@@ -422,7 +411,7 @@ def _edit_model(original: Any, args: Sequence[Tensor], folder: Path, table: Tabl
     return original, barriers, foreign
 
 
-def _feeds(file: OnnxFile, args: Sequence[Tensor]) -> dict[str, np.ndarray]:
+def _example_feeds(file: OnnxFile, args: Sequence[Tensor]) -> dict[str, np.ndarray]:
     check_tensors(args, file.graph.inputs)
     return {port.name: numpy_of(x) for port, x in zip(file.graph.inputs, args, strict=True)}
 
@@ -434,7 +423,7 @@ def edit_once(model: Any, folder: Path, args: Sequence[Tensor], table: Table, *,
     """
     shell = shell_of(model)  # before there are more copies of the tensors
     file = parse_model(model, folder)
-    feeds = _feeds(file, args)
+    feeds = _example_feeds(file, args)
     named = _name_values(file, model, args, table)
     names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}
     names -= set(feeds)
@@ -455,7 +444,7 @@ def edit_once(model: Any, folder: Path, args: Sequence[Tensor], table: Table, *,
                 raise BadInput(f"no value for {min(editor.missing)!r}")
             computed.update(editor.missing)
 
-    return *_cheapest(walked, shell, insert), named.opaque
+    return *_cheapest_edit(walked, shell, insert), named.opaque
 
 
 def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Table) -> NamedValues:
@@ -467,10 +456,10 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
     Raises:
         NotExportable: another size is static, or the runtime does not take the file.
     """
-    outputs = functools.partial(opaque_outputs, model, _feeds(file, args))
+    outputs = functools.partial(opaque_outputs, model, _example_feeds(file, args))
     named = name_values(file, args, table, outputs)
     feeds = dict(zip((port.name for port in file.graph.inputs), args, strict=True))
-    places = open_sizes(inputs_of(model), feeds)
+    axes_of = open_sizes(inputs_of(model), feeds)
     producers = {name for node in model.graph.node for name in node.output if name}
     ends = {value.name for value in model.graph.output} & producers
 
@@ -481,9 +470,9 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
     if named.static and is_run(feeds):
         taken = set()
         for name in sorted(named.static):
-            value, axis = places[name][0]
+            value, axis = axes_of[name][0]
             count = feeds[value].shape[axis]
-            others = (resized(feeds, places, {name: n}) for n in (1, count, 1 - count) if n)
+            others = (resized(feeds, axes_of, {name: n}) for n in (1, count, 1 - count) if n)
             if (other := next(filter(is_run, others), None)) is not None:
                 taken.add(name)
                 feeds = other
@@ -494,12 +483,12 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
     if named.static:
         name = min(named.static)
         raise NotExportable(
-            f"size {name!r} of {places[name][0][0]!r} is static", "the file", "the file is exported instead"
+            f"size {name!r} of {axes_of[name][0][0]!r} is static", "the file", "the file is exported instead"
         )
     return named
 
 
-def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], shell: Any, insert: bool) -> tuple[Any, Any]:
+def _cheapest_edit(walked: Callable[[Mapping[str, Layout]], Editor], shell: Any, insert: bool) -> tuple[Any, Any]:
     """The smallest file, and nodes that are not cut.
 
     Where a reader lacks positions of a value, nodes are inserted, or the nodes before compute these
@@ -553,3 +542,65 @@ def save_edited(edited: EditedFile, path: str | os.PathLike[str]) -> None:
             tensor.ClearField("raw_data")
     with write(path) as file:
         file.write(model.SerializeToString())
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChange:
+    """One node that an edit changes. node: its name, or that of its first output. op: with its
+    domain unless that is ONNX's own. change: what becomes of it and its tensors."""
+
+    node: str
+    op: str
+    change: str
+
+
+def changes_of(original: Any, edited: Any) -> Iterator[NodeChange]:
+    """The nodes of a ModelProto that another one has in another form, in order; then new ones."""
+    before, after = _initializers(original), _initializers(edited)
+    nodes = {_key_name(node): node for node in edited.graph.node}
+    for node in original.graph.node:
+        new = nodes.pop(_key_name(node), None)
+        if new is None:
+            yield NodeChange(_node_name(node), op_of(node), "removed")
+            continue
+        words = [
+            _describe_cut(before[a], after[b])
+            for a, b in zip(node.input, new.input, strict=False)
+            if a in before and b in after
+        ]
+        words = [word for word in words if word]
+        if not words and node.SerializeToString() != new.SerializeToString():
+            is_cut = subgraphs(node) != subgraphs(new)
+            words = ["its bodies are cut" if is_cut else "reads other values, or has other attributes"]
+        if words:
+            yield NodeChange(_node_name(node), op_of(node), "; ".join(words))
+    for node in nodes.values():
+        yield NodeChange(_node_name(node), op_of(node), "added")
+
+
+def _initializers(model: Any) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in model.graph.initializer}
+
+
+def _describe_cut(a: Any, b: Any) -> str:
+    """How a tensor differs; empty if it does not."""
+    old, new = list(a.dims), list(b.dims)
+    if old != new:
+        share = math.prod(new) / max(math.prod(old), 1)
+        return f"{a.name} {old} -> {new} ({100 * share:.0f} %)"
+    return "" if _tensor_bytes(a) == _tensor_bytes(b) else f"{a.name} {old}: other values"
+
+
+def _tensor_bytes(tensor: Any) -> bytes:
+    """The contents of a tensor, which may be raw data or lists of numbers."""
+    from onnx import numpy_helper
+
+    return tensor.raw_data or numpy_helper.to_array(tensor).tobytes()
+
+
+def _key_name(node: Any) -> str:
+    return next(filter(None, node.output), node.name)
+
+
+def _node_name(node: Any) -> str:
+    return node.name or _key_name(node)

@@ -26,13 +26,11 @@ from demask.files.onnx.edit.protos import (
     op_of,
     set_attribute,
 )
-from demask.files.onnx.edit.refusals import Unsupported, all_positions, require
 from demask.files.onnx.values import numpy_of
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 FOUR_BIT, SCALE_BYTES = (21, 22), 4  # types of tensors; bytes of a scale
 SLICE_INPUTS, PAD_INPUTS = 10, 11  # op sets since which Slice and Pad take operands
-
 Handle = Callable[["Editor", Any, Sequence[Layout | None]], tuple[Any, Sequence[Layout | None]]]
 
 
@@ -84,7 +82,7 @@ class Editor:
             if node.op_type in ("Shape", "Size") and is_standard(node):
                 name = node.input[0]
                 if name in self.values and self.wanted(name) is None:
-                    self._override(name, self._first(name), self._first)
+                    self._override(name, self._first_positions(name), self._first_positions)
 
     # values of the original
 
@@ -124,7 +122,7 @@ class Editor:
             if operand in self.values and self.wanted(operand) is None:
                 self._override(operand, rest(operand), rest)
 
-    def _first(self, name: str) -> Layout:
+    def _first_positions(self, name: str) -> Layout:
         """One position of each axis: of a value of which only the sizes are read."""
         return tuple((0,) if isinstance(n, int) and n > 1 else None for n in self.shape(name))
 
@@ -511,8 +509,8 @@ class Editor:
             for t in (*self.graph.initializer, *self.tensors.values())
             if t.name in live
         ]
-        places = {t.name: k for k, t in enumerate(self.graph.initializer)}
-        tensors.sort(key=lambda t: places.get(t.name, len(places)))
+        index_of = {t.name: k for k, t in enumerate(self.graph.initializer)}
+        tensors.sort(key=lambda t: index_of.get(t.name, len(index_of)))
         graph.initializer.extend(tensors)
         self._update_descriptions(graph, live | {original[n] for n in live & set(original)})
         return model
@@ -658,7 +656,25 @@ def _with_names(node: Any, names: Mapping[str, str]) -> Any:
 
 
 def _set_sizes(sizes: Any, new: Sequence[int | None]) -> None:
-    """Replace the sizes that are not None and differ."""
     for dimension, size in zip(sizes, new, strict=False):
         if size is not None and dimension.dim_value != size:
             dimension.dim_value = size
+
+
+class Unsupported(Exception):
+    """A node that no handler can cut: its operands and outputs are complete."""
+
+
+def require(condition: object, reason: str) -> None:
+    """Raise Unsupported with the reason unless the condition is true."""
+    if not condition:
+        raise Unsupported(reason)
+
+
+def all_positions(positions: Positions, size: int) -> list[int]:
+    """Positions as a list, those of a complete axis included.
+
+    >>> all_positions(None, 3), all_positions((2, 0), 3)
+    ([0, 1, 2], [2, 0])
+    """
+    return list(range(size)) if positions is None else list(positions)

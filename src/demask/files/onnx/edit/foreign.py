@@ -1,18 +1,22 @@
-"""Types and sizes of what ops compute that demask has no function for."""
+"""Types and sizes of what ops compute that demask has no function for, and a call for such
+an op in a program."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from demask.files.onnx.check import inputs_of, longer_inputs
 from demask.files.onnx.edit.constants import evaluated
-from demask.files.onnx.edit.opaque import Dimension, OpaqueOutput
 from demask.files.onnx.edit.protos import attributes_of, graph_reads, is_standard
 from demask.files.onnx.read.tensors import DTYPES
 
+Dimension = int | tuple[int, int] | None  # a size; that of an axis (operand, axis); any
 SAME_SIZES = ("BatchNormalization", "Elu", "Erf", "Exp", "Gelu", "HardSwish", "Identity",
               "InstanceNormalization", "LayerNormalization", "LeakyRelu", "Mish", "Neg", "Relu",
               "Sigmoid", "Softmax", "Softplus", "Sqrt", "Tanh")  # fmt: skip
@@ -42,21 +46,21 @@ def opaque_outputs(model: Any, feeds: Mapping[str, np.ndarray], names: Collectio
         dtype, dims = declared.get(name, (0, None))
         arrays = [run.get(name) for run in runs]
         if dims is None and arrays[0] is None:
-            dtype, dims = _as_read(model, name, declared)
+            dtype, dims = _type_as_read(model, name, declared)
         if dims is None and arrays[0] is None:
             continue
         if arrays[0] is not None and arrays[0].dtype.kind in "OUS":
             continue
         if dims is None:
             dims = [None] * (0 if arrays[0] is None else arrays[0].ndim)
-        kind = str(arrays[0].dtype) if arrays[0] is not None else _torch_name(dtype)
+        kind = arrays[0].dtype if arrays[0] is not None else DTYPES.get(dtype)
         if kind is None:
             continue
         sizes = [
-            n if isinstance(n, int) else _same_size(k, n, tensors, name, declared, runs, is_standard(readers[name]))
+            n if isinstance(n, int) else _equal_axis(k, n, tensors, name, declared, runs, is_standard(readers[name]))
             for k, n in enumerate(dims)
         ]
-        outputs[name] = OpaqueOutput(kind, tuple(sizes))
+        outputs[name] = OpaqueOutput(str(kind).removeprefix("torch."), tuple(sizes))
     return outputs
 
 
@@ -64,7 +68,7 @@ def _operands(node: Any) -> list[str]:
     return [name for name in (*node.input, *graph_reads(node)) if name]
 
 
-def _as_read(model: Any, name: str, declared: Mapping[str, Type]) -> Type:
+def _type_as_read(model: Any, name: str, declared: Mapping[str, Type]) -> Type:
     """Element type and sizes that the readers of a value require."""
     if declared.get(name, (0, None))[1] is not None:
         return declared[name]
@@ -76,11 +80,11 @@ def _as_read(model: Any, name: str, declared: Mapping[str, Type]) -> Type:
         attributes, op = attributes_of(node), node.op_type
         weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
         if op in SAME_SIZES:
-            types.append(_as_read(model, node.output[0], declared))
+            types.append(_type_as_read(model, node.output[0], declared))
         elif weights is None or name != node.input[0] or name in node.input[1:]:
             continue
         elif op == "MatMul" and len(weights.dims) == 2:
-            dims = _as_read(model, node.output[0], declared)[1]
+            dims = _type_as_read(model, node.output[0], declared)[1]
             if dims is not None and len(dims) > 1:
                 types.append((weights.data_type, [*dims[:-1], weights.dims[0]]))
         elif op == "Gemm" and not attributes.get("transA"):
@@ -110,12 +114,7 @@ def declared_types(model: Any, *, infer: bool) -> dict[str, Type]:
     return values
 
 
-def _torch_name(number: int) -> str | None:
-    dtype = DTYPES.get(number)
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _same_size(
+def _equal_axis(
     k: int, size: Any, operands: list[str], name: str, declared: Any, runs: Any, standard: bool
 ) -> Dimension:
     """The axis of an operand that has the size of axis k of an output; None if there is none."""
@@ -137,3 +136,54 @@ def _same_size(
         if pair in pairs:
             return at, pairs.index(pair)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueOutput:
+    """An output: its dtype ("float32") and sizes."""
+
+    dtype: str
+    sizes: tuple[Dimension, ...]
+
+
+# Nothing may run it ahead: not where all that it reads is stored, either.
+@torch.library.custom_op("demask::opaque", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def opaque(operands: list[Tensor], dtypes: str, ranks: list[int], operand: list[int], axis: list[int]) -> list[Tensor]:
+    """Stands in a program that is analyzed, never run, for a call that demask has no function for.
+
+    Args:
+        operands: all tensors that the call reads.
+        dtypes: of the outputs, comma-separated. ranks: of each output.
+        operand, axis: of each dimension of all outputs: an axis of an operand; (-1, n) for a fixed
+            size n; (-2, 0) for a size that depends on data.
+    """
+    return _empty_outputs(operands, dtypes, ranks, operand, axis, lambda: 1)
+
+
+@opaque.register_fake
+def _(operands: list[Tensor], dtypes: str, ranks: list[int], operand: list[int], axis: list[int]) -> list[Tensor]:
+    context = torch.library.get_ctx()
+    return _empty_outputs(operands, dtypes, ranks, operand, axis, context.new_dynamic_size)
+
+
+def _empty_outputs(operands, dtypes, ranks, operand, axis, new_size) -> list[Tensor]:
+    def size(k: int, at: int):
+        return operands[k].shape[at] if k >= 0 else at if k == -1 else new_size()
+
+    sizes, outputs = iter(zip(operand, axis, strict=True)), []
+    for dtype, rank in zip(dtypes.split(","), ranks, strict=True):
+        shape = [size(*next(sizes)) for _ in range(rank)]
+        outputs.append(torch.zeros(shape, dtype=getattr(torch, dtype)))
+    return outputs
+
+
+def opaque_call(operands: Sequence[Tensor], outputs: Sequence[OpaqueOutput]) -> list[Tensor]:
+    """The outputs of a call."""
+    pairs = [(-2, 0) if n is None else (-1, n) if isinstance(n, int) else n for output in outputs for n in output.sizes]
+    return torch.ops.demask.opaque(
+        list(operands),
+        ",".join(o.dtype for o in outputs),
+        [len(o.sizes) for o in outputs],
+        [k for k, _ in pairs],
+        [at for _, at in pairs],
+    )

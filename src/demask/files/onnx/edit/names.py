@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from demask.errors import DemaskError
 from demask.facts.known import key_of, value_of
-from demask.files.onnx.edit.opaque import OpaqueOutput, opaque_call
+from demask.files.onnx.edit.foreign import OpaqueOutput, opaque_call
 from demask.files.onnx.model import Graph, OnnxFile, OnnxNode
 from demask.files.onnx.module import OnnxModule
 from demask.files.onnx.op_functions import OnnxEntry
@@ -39,18 +39,13 @@ OpaqueOutputs = Mapping[str, OpaqueOutput]  # by name; without those that are no
 
 @dataclass(frozen=True, slots=True)
 class NamedValue:
-    """One tensor of a file.
-
-    shape: its sizes. dtype: torch's. known, fill: where elements are equal for every input, and
-    their values; of the tensor's rank, each dimension 1 or full. layout: the positions to compute
-    on each axis; None where nothing reads the tensor but its known elements.
-    """
+    """One tensor of a file."""
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
-    known: np.ndarray
-    fill: np.ndarray
-    layout: Layout | None
+    known: np.ndarray  # where elements are equal for every input; of the tensor's rank, each dimension 1 or full
+    fill: np.ndarray  # their values, alike
+    layout: Layout | None  # the positions to compute; None where nothing reads the tensor but its known elements
 
     @classmethod
     def of(cls, analysis: LayoutAnalysis, node: fx.Node, layout: Layout | None) -> Self:
@@ -69,13 +64,12 @@ class NamedValue:
 
 @dataclass(frozen=True, slots=True)
 class NamedValues:
-    """The tensors of a file's main graph. hosts: numbers that are known without reading a tensor
-    (sizes), as the capture computes them: ints or symbolic. opaque: ops that were not captured.
-    static: sizes that the file leaves open, of which all of this is of the example's alone."""
+    """The tensors of a file's main graph."""
 
     values: Mapping[str, NamedValue]
-    hosts: Mapping[str, np.ndarray]
-    opaque: frozenset[str]
+    hosts: Mapping[str, np.ndarray]  # numbers that are known without reading a tensor (sizes), ints or symbolic
+    opaque: frozenset[str]  # ops that were not captured
+    # sizes that the file leaves open, of which all of this is of the example's alone
     static: frozenset[str] = frozenset()
 
 
@@ -99,12 +93,17 @@ class NamedModule(OnnxModule):
     every tensor of its graph."""
 
     def __init__(self, file: OnnxFile, opaque: Collection[str], outputs: OpaqueOutputs):
-        nodes = tuple(
-            _flat(n) if _label(n) in opaque else n if n.domain or n.op not in KINDS else supported_layer(n) or n
-            for n in file.graph.nodes
-        )
+
+        def capturable(node: OnnxNode) -> OnnxNode:
+            if _opaque_name(node) in opaque:
+                # Its operands include what its subgraphs read.
+                return replace(node, domain="demask", inputs=tuple(names_read(node)), attributes={})
+            is_recurrent = not node.domain and node.op in KINDS
+            return (supported_layer(node) if is_recurrent else None) or node
+
+        nodes = tuple(map(capturable, file.graph.nodes))
         file = replace(file, graph=replace(file.graph, nodes=nodes))
-        self_opaque = {node.outputs for node in nodes if _label(node) in opaque}
+        self_opaque = {node.outputs for node in nodes if _opaque_name(node) in opaque}
 
         def entry_of(node: OnnxNode) -> OnnxEntry:
             if node.outputs in self_opaque:
@@ -154,14 +153,9 @@ class NamedModule(OnnxModule):
             values[name] = None if output is None else next(results)
 
 
-def _label(node: OnnxNode) -> str:
+def _opaque_name(node: OnnxNode) -> str:
     """The name by which a node of the main graph is opaque: that of its first output."""
     return next(filter(None, node.outputs), "")
-
-
-def _flat(node: OnnxNode) -> OnnxNode:
-    """A node whose operands include what its subgraphs read, without attributes, of no function."""
-    return replace(node, domain="demask", inputs=tuple(names_read(node)), attributes={})
 
 
 def supported_layer(node: OnnxNode) -> OnnxNode | None:
@@ -193,7 +187,7 @@ def foreign_nodes(file: OnnxFile) -> set[str]:
         known = (node.domain, node.op) in ENTRIES or node.op == "Constant"
         return not known or any(is_foreign(n) for graph in graphs for n in graph.nodes)
 
-    return {_label(node) for node in file.graph.nodes if is_foreign(node)}
+    return {_opaque_name(node) for node in file.graph.nodes if is_foreign(node)}
 
 
 def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: Any) -> NamedValues:
@@ -208,20 +202,20 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
         NotExportable: the file cannot be captured.
     """
     layers = [n for n in file.graph.nodes if not n.domain and n.op in KINDS]
-    opaque = foreign_nodes(file) | {_label(n) for n in layers if supported_layer(n) is None}
+    opaque = foreign_nodes(file) | {_opaque_name(n) for n in layers if supported_layer(n) is None}
     while True:
-        names = [o for n in file.graph.nodes if _label(n) in opaque for o in n.outputs if o]
+        names = [o for n in file.graph.nodes if _opaque_name(n) in opaque for o in n.outputs if o]
         module = NamedModule(file, opaque, outputs(names) if names else {})
         try:
             program = next(programs_of(module, tuple(args), None, None))
             break
         except DemaskError:
             failed = module.log.at
-            if failed is None or _label(failed) in opaque:
+            if failed is None or _opaque_name(failed) in opaque:
                 raise
             calls = [n for n in file.graph.nodes if (n.domain, n.op) in file.functions]
             is_inner = not any(n.outputs == failed.outputs for n in file.graph.nodes)
-            opaque = opaque | (set(map(_label, calls)) if is_inner else {_label(failed)})
+            opaque = opaque | (set(map(_opaque_name, calls)) if is_inner else {_opaque_name(failed)})
     static = _static_sizes(program, file)
     program = canonicalize(program, table)
     result = next(node for node in program.graph.nodes if node.op == "output")

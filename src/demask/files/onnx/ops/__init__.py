@@ -1,8 +1,8 @@
 """Table of ONNX ops and their PyTorch functions, one file per family."""
 
 from demask.files.onnx.op_functions import join_tables
-from demask.files.onnx.ops.data import control, index, ml, move, reference, sequence, text, trees
-from demask.files.onnx.ops.math import activation, cast, math, random, reduce, select
+from demask.files.onnx.ops.data import control, index, ml, move, reference, text
+from demask.files.onnx.ops.math import activation, cast, math, random, reduce
 from demask.files.onnx.ops.nn import attention, image, linear, norms, pool, quantized, recurrent, resize, signal
 
 #: every entry by (domain, op); "" is ONNX's own domain
@@ -17,17 +17,14 @@ ENTRIES = join_tables(
     attention.OPS,
     activation.OPS,
     cast.OPS,
-    select.OPS,
     random.OPS,
     reduce.OPS,
     signal.OPS,
     control.OPS,
-    sequence.OPS,
     text.OPS,
     quantized.OPS,
     reference.OPS,
     ml.OPS,
-    trees.OPS,
     image.OPS,
     resize.OPS,
 )

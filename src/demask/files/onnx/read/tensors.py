@@ -1,22 +1,31 @@
-"""Conversion of TensorProto messages to tensors, with exactly the bytes that their sizes need."""
+"""Conversion of TensorProto messages to tensors, with exactly the bytes that their sizes need, of the
+ONNX file or of external files."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from demask.errors import BadInput
-from demask.files.onnx.read.external_data import ExternalData, text
+from demask.errors import BadInput, RefusedFile
+from demask.files.bounded_read import open_plain
 from demask.files.onnx.values import Host
 
+MAX_NAME = 4096
+REPEATS = 4  # how often tensors may read the same bytes of a file, as tied weights do
+FREE = 2**26  # bytes that they may read in any case
+MAX_EXPANDED = 2**30  # bytes of values that are larger in memory than in the file
 MAX_RANK = 64
 MAX_ELEMENTS = 2**44  # counting sizes of 0 as 1
-
 #: torch's dtype of an ONNX element type, by its number in onnx.TensorProto, without types that
 #: torch does not have (strings, less than 8 bits)
 DTYPES: dict[int, torch.dtype] = {
@@ -26,7 +35,6 @@ DTYPES: dict[int, torch.dtype] = {
     16: torch.bfloat16, 17: torch.float8_e4m3fn, 18: torch.float8_e4m3fnuz,
     19: torch.float8_e5m2, 20: torch.float8_e5m2fnuz, 24: torch.float8_e8m0fnu,
 }  # fmt: skip
-
 #: element types of 2, 4 and 6 bits, and the dtype that stores one value per element here
 NARROW: dict[int, torch.dtype] = {
     21: torch.uint8,
@@ -40,7 +48,6 @@ NARROW: dict[int, torch.dtype] = {
 _BITS = {21: 4, 22: 4, 23: 4, 25: 2, 26: 2, 27: 6, 28: 6}
 _MANTISSA = {23: 1, 27: 3, 28: 2}
 STRING, EXTERNAL = 8, 1
-
 #: by element type: the field that lists its numbers, and their dtype there
 _FIELDS: dict[int, tuple[str, str]] = {
     1: ("float_data", "f4"),
@@ -51,6 +58,15 @@ _FIELDS: dict[int, tuple[str, str]] = {
     12: ("uint64_data", "u8"),
     13: ("uint64_data", "u8"),
 }
+
+
+def text(value: Any, what: str, most: int = MAX_NAME) -> str:
+    """A string of the file; BadInput where it is not UTF-8 (protobuf then returns bytes)."""
+    if not isinstance(value, str):
+        raise BadInput(f"{what}: expected UTF-8 text, got {value[:40]!r}")
+    if len(value) > most:
+        raise BadInput(f"{what}: expected at most {most} characters, got {len(value)}")
+    return value
 
 
 def tensor(proto: Any, folder: Path | ExternalData) -> Tensor | Host:
@@ -66,32 +82,32 @@ def tensor(proto: Any, folder: Path | ExternalData) -> Tensor | Host:
     name = text(proto.name, "a tensor's name")
     try:
         external = folder if isinstance(folder, ExternalData) else ExternalData(folder)
-        return _tensor(proto, external)
+        return _read_tensor(proto, external)
     except BadInput as error:
         raise type(error)(f"tensor {name!r}: {error}") from None
     except MemoryError as error:
         raise BadInput(f"tensor {name!r} does not fit into memory") from error
 
 
-def _tensor(proto: Any, external: ExternalData) -> Tensor | Host:
-    sizes = _sizes(proto)
+def _read_tensor(proto: Any, external: ExternalData) -> Tensor | Host:
+    sizes = _checked_sizes(proto)
     count, kind = math.prod(sizes), proto.data_type
     if proto.HasField("segment"):
-        raise BadInput("stored in segments, which are not supported; expected the whole tensor")
+        raise BadInput("stored in segments, which are not supported; expected the complete tensor")
     if kind == STRING:
-        return _words(proto, sizes)
+        return _read_words(proto, sizes)
     if kind in NARROW:
-        return torch.from_numpy(_narrow(proto, count, external)).reshape(sizes)
+        return torch.from_numpy(_unpack_narrow(proto, count, external)).reshape(sizes)
     if kind not in DTYPES:
         raise BadInput(f"element type {kind} is not one that demask reads")
     dtype = DTYPES[kind]
-    array = _stored(proto, count, _plain(dtype), external)
+    array = _stored_numbers(proto, count, _numpy_dtype(dtype), external)
     if dtype == torch.bool:
         array = array != 0
     return torch.from_numpy(array).view(dtype).reshape(sizes)
 
 
-def _sizes(proto: Any) -> tuple[int, ...]:
+def _checked_sizes(proto: Any) -> tuple[int, ...]:
     if len(proto.dims) > MAX_RANK:
         raise BadInput(f"expected at most {MAX_RANK} dimensions, got {len(proto.dims)}")
     sizes = tuple(proto.dims)
@@ -102,7 +118,7 @@ def _sizes(proto: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _plain(dtype: torch.dtype) -> np.dtype:
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
     """A dtype of numpy's with the same bits (for bfloat16: unsigned 16-bit integers)."""
     name = str(dtype).removeprefix("torch.")
     if dtype == torch.bool or (dtype.is_floating_point and name[:7] not in ("float32", "float64")):
@@ -110,7 +126,7 @@ def _plain(dtype: torch.dtype) -> np.dtype:
     return np.dtype(name)
 
 
-def _stored(proto: Any, count: int, dtype: np.dtype, external: ExternalData) -> np.ndarray:
+def _stored_numbers(proto: Any, count: int, dtype: np.dtype, external: ExternalData) -> np.ndarray:
     """`count` numbers as the tensor's element type stores them."""
     size = count * dtype.itemsize
     little = dtype.newbyteorder("<")
@@ -127,10 +143,10 @@ def _stored(proto: Any, count: int, dtype: np.dtype, external: ExternalData) -> 
         return np.frombuffer(raw, little).astype(dtype)
     if proto.raw_data:
         raise BadInput(f"has bytes both in raw_data and in {field}; expected one of them")
-    return _typed(np.fromiter(numbers, wide, len(numbers)), count, dtype, field)
+    return _convert_numbers(np.fromiter(numbers, wide, len(numbers)), count, dtype, field)
 
 
-def _typed(numbers: np.ndarray, count: int, dtype: np.dtype, field: str) -> np.ndarray:
+def _convert_numbers(numbers: np.ndarray, count: int, dtype: np.dtype, field: str) -> np.ndarray:
     """Numbers of a listing field, converted to the tensor's dtype."""
     if dtype.kind == "c" and len(numbers) % 2 == 0:
         numbers = numbers.view(dtype)
@@ -142,16 +158,16 @@ def _typed(numbers: np.ndarray, count: int, dtype: np.dtype, field: str) -> np.n
     return typed
 
 
-def _narrow(proto: Any, count: int, external: ExternalData) -> np.ndarray:
+def _unpack_narrow(proto: Any, count: int, external: ExternalData) -> np.ndarray:
     """Numbers of less than 8 bits, unpacked from bytes, the lowest bits first."""
     kind, bits, byte = proto.data_type, _BITS[proto.data_type], np.dtype(np.uint8)
     if bits == 6 and proto.int32_data:
-        numbers = _stored(proto, count, byte, external)
+        numbers = _stored_numbers(proto, count, byte, external)
     elif bits == 6:
-        packed = np.unpackbits(_stored(proto, -(-count * 6 // 8), byte, external), bitorder="little")
+        packed = np.unpackbits(_stored_numbers(proto, -(-count * 6 // 8), byte, external), bitorder="little")
         numbers = np.packbits(packed[: count * 6].reshape(-1, 6), axis=1, bitorder="little")[:, 0]
     else:
-        packed = _stored(proto, -(-count * bits // 8), byte, external)
+        packed = _stored_numbers(proto, -(-count * bits // 8), byte, external)
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
         numbers = (packed[:, None] >> shifts & np.uint8(2**bits - 1)).reshape(-1)[:count]
     if kind in _MANTISSA:
@@ -172,7 +188,7 @@ def _small_floats(bits: int, mantissa: int) -> np.ndarray:
     return (sign * (part + (exponent > 0)) * scale).astype(np.float32)
 
 
-def _words(proto: Any, sizes: tuple[int, ...]) -> Host:
+def _read_words(proto: Any, sizes: tuple[int, ...]) -> Host:
     """The strings of a string tensor."""
     if proto.data_location == EXTERNAL or proto.raw_data:
         raise BadInput("text outside string_data; expected it there")
@@ -193,7 +209,7 @@ def decode_text(value: bytes, what: str) -> str:
 def dense(proto: Any, external: ExternalData) -> Tensor:
     """The dense tensor of a SparseTensorProto. external: bounds the memory of such tensors."""
     values, indices = tensor(proto.values, external), tensor(proto.indices, external)
-    name, sizes = proto.values.name, _sizes(proto)
+    name, sizes = proto.values.name, _checked_sizes(proto)
     if not isinstance(values, Tensor) or not isinstance(indices, Tensor):
         raise BadInput(f"sparse tensor {name!r}: expected numbers, got text")
     external.expand(math.prod(sizes) * values.dtype.itemsize, f"sparse tensor {name!r}")
@@ -209,3 +225,114 @@ def dense(proto: Any, external: ExternalData) -> Tensor:
     else:
         result.view(-1)[indices] = values
     return result
+
+
+def file_bytes(path: str | os.PathLike[str], check: Callable[[int, bytes], None]) -> bytes:
+    """All bytes of the file at `path`. check: called first, with its size and first 16 bytes."""
+    with open_plain(path, "the file") as file:
+        size = os.fstat(file.fileno()).st_size
+        check(size, file.read(16))
+        file.seek(0)
+        data = file.read(size)
+        while len(data) < size:  # a call reads less than 2 GiB
+            data += file.read(size - len(data)) or _refuse_shorter("the file")
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class FileSlice:
+    """Location of an external tensor's bytes. length: None where the file does not state it."""
+
+    location: str
+    offset: int
+    length: int | None
+
+
+class ExternalData:
+    """Reader of files in the folder of an ONNX file, with bounds on the bytes that tensors take.
+
+    real: the folder of the file itself where `folder` has a link to it (a cache of downloads).
+    """
+
+    def __init__(self, folder: Path, real: Path | None = None):
+        self.folders = tuple(dict.fromkeys((folder.resolve(), (real or folder).resolve())))
+        self.paths: dict[str, Path] = {}
+        self.taken: dict[Path, int] = {}
+        self.expanded = 0
+
+    def expand(self, size: int, what: str) -> None:
+        """Count `size` bytes of a value that is larger in memory than in the file (a sparse tensor
+        or a list). Raises RefusedFile where all of them exceed MAX_EXPANDED."""
+        self.expanded += size
+        if self.expanded > MAX_EXPANDED:
+            raise RefusedFile(f"{what} is too large: with others, more than {MAX_EXPANDED} bytes")
+
+    def tensor_bytes(self, entries: Any, size: int) -> np.ndarray:
+        """The `size` bytes that external_data locates (uint8, 1-D)."""
+        part = _file_slice(entries)
+        if part.length not in (None, size):
+            raise BadInput(f"its sizes need {size} bytes, its length is {part.length}")
+        what, end = f"its file {part.location!r}", part.offset + size
+        path = self._resolve(part.location, what)
+        with open_plain(path, what) as file:
+            file_size = os.fstat(file.fileno()).st_size
+            if end > file_size:
+                raise BadInput(
+                    f"needs bytes {part.offset} to {end} of {part.location!r}, which "
+                    f"has {file_size}; it is incomplete: copy it again"
+                )
+            self.taken[path] = self.taken.get(path, 0) + size
+            if self.taken[path] > REPEATS * file_size + FREE:
+                raise RefusedFile(f"tensors read the {file_size} bytes of {part.location!r} too often")
+            array = np.empty(size, np.uint8)
+            _read_into(array.data, file, part.offset, what)
+            return array
+
+    def _resolve(self, location: str, what: str) -> Path:
+        """The file at a location, links resolved; RefusedFile where it is outside of the folder."""
+        key = str(PurePosixPath(location))
+        if key in self.paths:
+            return self.paths[key]
+        for path in (PurePosixPath(location), PureWindowsPath(location)):
+            if path.anchor or ".." in path.parts:
+                raise RefusedFile(f"{what}: expected a path below the folder of the ONNX file")
+        try:
+            resolved = (self.folders[0] / location).resolve()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise BadInput(f"{what} cannot be resolved: {error!r:.200}") from None
+        if not any(resolved.is_relative_to(folder) for folder in self.folders):
+            raise RefusedFile(f"{what} is a link that leads out of the folder of the ONNX file")
+        self.paths[key] = resolved
+        return resolved
+
+
+def _file_slice(entries: Any) -> FileSlice:
+    what = "external_data"
+    pairs = [(text(entry.key, what), text(entry.value, what)) for entry in entries]
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise BadInput(f"{what} has the same key twice")
+    location = fields.get("location", "")
+    if not location or "\0" in location:
+        raise BadInput(f"{what}: expected a location, got {location!r:.60}")
+    numbers = {key: fields[key] for key in ("offset", "length") if key in fields}
+    for key, value in numbers.items():
+        if not re.fullmatch(r"[0-9]{1,18}", value):
+            raise BadInput(f"{what}: expected {key} to be a whole number, got {value!r:.60}")
+    length = int(numbers["length"]) if "length" in numbers else None
+    return FileSlice(location, int(numbers.get("offset", 0)), length)
+
+
+def _read_into(view: memoryview, file: FileIO, offset: int, what: str) -> None:
+    """Read from `offset` until the view is full."""
+    file.seek(offset)
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            _refuse_shorter(what)
+        done += count
+
+
+def _refuse_shorter(what: str) -> NoReturn:
+    raise BadInput(f"{what} became shorter while it was read")

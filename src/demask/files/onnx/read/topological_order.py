@@ -99,10 +99,10 @@ def names_read(node: OnnxNode) -> Iterator[str]:
     yield from filter(None, node.inputs)
     for value in node.attributes.values():
         if isinstance(value, Graph):
-            yield from _free(value)
+            yield from _names_of_outer_graph(value)
 
 
-def _free(graph: Graph) -> Iterator[str]:
+def _names_of_outer_graph(graph: Graph) -> Iterator[str]:
     """Names that a graph reads and does not define."""
     definitions = {*(port.name for port in graph.inputs), *graph.constants}
     definitions.update(name for node in graph.nodes for name in node.outputs)
@@ -205,11 +205,10 @@ class FunctionCalls:
             count, depth = self._nodes(function.nodes)
             self.open.pop()
             names = map(len, (function.inputs, function.outputs, function.attributes))
-            self.weighed[key] = count + _count(function.nodes) + sum(names), depth
+            self.weighed[key] = count + _count_nested_nodes(function.nodes) + sum(names), depth
         return self.weighed[key]
 
 
-def _count(nodes: Iterable[OnnxNode]) -> int:
-    """Number of nodes, with those of nested graphs."""
+def _count_nested_nodes(nodes: Iterable[OnnxNode]) -> int:
     graphs = [g for node in nodes for g in node.attributes.values() if isinstance(g, Graph)]
-    return len(list(nodes)) + sum(_count(graph.nodes) for graph in graphs)
+    return len(list(nodes)) + sum(_count_nested_nodes(graph.nodes) for graph in graphs)

@@ -13,7 +13,7 @@ from typing import Any
 # Movement and integer arithmetic are evaluated exactly. Arithmetic on floats is left to the
 # runtime, whose rounding differs; a folded convolution of ones would also become a map per pixel.
 MOVES = frozenset(("Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
-WHOLE = frozenset(("Add", "Mul", "Sub"))
+INTEGER_OPS = frozenset(("Add", "Mul", "Sub"))
 # Default values of attributes of window ops, one number for every axis.
 WINDOWS = {"pads": 0, "output_padding": 0, "strides": 1, "dilations": 1}
 SMALL = 64  # elements; a larger folded constant is no larger than its operands
@@ -42,7 +42,7 @@ def clean(model: Any, ties: Mapping[str, str]) -> None:
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
-    _merge(graph, network_tensors)
+    _merge_constants(graph, network_tensors)
     Sequential(
         common.CommonSubexpressionEliminationPass(),
         common.RemoveUnusedNodesPass(),
@@ -93,7 +93,7 @@ def _drop_defaults(node: Any, version: int | None) -> None:
             del node.attributes[name]
 
 
-def _merge(graph: Any, own: Collection[str]) -> None:
+def _merge_constants(graph: Any, own: Collection[str]) -> None:
     """Merge equal small constants. own: names of the network's tensors, not merged, as training may
     change them."""
     from onnx_ir.convenience import replace_all_uses_with
@@ -126,17 +126,13 @@ def is_exact(node: Any) -> bool:
     if node.domain not in ("", "ai.onnx") or any(dtype is None for dtype in dtypes):
         return False
     if node.op_type == "Cast":
-        return _widens(dtypes[0], node.attributes["to"].as_int())
-    return node.op_type in MOVES or (node.op_type in WHOLE and all(dtype.is_integer() for dtype in dtypes))
+        return _is_exact_cast(dtypes[0], node.attributes["to"].as_int())
+    return node.op_type in MOVES or (node.op_type in INTEGER_OPS and all(dtype.is_integer() for dtype in dtypes))
 
 
-def _widens(source: Any, target: int) -> bool:
+def _is_exact_cast(source: Any, target: int) -> bool:
     """Whether every runtime casts numbers of one type to another equally: not from floats to
     integers, where the result of an overflow is undefined."""
-    return source.is_integer() or source.name == "BOOL" or not _is_whole(target)
-
-
-def _is_whole(target: int) -> bool:
     from onnx_ir import DataType
 
-    return DataType(target).is_integer()
+    return source.is_integer() or source.name == "BOOL" or not DataType(target).is_integer()

@@ -36,7 +36,7 @@ def functions() -> dict[Any, Any]:
 
 def divide_sizes(self: Any, other: Any) -> Any:
     """a // b of sizes, which rounds down; Div rounds towards zero, so -(-a // b) would be wrong."""
-    op = _ops()
+    op = _opset()
     self, other = (op.Constant(value_int=x) if isinstance(x, int) else x for x in (self, other))
     return op.Div(op.Sub(self, op.Mod(self, other)), other)
 
@@ -44,7 +44,7 @@ def divide_sizes(self: Any, other: Any) -> Any:
 def extreme(name: str, self: Any, dim: Any, keepdim: bool) -> Any:
     """The largest or smallest number along some axes; along all of them without `dim`, which the
     exporter's own function needs."""
-    op = _ops()
+    op = _opset()
     axes = op.Constant(value_ints=list(dim)) if dim else None
     return getattr(op, f"Reduce{name}")(self, axes, keepdims=int(keepdim))
 
@@ -52,8 +52,8 @@ def extreme(name: str, self: Any, dim: Any, keepdim: bool) -> Any:
 def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
     """clamp(x, a, b) == Clip(x, a, b), which runtimes fuse; Max or Min for one bound, because ONNX
     Runtime's Clip replaces an absent bound by the largest finite number."""
-    op = _ops()
-    low, high = (None if bound is None else _like(op, bound, self) for bound in (min, max))
+    op = _opset()
+    low, high = (None if bound is None else _constant_like(op, bound, self) for bound in (min, max))
     if low is None or high is None:
         return op.Min(self, high) if low is None else op.Max(self, low)
     return op.Clip(self, low, high)
@@ -62,12 +62,12 @@ def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
 def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
     """a / b, rounded down or towards zero. Integers are not converted to floats, which have only 24
     bits of precision."""
-    op = _ops()
+    op = _opset()
     if not hasattr(other, "dtype"):
-        other = _like(op, other, self)
+        other = _constant_like(op, other, self)
     if rounding_mode is None:
         return op.Div(self, other)
-    zero = _like(op, 0, self)
+    zero = _constant_like(op, 0, self)
     if rounding_mode == "trunc":
         ratio = op.Div(self, other)  # truncates integers
         is_integer = self.dtype.is_integer()
@@ -76,20 +76,20 @@ def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
     ratio = op.Div(op.Sub(self, rest), other)
     signs = op.Xor(op.Less(rest, zero), op.Less(other, zero))
     below = op.And(op.Not(op.Equal(rest, zero)), signs)
-    ratio = op.Where(below, op.Sub(ratio, _like(op, 1, self)), ratio)
+    ratio = op.Where(below, op.Sub(ratio, _constant_like(op, 1, self)), ratio)
     if self.dtype.is_integer():
         return ratio
     # (a - rest) / b is an integer, except for its rounding.
-    floor = op.Floor(op.Add(ratio, _like(op, 0.5, self)))
+    floor = op.Floor(op.Add(ratio, _constant_like(op, 0.5, self)))
     return op.Where(op.Equal(other, zero), op.Div(self, other), floor)
 
 
 def fmod(self: Any, other: Any) -> Any:
     """The remainder of a / b rounded towards zero. For integers it is computed from Div:
     ONNX Runtime's Mod(fmod=1) converts them to floats."""
-    op = _ops()
+    op = _opset()
     if not hasattr(other, "dtype"):
-        other = _like(op, other, self)
+        other = _constant_like(op, other, self)
     if not self.dtype.is_integer():
         return op.Mod(self, other, fmod=1)
     return op.Sub(self, op.Mul(op.Div(self, other), other))
@@ -97,15 +97,15 @@ def fmod(self: Any, other: Any) -> Any:
 
 def log_sigmoid(self: Any) -> Any:
     """log(sigmoid(x)) == -softplus(-x), which is finite where sigmoid(x) is 0."""
-    op = _ops()
+    op = _opset()
     return op.Neg(op.Softplus(op.Neg(self)))
 
 
 def logaddexp(self: Any, other: Any) -> Any:
     """log(exp(a) + exp(b)) == max(a, b) + log(1 + exp(-|a - b|)), where no power is infinite."""
-    op = _ops()
+    op = _opset()
     larger = op.Max(self, other)
-    distance = op.Where(op.Equal(self, other), _like(op, 0.0, self), op.Abs(op.Sub(self, other)))
+    distance = op.Where(op.Equal(self, other), _constant_like(op, 0.0, self), op.Abs(op.Sub(self, other)))
     return op.Add(larger, op.Softplus(op.Neg(distance)))
 
 
@@ -114,8 +114,8 @@ def log1p(self: Any) -> Any:
 
     Goldberg, "What every computer scientist should know about floating-point arithmetic", 1991.
     """
-    op = _ops()
-    one = _like(op, 1.0, self)
+    op = _opset()
+    one = _constant_like(op, 1.0, self)
     near = op.Add(self, one)
     # At infinity the quotient is NaN; there and below -1 the plain logarithm is exact.
     ratio = op.Mul(op.Log(near), op.Div(self, op.Sub(near, one)))
@@ -128,8 +128,8 @@ def expm1(self: Any) -> Any:
 
     Higham, "Accuracy and stability of numerical algorithms", section 1.14.1.
     """
-    op = _ops()
-    one = _like(op, 1.0, self)
+    op = _opset()
+    one = _constant_like(op, 1.0, self)
     power = op.Exp(self)
     ratio = op.Mul(op.Sub(power, one), op.Div(self, op.Log(power)))
     exact = op.Where(op.Equal(power, one), self, ratio)
@@ -137,10 +137,10 @@ def expm1(self: Any) -> Any:
 
 
 def sort(self: Any, dim: int = -1, descending: bool = False, *, stable: Any = None) -> Any:
-    """Sorted values and their indices, by TopK over the whole axis, which is stable."""
+    """Sorted values and their indices, by TopK over the full axis, which is stable."""
     import onnx_ir as ir
 
-    op = _ops()
+    op = _opset()
     if not self.shape.rank():
         return op.Identity(self), op.Constant(value=ir.tensor(np.zeros((), np.int64)))
     kind = self.dtype
@@ -151,13 +151,13 @@ def sort(self: Any, dim: int = -1, descending: bool = False, *, stable: Any = No
     return (op.Cast(values, to=kind) if narrow else values), indices
 
 
-def _ops() -> Any:
+def _opset() -> Any:
     from onnxscript import opset18
 
     return opset18
 
 
-def _like(op: Any, number: Any, x: Any) -> Any:
+def _constant_like(op: Any, number: Any, x: Any) -> Any:
     """A number as a constant of x's dtype, rounded once (not through float32); a value known only
     at run time is cast."""
     import onnx_ir as ir

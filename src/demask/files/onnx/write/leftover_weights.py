@@ -45,7 +45,7 @@ def remove_unnamed(path: str | os.PathLike[str], before: Iterable[str]) -> list[
         file = folder / name
         if not os.path.lexists(file):
             continue
-        if reason := _doubt(file, folder, now):
+        if reason := _reason_to_keep(file, folder, now):
             words.append(f"{name} was left, though this file has no tensors in it now: {reason}")
             continue
         with suppress(OSError):
@@ -54,7 +54,7 @@ def remove_unnamed(path: str | os.PathLike[str], before: Iterable[str]) -> list[
     return words
 
 
-def _doubt(file: Path, folder: Path, now: set[str]) -> str:
+def _reason_to_keep(file: Path, folder: Path, now: set[str]) -> str:
     """Why a file may be needed; empty if it is not."""
     status = file.lstat()
     if file.parent != folder or not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
@@ -70,13 +70,13 @@ def _doubt(file: Path, folder: Path, now: set[str]) -> str:
             searched += (size := other.stat().st_size)
             if searched > MOST:
                 return "there are too many files here to see whether one needs it"
-            if size and _has(other, os.fsencode(file.name)):
+            if size and _file_contains(other, os.fsencode(file.name)):
                 return f"{other.name} names it"
     except OSError as error:
         return f"{error.filename} cannot be read"
     return ""
 
 
-def _has(path: Path, words: bytes) -> bool:
+def _file_contains(path: Path, words: bytes) -> bool:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(words) >= 0

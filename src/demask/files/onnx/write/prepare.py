@@ -3,13 +3,18 @@
 The exporter traces a program twice more, to decompose calls that it has no ONNX function for. With
 dynamic sizes that is most of its time (20 of 25 seconds for a text detector with 350 calls), though
 few calls need it: here only those are decomposed, on the fake values of their operands.
+
+Recurrent calls become custom ops: the exporter runs them step by step on fake tensors to infer shapes,
+which fixes the number of steps (torch 2.13). For a custom op it infers only shapes, and the length stays
+dynamic.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -33,18 +38,38 @@ from demask.compat.fake_tensors import enable_python_dispatcher
 from demask.compat.fx_internals import signature_of
 from demask.compat.onnx_exporter import exporter_targets, use_known_values
 from demask.compat.tracing import decomposition_table, make_fx
-from demask.files.onnx.write.recurrent_ops import wrap_recurrent
+from demask.errors import NotExportable
 from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.fake_values import mode_of
 from demask.graph.result import module_calls as modules
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import schema
+from demask.ops.entries.recurrent import GATES
 from demask.ops.schema import fake
-from demask.ops.traits import DECOMPOSED_WITH_NUMBERS, DROPOUTS
+from demask.ops.traits import DECOMPOSED_WITH_NUMBERS, DROPOUTS, aten_op
 from demask.rewrites.driver import apply_rules
 from demask.rewrites.onnx import ONNX
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _OnnxRecurrentOp:
+    """A recurrent op of ONNX. gates: torch's gate at each position in ONNX's order."""
+
+    name: str
+    gates: tuple[int, ...]
+    attributes: Mapping[str, Any]
+
+
+# ONNX: input, output, forget, cell; torch: input, forget, cell, output. And update, reset, hidden;
+# torch: reset, update, new, with the reset gate applied after the product.
+_KINDS = {
+    "lstm.input": _OnnxRecurrentOp("LSTM", (0, 3, 1, 2), {}),
+    "gru.input": _OnnxRecurrentOp("GRU", (1, 0, 2), {"linear_before_reset": 1}),
+    "rnn_tanh.input": _OnnxRecurrentOp("RNN", (0,), {"activations": ["Tanh"]}),
+    "rnn_relu.input": _OnnxRecurrentOp("RNN", (0,), {"activations": ["Relu"]}),
+}
 
 
 class PreparedProgram(ExportedProgram):
@@ -65,18 +90,18 @@ def prepare(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | 
     wrap_recurrent(graph)
     apply_rules(GraphEditor.in_place(graph), ONNX)
     doubles = _lift_numbers(graph)
-    registered = _registered() | {op.name() for op in translated if isinstance(op, OpOverload)}
+    registered = _registered_op_names() | {op.name() for op in translated if isinstance(op, OpOverload)}
     undefined = [
         node
         for node in graph.nodes
         if isinstance(node.target, OpOverload)
         and (node.target.name() not in registered or (node.target in DECOMPOSED_WITH_NUMBERS and _takes_sizes(node)))
     ]
-    table = _decompositions(registered) if undefined else {}
-    if not all(_decompose(graph, node, table) for node in undefined):
+    table = _needed_decompositions(registered) if undefined else {}
+    if not all(_decompose_call(graph, node, table) for node in undefined):
         return None
     drop_unread(graph)
-    return _program(slim, graph, doubles)
+    return _exported_program(slim, graph, doubles)
 
 
 def _takes_sizes(node: fx.Node) -> bool:
@@ -108,7 +133,7 @@ def _lift_numbers(graph: fx.Graph) -> dict[str, Tensor]:
     return constants
 
 
-def _registered() -> set[str]:
+def _registered_op_names() -> set[str]:
     """The names of ops that torch's exporter has ONNX functions for."""
     from onnxscript.function_libs.torch_lib import ops, registration
 
@@ -117,7 +142,7 @@ def _registered() -> set[str]:
     return names | {name for name, _ in registration.default_registry.items()}
 
 
-def _decompositions(registered: set[str]) -> dict[Any, Callable[..., Any]]:
+def _needed_decompositions(registered: set[str]) -> dict[Any, Callable[..., Any]]:
     """torch's decompositions of ops that are not in `registered`."""
     known = decomposition_table | dict(torch.export.default_decompositions().items())
     return {
@@ -153,7 +178,7 @@ def _tensor_at(module: nn.Module, name: str) -> Tensor:
     return reduce(getattr, name.split("."), module)
 
 
-def _decompose(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., Any]]) -> bool:
+def _decompose_call(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., Any]]) -> bool:
     """Replace a call by its decomposition; False where there is none."""
     values = map_arg((node.args, node.kwargs), lambda n: fake(n))
     leaves, spec = pytree.tree_flatten(values)
@@ -182,11 +207,11 @@ def _decompose(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., An
     mapping: dict[fx.Node, Any] = dict(zip(inner, reads, strict=True))
     with graph.inserting_before(node):
         result = graph.graph_copy(traced.graph, mapping)
-    _replace(graph, node, result)
+    _replace_call(graph, node, result)
     return True
 
 
-def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
+def _replace_call(graph: fx.Graph, node: fx.Node, result: Any) -> None:
     """Replace a call, or the items of its result, by `result`."""
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
@@ -197,7 +222,7 @@ def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
     graph.erase_node(node)
 
 
-def _program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> ExportedProgram | None:
+def _exported_program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> ExportedProgram | None:
     """The exported program of a graph, whose constants become its first inputs."""
     specs, tensors = _lift_constants(graph, slim, own)
     (result,) = graph.find_nodes(op="output")
@@ -245,3 +270,107 @@ def _lift_constants(
         node.replace_all_uses_with(inputs[name])
         graph.erase_node(node)
     return specs, tensors
+
+
+@torch.library.custom_op("demask::recur", mutates_args=())
+def recur(
+    name: str,
+    x: Tensor,
+    states: Sequence[Tensor],
+    params: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    two: bool,
+    batch_first: bool,
+) -> list[Tensor]:
+    """The recurrent call `name` ("aten.lstm.input"), outside of training."""
+    hx: Any = list(states) if "lstm" in name else states[0]
+    call = aten_op(name.removeprefix("aten."))
+    outputs = call(x, hx, list(params), biases, layers, 0.0, False, two, batch_first)
+    return [value.clone() for value in outputs]
+
+
+@recur.register_fake
+def _(
+    name: str,
+    x: Tensor,
+    states: Sequence[Tensor],
+    params: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    two: bool,
+    batch_first: bool,
+) -> list[Tensor]:
+    out = x.new_empty([x.shape[0], x.shape[1], (2 if two else 1) * states[0].shape[2]])
+    return [out, *(torch.empty_like(state) for state in states)]
+
+
+def wrap_recurrent(graph: fx.Graph) -> None:
+    """Replace the recurrent calls of a graph by `recur`, in place."""
+    for node in graph.nodes:
+        if str(node.target) not in GATES:
+            continue
+        arguments = schema.arguments(node)
+        hx = arguments["hx"]
+        states = list(hx) if isinstance(hx, list | tuple) else [hx]
+        layers, two = arguments["num_layers"], bool(arguments["bidirectional"])
+        count = layers * (2 if two else 1) * (4 if arguments["has_biases"] else 2)
+        if len(arguments["params"]) != count:
+            raise NotExportable(
+                "a projected LSTM", "the demasked graph", "ONNX's LSTM has no projection: write it as plain ops"
+            )
+        biases, batch_first = bool(arguments["has_biases"]), bool(arguments["batch_first"])
+        params = list(arguments["params"])
+        node.args = (str(node.target), arguments["input"], states, params, biases, layers, two, batch_first)
+        node.kwargs, node.target = {}, torch.ops.demask.recur.default
+
+
+def translation() -> dict[Any, Any]:
+    """The ONNX function of `recur` for torch's exporter."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+
+    def written(name, x, states, params, biases, layers, two, batch_first):
+        kind, directions = _KINDS[name.removeprefix("aten.")], 2 if two else 1
+        value = op.Transpose(x, perm=[1, 0, 2]) if batch_first else x
+        per_direction = len(params) // (layers * directions)
+        finals: list[list[Any]] = [[] for _ in states]
+        for layer in range(layers):
+            groups = [params[(layer * directions + d) * per_direction :][:per_direction] for d in range(directions)]
+            starts = [op.Slice(s, [layer * directions], [(layer + 1) * directions], [0]) for s in states]
+            results = _onnx_layer(op, kind, value, groups, starts, biases)
+            batch_second = op.Transpose(results[0], perm=[0, 2, 1, 3])
+            value = op.Reshape(batch_second, op.Constant(value_ints=[0, 0, -1]))
+            for final, state in zip(finals, results[1:], strict=True):
+                final.append(state)
+        out = op.Transpose(value, perm=[1, 0, 2]) if batch_first else value
+        return [out, *(f[0] if layers == 1 else op.Concat(*f, axis=0) for f in finals)]
+
+    return {torch.ops.demask.recur.default: written}
+
+
+def _onnx_layer(
+    op: Any, kind: _OnnxRecurrentOp, x: Any, groups: Sequence[Sequence[Any]], starts: Sequence[Any], biases: bool
+) -> Sequence[Any]:
+    """One layer's call: outputs of all steps (time, direction, batch, unit), and last states."""
+    hidden = groups[0][1].shape[1]
+    order = [gate * hidden + unit for gate in kind.gates for unit in range(hidden)]
+
+    def stacked(parts: Sequence[Any]) -> Any:
+        indices, first_axis = op.Constant(value_ints=order), op.Constant(value_ints=[0])
+        return op.Concat(*(op.Unsqueeze(op.Gather(p, indices, axis=0), first_axis) for p in parts), axis=0)
+
+    weights, recurrent_weights = (stacked([group[k] for group in groups]) for k in (0, 1))
+    bias = None
+    if biases:
+        halves = [stacked([group[k] for group in groups]) for k in (2, 3)]
+        bias = op.Concat(*halves, axis=1)
+    attributes = dict(kind.attributes)
+    if "activations" in attributes:
+        attributes["activations"] = attributes["activations"] * len(groups)
+    direction = "bidirectional" if len(groups) == 2 else "forward"
+    call = getattr(op, kind.name)
+    return call(
+        x, weights, recurrent_weights, bias, None, *starts, hidden_size=hidden, direction=direction, **attributes
+    )

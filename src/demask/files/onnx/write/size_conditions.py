@@ -49,7 +49,7 @@ def refuse_sizes(model: Any, specs: Sequence[InputSpec], guards: Sequence[str]) 
     sized = [k for k, spec in enumerate(specs) if spec.sizes]
     if not trees or not sized or len(specs) != len(inputs):
         return
-    names = {s: _name(inputs[k], axis) for s, (k, axis) in axes.items()}
+    names = {s: _size_name(inputs[k], axis) for s, (k, axis) in axes.items()}
     smallest = inputs[min(sized, key=lambda k: math.prod(specs[k].example))]
     users = list(smallest.uses())
     file = _SizeWriter(inputs, axes)
@@ -76,7 +76,7 @@ def _axes_of_symbols(specs: Sequence[InputSpec]) -> dict[str, tuple[int, int]]:
     return axes
 
 
-def _name(value: Any, axis: int) -> str:
+def _size_name(value: Any, axis: int) -> str:
     size = value.shape[axis]
     return str(size if isinstance(size, int) else size.value)
 

@@ -22,15 +22,14 @@ from torch.utils import _pytree as pytree
 from demask.compat.onnx_exporter import list_functions_once
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import is_strict, public, warn_caller
-from demask.files.archive.node_codec import WRITE
 from demask.files.atomic_write import check_writable, write
+from demask.files.node_codec import WRITE
 from demask.files.onnx.check import REFERENCE, Judge, NetworkOriginal, inputs_of, onnxruntime
 from demask.files.onnx.quantized_weights import opset_for, quantize_constants, translations
 from demask.files.onnx.read.reader import installed
 from demask.files.onnx.write.clean import clean
 from demask.files.onnx.write.functions import functions
-from demask.files.onnx.write.prepare import prepare
-from demask.files.onnx.write.recurrent_ops import translation, wrap_recurrent
+from demask.files.onnx.write.prepare import prepare, translation, wrap_recurrent
 from demask.files.onnx.write.size_conditions import refuse_sizes
 from demask.files.retrace import accepts, example, export_graph
 from demask.graph.capture.capture import capture
@@ -121,24 +120,24 @@ def to_onnx(
     check_tolerance(tolerance)
     check_opset(opset)
     stated = state_domains(module, args, kwargs, inputs)
-    slim = _network(module, args, kwargs, dynamic_shapes)
+    slim = _as_network(module, args, kwargs, dynamic_shapes)
     try:
-        model = _model(slim, opset)
+        model = _build_model(slim, opset)
     except NotExportable as error:
         if (slim := _with_example_sizes(slim, args, kwargs)) is None:
             raise
-        model = _model(slim, opset)
+        model = _build_model(slim, opset)
         sizes = ", ".join(f"{s.name} {list(s.sizes)}" for s in slim.demasked.inputs)
         warn_caller(
             f"{path} is for inputs of these sizes alone: {sizes}. With dynamic sizes it cannot be written: {error}"
         )
     if opset is not None and (version := model.opset_imports[""]) != opset:
         warn_caller(f"{path} has op set {version}: torch's exporter does not convert this network to op set {opset}")
-    if not _fits(model, LARGEST):
+    if not _fits_in_one_file(model, LARGEST):
         _save_with_external_data(model, Path(path))
         return
     data = serialized(model)
-    if check and not _draws_numbers(slim):
+    if check and not any(map(schema.draws_random_numbers, slim.graph.nodes)):
         _check_values(slim, data, (args, dict(kwargs or {})), tolerance, table, stated)
     with write(path) as file:
         file.write(data)
@@ -159,10 +158,10 @@ def proto_of(
     opset: int | None = None,
 ) -> Any:
     """The network as an `onnx_ir.Model`; arguments and errors as `to_onnx`, except Mismatch."""
-    return _model(_network(module, args, kwargs, dynamic_shapes), opset)
+    return _build_model(_as_network(module, args, kwargs, dynamic_shapes), opset)
 
 
-def _network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
+def _as_network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
     graph = as_graph(module) if dynamic_shapes is None else module
     if isinstance(graph, Demasked) and accepts(graph, args, kwargs):
         written = next((n.args[0] for n in graph.graph.nodes if n.target is WRITE), None)
@@ -173,10 +172,10 @@ def _network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> 
                 "an ONNX file cannot do that: clone the input first",
             )
         return graph.plain()
-    return _captured(module, args, kwargs, dynamic_shapes)
+    return _capture_network(module, args, kwargs, dynamic_shapes)
 
 
-def _captured(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
+def _capture_network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
     """A network, not reduced, without in-place calls; raises NotExportable if it changes inputs."""
     program = capture(module, args, kwargs, dynamic_shapes)
     has_writes = any(map(schema.has_effect, program.graph.nodes))
@@ -188,13 +187,13 @@ def _with_example_sizes(slim: Demasked, args: Any, kwargs: Any) -> Demasked | No
     if not any(isinstance(size, str) for spec in slim.demasked.inputs for size in spec.sizes):
         return None
     call = (args, dict(kwargs or {})) if args or kwargs else example(slim)[:2]
-    return _captured(slim, *call, {})
+    return _capture_network(slim, *call, {})
 
 
-def _model(slim: Demasked, opset: int | None) -> Any:
-    interface = slim.demasked.interface or _interface(slim)
-    model = _translated(quantize_constants(slim), opset_for(slim, opset))
-    clean(model, _ties(slim))
+def _build_model(slim: Demasked, opset: int | None) -> Any:
+    interface = slim.demasked.interface or default_interface(slim)
+    model = _translate(quantize_constants(slim), opset_for(slim, opset))
+    clean(model, _tied_names(slim))
     for node in model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
     _set_names(model, interface)
@@ -202,7 +201,7 @@ def _model(slim: Demasked, opset: int | None) -> Any:
     return model
 
 
-def _ties(slim: nn.Module) -> dict[str, str]:
+def _tied_names(slim: nn.Module) -> dict[str, str]:
     """The first name of each tensor that has several, by its further names."""
     firsts: dict[Any, str] = {}
     tensors = (*slim.named_parameters(remove_duplicate=False), *slim.named_buffers(remove_duplicate=False))
@@ -250,23 +249,19 @@ def judge_of(
         return pytree.tree_unflatten(list(filled.values()), spec)
 
     network: Any = structural_copy(slim, share=True).eval()
-    original = NetworkOriginal(network, filled, table, _step(slim))
+    original = NetworkOriginal(network, filled, table, _largest_quantization_step(slim))
     inputs = inputs_of(installed().ModelProto.FromString(data))
     return Judge(original, inputs, list(tensors.values()), tolerance, [domains[k] for k in tensors])
 
 
-def _step(slim: fx.GraphModule) -> float:
+def _largest_quantization_step(slim: fx.GraphModule) -> float:
     """Allowed relative difference of the coarsest quantized values; 0 for other networks."""
     calls = slim.graph.find_nodes(op="call_function", target=torch.ops.demask.quantize.default)
     sizes = [DTYPES[schema.arguments(node)["dtype"]].itemsize for node in calls]
     return 255 * FLIPS / (2 ** (8 * min(sizes)) - 1) if sizes else 0.0
 
 
-def _draws_numbers(slim: fx.GraphModule) -> bool:
-    return any(map(schema.draws_random_numbers, slim.graph.nodes))
-
-
-def _fits(model: Any, largest: int) -> bool:
+def _fits_in_one_file(model: Any, largest: int) -> bool:
     tensors = [v.const_value for v in model.graph.initializers.values()]
     return sum(t.nbytes for t in tensors if t is not None) <= largest
 
@@ -274,7 +269,7 @@ def _fits(model: Any, largest: int) -> bool:
 def save(model: Any, path: str | os.PathLike[str], largest: int = LARGEST) -> None:
     """Check an `onnx_ir.Model` and write it, complete or not at all. Weights of more than `largest`
     bytes are written to a second file, named by a hash of its contents, before the first."""
-    if _fits(model, largest):
+    if _fits_in_one_file(model, largest):
         data = serialized(model)
         with write(path) as file:
             file.write(data)
@@ -284,12 +279,18 @@ def save(model: Any, path: str | os.PathLike[str], largest: int = LARGEST) -> No
 
 def serialized(model: Any) -> bytes:
     """The bytes of an `onnx_ir.Model`, checked, with weights, so at most 2 GiB."""
-    proto = _proto(model)
-    _check(proto)
+    import onnx
+
+    proto = _to_proto(model)
+    try:
+        onnx.checker.check_model(proto)
+    except onnx.checker.ValidationError as error:
+        reason = f"the exported graph is not valid ONNX: {error}"
+        raise NotExportable(reason, "torch.onnx", "report it, with the network") from error
     return proto.SerializeToString()
 
 
-def _proto(model: Any) -> Any:
+def _to_proto(model: Any) -> Any:
     """The `onnx.ModelProto`, without the types of inner values, which every runtime infers."""
     import onnx_ir
 
@@ -314,7 +315,7 @@ def _save_with_external_data(model: Any, path: Path) -> None:
         value.const_value = ir.ExternalTensor(
             final.name, offset, length, old.dtype, shape=old.shape, name=value.name, base_dir=str(final.parent)
         )
-    data = _proto(model).SerializeToString()
+    data = _to_proto(model).SerializeToString()
     with write(path) as file:
         file.write(data)
 
@@ -361,16 +362,6 @@ def size_of(original: str | bytes) -> int:
     return os.path.getsize(original) + external
 
 
-def _check(proto: Any) -> None:
-    import onnx
-
-    try:
-        onnx.checker.check_model(proto)
-    except onnx.checker.ValidationError as error:
-        reason = f"the exported graph is not valid ONNX: {error}"
-        raise NotExportable(reason, "torch.onnx", "report it, with the network") from error
-
-
 def as_demasked(program: Program) -> Demasked:
     """A captured network, not reduced, as a module with `.demasked`."""
     nothing = Sizes(0, 0, 0)
@@ -388,7 +379,7 @@ def as_demasked(program: Program) -> Demasked:
     return build(program, provenance).eval()
 
 
-def _interface(slim: Demasked) -> Interface:
+def default_interface(slim: Demasked) -> Interface:
     """Names of inputs and outputs of a network that is not from an ONNX file."""
     inputs = tuple(OnnxPort(spec.name, spec.dtype, spec.sizes) for spec in slim.demasked.inputs)
     outputs = slim.graph.output_node().args[0]
@@ -397,20 +388,20 @@ def _interface(slim: Demasked) -> Interface:
     return Interface(inputs, tuple(OnnxPort(name, "", None) for name in names))
 
 
-def _translated(slim: Demasked, opset: int | None) -> Any:
+def _translate(slim: Demasked, opset: int | None) -> Any:
     installed()
     try:
         try:
             with torch.no_grad(), quiet():
-                if (exported := prepare(slim, _functions())) is not None:
-                    return _exported(exported, opset)
+                if (exported := prepare(slim, _onnx_functions())) is not None:
+                    return _export_model(exported, opset)
         except Exception:  # internals of torch differ between versions: by torch.export then
             if is_strict():
                 raise
         exported = export_graph(slim)
         wrap_recurrent(exported.graph)
         apply_rules(GraphEditor.in_place(exported.graph), ONNX)
-        return _exported(exported, opset)
+        return _export_model(exported, opset)
     except ImportError as error:
         raise BadInput(f"writing ONNX needs onnxscript: {install_command('onnx')}") from error
     except DemaskError:
@@ -432,12 +423,12 @@ def check_opset(opset: int | None) -> None:
         raise BadInput(f"expected a version of ONNX's op set from 1 to {latest}, got {opset!r}")
 
 
-def _functions() -> dict[Any, Any]:
+def _onnx_functions() -> dict[Any, Any]:
     """ONNX functions of ops for which the exporter has none, or inaccurate ones."""
     return translations() | translation() | functions()
 
 
-def _exported(exported: ExportedProgram, opset: int | None) -> Any:
+def _export_model(exported: ExportedProgram, opset: int | None) -> Any:
     """The `onnx_ir.Model` of an exported program, as the exporter writes it."""
     with quiet(), torch.no_grad(), list_functions_once():
         program = torch.onnx.export(
@@ -447,7 +438,7 @@ def _exported(exported: ExportedProgram, opset: int | None) -> Any:
             verbose=False,
             opset_version=opset,
             optimize=False,
-            custom_translation_table=_functions(),
+            custom_translation_table=_onnx_functions(),
         )
     assert program is not None
     return program.model
@@ -482,13 +473,13 @@ def _set_names(model: Any, interface: Interface) -> None:
     pairs = list(zip(inputs, interface.inputs, strict=True))
     pairs += zip(graph.outputs, interface.outputs, strict=True)
     _free_names(graph, {port.name for _, port in pairs}, {id(value) for value, _ in pairs})
-    sizes = _sizes(pairs[: len(inputs)])
+    sizes = _size_names(pairs[: len(inputs)])
     for k, (value, port) in enumerate(pairs):
         value.name = port.name
         own = port.sizes if k >= len(inputs) else None
-        _resize(value, sizes, own)
-    for value in _values(graph):
-        _resize(value, sizes, None)
+        _set_value_sizes(value, sizes, own)
+    for value in _all_values(graph):
+        _set_value_sizes(value, sizes, None)
     graph.name, graph.doc_string = interface.name or "demasked", interface.doc or None
     model.doc_string = graph.doc_string
     model.metadata_props.clear()
@@ -511,15 +502,15 @@ def _separate_outputs(graph: Any) -> None:
         seen.add(id(graph.outputs[k]))
 
 
-def _values(graph: Any) -> Iterator[Any]:
+def _all_values(graph: Any) -> Iterator[Any]:
     for node in graph.all_nodes():
         yield from node.outputs
 
 
 def _free_names(graph: Any, names: set[str], own: set[int]) -> None:
     """Rename inner values whose names are those of inputs and outputs. own: ids of these."""
-    taken = {v.name for v in _values(graph)} | set(graph.initializers) | names
-    for value in [*_values(graph), *list(graph.initializers.values())]:
+    taken = {v.name for v in _all_values(graph)} | set(graph.initializers) | names
+    for value in [*_all_values(graph), *list(graph.initializers.values())]:
         if id(value) not in own and value.name in names:
             old, k = value.name, 0
             while f"{old}_{k}" in taken:
@@ -528,7 +519,7 @@ def _free_names(graph: Any, names: set[str], own: set[int]) -> None:
             taken.add(value.name)
 
 
-def _sizes(pairs: Sequence[tuple[Any, OnnxPort]]) -> dict[str, str]:
+def _size_names(pairs: Sequence[tuple[Any, OnnxPort]]) -> dict[str, str]:
     """The name of each symbolic size, from the interface if that has one."""
     names: dict[str, str] = {}
     for value, port in pairs:
@@ -543,7 +534,7 @@ def _sizes(pairs: Sequence[tuple[Any, OnnxPort]]) -> dict[str, str]:
     return names
 
 
-def _resize(value: Any, sizes: Mapping[str, str], own: Sequence[int | str] | None) -> None:
+def _set_value_sizes(value: Any, sizes: Mapping[str, str], own: Sequence[int | str] | None) -> None:
     """Name a value's symbolic sizes: by `own`, the sizes of its port, or else by `sizes`."""
     import onnx_ir as ir
 

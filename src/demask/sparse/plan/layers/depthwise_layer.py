@@ -59,7 +59,7 @@ def emit_depthwise(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
                 tape.add(thread, _depthwise_call(kernel, piece, weight, share, tiles, isa))
             continue
         for part, (_, _, height, width) in areas.items():
-            edges, lanes = _edges(piece, needed, part)
+            edges, lanes = _permuted_edges(piece, needed, part)
             kernel = _depthwise_kernel(piece, (height, width), block)
             kernel = replace(kernel, edges=edges, lanes=lanes)
             tape.add(thread, _depthwise_call(kernel, piece, weight, share, [(part, 0, 0)], isa))
@@ -78,7 +78,6 @@ def _depthwise_block(size: Size, taps: int, isa: Isa) -> Size:
 
 
 def _depthwise_kernel(piece: WindowPiece, size: Size, block: Size) -> DepthwiseTileKernel:
-    """The depthwise kernel for areas of one size."""
     buffers = (piece.x, piece.out, piece.add)[: 2 if piece.step.add is None else 3]
     rows = tuple(buffer.layout.row for buffer in buffers)
     taps = tuple(tuple(tap for tap in axis if tap is not None) for axis in piece.window.taps)
@@ -86,7 +85,9 @@ def _depthwise_kernel(piece: WindowPiece, size: Size, block: Size) -> DepthwiseT
     return DepthwiseTileKernel(blocks, taps, piece.window.stride, rows, piece.step.act)
 
 
-def _edges(piece: WindowPiece, border: Border, part: int) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
+def _permuted_edges(
+    piece: WindowPiece, border: Border, part: int
+) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
     """The rows and columns around a part of an input that are permuted; the permutations."""
     x, at = piece.x.layout, at_array([(part, 0, 0)])
     top, left = first_position(piece.window, x.grid, piece.out.layout.grid, at)[0].tolist()

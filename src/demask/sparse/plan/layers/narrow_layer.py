@@ -35,7 +35,7 @@ def emit_narrow(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
         if len(weight):
             columns[:] = piece.channels[source]
             values[:] = np.where(slices.source >= 0, weight.values[source], 0)
-        outs, adds = _elements(piece, slice_rows, isa)
+        outs, adds = _row_elements(piece, slice_rows, isa)
         channels = np.arange(piece.x.layout.size[1])
         x = compacted(tape, isa, thread, piece.x, channels)
         buffers = {"x": (x, 0), "out": (piece.out, first[0]), "add": (piece.add, first[1])}
@@ -52,7 +52,7 @@ def _first_bytes(piece: WindowPiece) -> list[int]:
     return [4 * int(b.layout.element(zero, zero, zero)[0]) for b in (piece.out, piece.add)]
 
 
-def _elements(piece: WindowPiece, rows: np.ndarray, isa: Isa) -> list[np.ndarray]:
+def _row_elements(piece: WindowPiece, rows: np.ndarray, isa: Isa) -> list[np.ndarray]:
     """The elements of rows, relative to the first, in the output and the added value; -1 for -1."""
     return [
         np.where(rows >= 0, rows * buffer.layout.pitch * isa.lanes, -1).astype(np.int32)

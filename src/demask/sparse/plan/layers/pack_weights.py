@@ -2,7 +2,10 @@
 
 Rows are assigned to threads by their nonzeros. Columns are split into blocks whose inputs about fit
 in the L1 cache. Rows that are computed together have similar lengths; zeros pad them to one length.
-"""
+
+Rows that read the same input channels, with few zeros among them, are a dense block. A dense layer is
+one block; a grouped convolution has one per group, a weight with rows or columns of zeros one without
+these. Rows of zeros are a block without channels."""
 
 from __future__ import annotations
 
@@ -18,6 +21,62 @@ from demask.kernels.cpu.tiles import sparse_tile as tile
 from demask.kernels.cpu.tiles.sparse_tile import BLOCK, FIRST, LAST, RECORD
 from demask.sparse.plan.tape import NoPlan
 from demask.sparse.segment_steps import NAMES, ConvStep, LinearStep, SelectStep, Span
+
+DENSE = 0.9  # share of nonzeros from which a weight is multiplied with its zeros
+LEAST_ROWS = 3  # mean rows of the blocks of a weight: with fewer, values are read too often
+
+
+@dataclass(frozen=True, slots=True)
+class DenseBlock:
+    """rows, channels: of the output and the input, ascending. weight: [rows, channels, taps]."""
+
+    rows: np.ndarray
+    channels: np.ndarray
+    weight: np.ndarray
+
+
+def dense_blocks(matrix: Csr, channels: np.ndarray, count: int, taps: int) -> list[DenseBlock]:
+    """The dense blocks of a weight; none if it has too many zeros.
+
+    channels: input channel of each nonzero, of `count`. taps: positions of the kernel.
+    """
+    reads = np.zeros((matrix.count, count), bool)
+    reads[matrix.rows, channels] = True
+    is_used, columns = reads.any(1), reads.any(0)
+    one = len(matrix) >= DENSE * is_used.sum() * columns.sum() * taps
+    kinds = is_used.astype(np.int64) if one else _kinds_of_rows(reads)
+    unique, number = np.unique(kinds, return_inverse=True)
+    groups = [np.flatnonzero(kinds == kind) for kind in unique]
+    supports = [np.flatnonzero(reads[rows].any(0)) for rows in groups]
+    products = sum(len(rows) * len(read) for rows, read in zip(groups, supports, strict=True))
+    few = sum(len(read) > 0 for read in supports) * LEAST_ROWS <= max(is_used.sum(), LEAST_ROWS)
+    if len(matrix) < DENSE * products * taps or not few:
+        return []
+    is_only = sum(len(read) > 0 for read in supports) == 1  # rows of zeros have no nonzeros
+    row_of, channel_of = np.zeros(matrix.count, np.int64), np.zeros(count, np.int64)
+    blocks = []
+    for k, (rows, read) in enumerate(zip(groups, supports, strict=True)):
+        block = DenseBlock(rows, read, np.zeros((len(rows), len(read), taps), np.float32))
+        row_of[rows], channel_of[read] = np.arange(len(rows)), np.arange(len(read))
+        own = slice(None) if is_only else number[matrix.rows] == k
+        if len(read):
+            tap = matrix.columns[own] % taps if taps > 1 else 0
+            where = row_of[matrix.rows[own]] * len(read) + channel_of[channels[own]]
+            block.weight.reshape(-1)[where * taps + tap] = matrix.values[own]
+        blocks.append(block)
+    return blocks
+
+
+def full_block(matrix: Csr, channels: int, taps: int) -> DenseBlock:
+    """The only block of a weight without zeros, with its values row by row."""
+    weight = matrix.values.reshape(matrix.count, channels, taps)
+    return DenseBlock(np.arange(matrix.count), np.arange(channels), weight)
+
+
+def _kinds_of_rows(reads: np.ndarray) -> np.ndarray:
+    """A number per row, equal for rows that read the same channels."""
+    return np.unique(np.packbits(reads, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+
 
 WIDE = 2**16  # offsets from this on have 32 bits
 
@@ -50,27 +109,27 @@ def read(step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int) -
     """
     weight = step.weight
     dtypes = (torch.float32, torch.bfloat16) if weight.scale is None else (torch.int8,)
-    values = _span(weights, weight.values, dtypes)
+    values = _span_array(weights, weight.values, dtypes)
     if weight.csr is None:
-        rows, column_indices, values = _nonzeros(step, values, columns)
+        rows, column_indices, values = _nonzeros_of_dense(step, values, columns)
     else:
-        starts, column_indices = (_span(weights, span, (torch.int32,)) for span in weight.csr[1:])
+        starts, column_indices = (_span_array(weights, span, (torch.int32,)) for span in weight.csr[1:])
         starts, count = starts.astype(np.int64), len(column_indices)
         if starts[0] != 0 or starts[-1] != count or (np.diff(starts) < 0).any():
-            raise BadInput(f"expected row starts from 0 up to {count} in {_name(step)}")
+            raise BadInput(f"expected row starts from 0 up to {count} in {_dtype_name(step)}")
         if count and (column_indices.min() < 0 or column_indices.max() >= columns):
-            raise BadInput(f"expected columns below {columns} in {_name(step)}")
+            raise BadInput(f"expected columns below {columns} in {_dtype_name(step)}")
         rows = np.repeat(np.arange(step.out, dtype=np.int32), np.diff(starts))
-        column_indices, values = _ascending(rows, column_indices, values)
+        column_indices, values = _sort_columns(rows, column_indices, values)
     bias, scale = (
-        np.full(step.out, fill, np.float32) if span is None else _span(weights, span, (torch.float32,))
+        np.full(step.out, fill, np.float32) if span is None else _span_array(weights, span, (torch.float32,))
         for span, fill in ((step.bias, 0.0), (weight.scale, 1.0))
     )
     kind = {"int16": "bfloat16"}.get(values.dtype.name, values.dtype.name)
     return Csr(rows, column_indices, values, kind, bias, scale, step.out)
 
 
-def _ascending(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sort_columns(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Columns and values with ascending columns in each row, the order in which plans add them.
 
     Plans split columns into blocks, so that they would add others in different orders.
@@ -82,19 +141,19 @@ def _ascending(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> tup
     return columns[order], values[order]
 
 
-def _nonzeros(
+def _nonzeros_of_dense(
     step: ConvStep | LinearStep, values: np.ndarray, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows, columns and values of the nonzeros of a dense weight."""
     if len(values) != step.out * columns:
         shape = f"{step.out} x {columns}"
-        raise BadInput(f"expected a matrix {shape} in {_name(step)}, got {len(values)} values")
+        raise BadInput(f"expected a matrix {shape} in {_dtype_name(step)}, got {len(values)} values")
     if values.all():
-        rows, places_in_row = np.indices((step.out, columns), np.int32).reshape(2, -1)
-        return rows, places_in_row, values
-    places = np.flatnonzero(values)
-    rows, places_in_row = np.divmod(places, columns)
-    return rows.astype(np.int32), places_in_row.astype(np.int32), values[places]
+        rows, columns_in_row = np.indices((step.out, columns), np.int32).reshape(2, -1)
+        return rows, columns_in_row, values
+    nonzero_positions = np.flatnonzero(values)
+    rows, columns_in_row = np.divmod(nonzero_positions, columns)
+    return rows.astype(np.int32), columns_in_row.astype(np.int32), values[nonzero_positions]
 
 
 def selected(step: SelectStep, weights: Sequence[Tensor], channels: int) -> np.ndarray:
@@ -102,13 +161,13 @@ def selected(step: SelectStep, weights: Sequence[Tensor], channels: int) -> np.n
 
     Raises BadInput for numbers out of range.
     """
-    numbers = _span(weights, step.index, (torch.int32,))
+    numbers = _span_array(weights, step.index, (torch.int32,))
     if numbers.min() < (-1 if step.padded else 0) or numbers.max() >= channels:
         raise BadInput(f"expected channel numbers below {channels}, got up to {numbers.max()}")
     return numbers
 
 
-def _span(weights: Sequence[Tensor], span: Span, dtypes: tuple[torch.dtype, ...]) -> np.ndarray:
+def _span_array(weights: Sequence[Tensor], span: Span, dtypes: tuple[torch.dtype, ...]) -> np.ndarray:
     """The elements of a span as an array. Raises NoPlan for other dtypes than `dtypes`."""
     number, begin, end = span
     if number >= len(weights) or end > weights[number].numel():
@@ -119,7 +178,7 @@ def _span(weights: Sequence[Tensor], span: Span, dtypes: tuple[torch.dtype, ...]
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
 
 
-def _name(step: ConvStep | LinearStep) -> str:
+def _dtype_name(step: ConvStep | LinearStep) -> str:
     return step.name or NAMES[type(step)]
 
 
@@ -134,7 +193,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class LineOffsets:
     """Positions of nonzeros and rows, in lines.
 
     channels, lines: of each nonzero its input channel and its line within the channel; out, add: of
@@ -158,7 +217,7 @@ def dealt(counts: np.ndarray, threads: int) -> list[np.ndarray]:
     return np.split(np.arange(len(counts)), np.minimum(ends + 1, len(counts)))
 
 
-def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int, line: int) -> Stream:
+def packed(weight: Csr, offsets: LineOffsets, rows: np.ndarray, block: int, side: int, line: int) -> Stream:
     """The stream of some rows, in blocks of `block` input channels, `side` rows together.
 
     line: bytes of a vector.
@@ -166,7 +225,7 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
     number = np.full(weight.count, -1, np.int64)
     number[rows] = np.arange(len(rows))
     nonzeros = np.flatnonzero(number[weight.rows] >= 0)
-    row, channel = number[weight.rows[nonzeros]], places.channels[nonzeros]
+    row, channel = number[weight.rows[nonzeros]], offsets.channels[nonzeros]
     blocks = int(channel.max()) // block + 1 if len(channel) else 1
     count = len(rows)
     block_number = (channel // block).astype(np.int64)
@@ -181,22 +240,22 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
     for k in range(blocks):
         block_rows = np.flatnonzero((lengths[k] > 0) | (first == k))
         flags = (first[block_rows] == k) * FIRST + (last[block_rows] == k) * LAST
-        groups = _groups(block_rows, lengths[k][block_rows], flags, side)
-        block_records, read, written = _records(groups, lengths[k], starts[k], written)
+        groups = _group_rows(block_rows, lengths[k][block_rows], flags, side)
+        block_records, read, written = _block_records(groups, lengths[k], starts[k], written)
         if written > tile.MOST:
             raise NoPlan(f"a thread has more than {tile.MOST} nonzeros of one layer")
         group_rows = groups.ravel()
         flags = (first[group_rows] == k) * FIRST + (last[group_rows] == k) * LAST
         block_records["end"] = block_records["end"] * 4 + flags
-        _set_row_fields(block_records, rows[group_rows], weight, places)
+        _set_row_fields(block_records, rows[group_rows], weight, offsets)
         end = record_count + len(block_records)
-        table[k] = (k * block * places.pitch * line, record_count, end)
+        table[k] = (k * block * offsets.pitch * line, record_count, end)
         record_count = end
         records.append(block_records)
         source.append(read)
-    return _stream(
+    return _stream_arrays(
         weight,
-        places,
+        offsets,
         nonzeros[order],
         np.concatenate(source),
         table,
@@ -205,9 +264,8 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
     )
 
 
-def _set_row_fields(records: np.ndarray, rows: np.ndarray, weight: Csr, places: Places) -> None:
-    """Set the lines, bias and scale of the records of these rows."""
-    records["out"], records["add"] = places.out[rows], places.add[rows]
+def _set_row_fields(records: np.ndarray, rows: np.ndarray, weight: Csr, offsets: LineOffsets) -> None:
+    records["out"], records["add"] = offsets.out[rows], offsets.add[rows]
     records["bias"], records["scale"] = weight.bias[rows], weight.scale[rows]
 
 
@@ -241,7 +299,7 @@ def sliced(weight: Csr, rows: np.ndarray, lanes: int) -> Slices:
     return Slices(np.concatenate([[0], np.cumsum(longest)]).astype(np.int32), groups, source)
 
 
-def _groups(rows: np.ndarray, lengths: np.ndarray, flags: np.ndarray, side: int) -> np.ndarray:
+def _group_rows(rows: np.ndarray, lengths: np.ndarray, flags: np.ndarray, side: int) -> np.ndarray:
     """Rows computed together [groups, side], with equal flags and similar lengths.
 
     The last row of an incomplete group repeats: it is computed twice with the same result.
@@ -257,7 +315,7 @@ def _groups(rows: np.ndarray, lengths: np.ndarray, flags: np.ndarray, side: int)
     return np.concatenate(groups)
 
 
-def _records(
+def _block_records(
     groups: np.ndarray, lengths: np.ndarray, starts: np.ndarray, written: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Records of a block, the nonzero of each stream position (-1: none), the end of the stream."""
@@ -274,9 +332,9 @@ def _records(
     return records, np.where(valid, nonzeros, -1).ravel(), int(ends[-1]) if len(ends) else written
 
 
-def _stream(
+def _stream_arrays(
     weight: Csr,
-    places: Places,
+    offsets_of_lines: LineOffsets,
     order: np.ndarray,
     source: np.ndarray,
     table: np.ndarray,
@@ -289,7 +347,7 @@ def _stream(
     is_nonzero = source >= 0
     nonzero = order[source[is_nonzero]]
     values[is_nonzero] = weight.values[nonzero]
-    channels = (places.channels[nonzero] % block).astype(np.int64)  # offsets may have 32 bits
-    offsets[is_nonzero] = channels * places.pitch + places.lines[nonzero]
+    channels = (offsets_of_lines.channels[nonzero] % block).astype(np.int64)  # offsets may have 32 bits
+    offsets[is_nonzero] = channels * offsets_of_lines.pitch + offsets_of_lines.lines[nonzero]
     largest = int(offsets.max()) if len(offsets) else 0
     return Stream(table, records, offsets.astype(np.uint16 if largest < WIDE else np.uint32), values)

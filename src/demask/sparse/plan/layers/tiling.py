@@ -61,10 +61,12 @@ class Tiling:
 def rects(area: Area, tile: tuple[int, int]) -> list[Area]:
     """Tiles of about equal size that cover an area."""
     i, j, rows, columns = area
-    return [(y, x, h, w) for y, h in _pieces(i, i + rows, tile[0]) for x, w in _pieces(j, j + columns, tile[1])]
+    return [
+        (y, x, h, w) for y, h in _even_pieces(i, i + rows, tile[0]) for x, w in _even_pieces(j, j + columns, tile[1])
+    ]
 
 
-def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
+def _even_pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
     """(begin, length) of the fewest pieces of at most `most`, about equal in size."""
     count = -(-(end - begin) // most)
     bounds = [begin + (end - begin) * k // count for k in range(count + 1)]
@@ -77,12 +79,12 @@ def rect_counts(rows: int, columns: int, tile: tuple[int, int]) -> Iterator[tupl
     >>> list(rect_counts(5, 4, (2, 4)))
     [(1, 4, 1), (2, 4, 2)]
     """
-    for h, high in _lengths(rows, tile[0]):
-        for w, wide in _lengths(columns, tile[1]):
+    for h, high in _piece_lengths(rows, tile[0]):
+        for w, wide in _piece_lengths(columns, tile[1]):
             yield h, w, high * wide
 
 
-def _lengths(size: int, most: int) -> list[tuple[int, int]]:
+def _piece_lengths(size: int, most: int) -> list[tuple[int, int]]:
     """(length, number) of the pieces of a size."""
     count = -(-size // most)
     shorter, longer = size // count, size % count
@@ -90,8 +92,8 @@ def _lengths(size: int, most: int) -> list[tuple[int, int]]:
 
 
 def strips(rows: int, columns: int, most: int, tile: int) -> Iterator[Area]:
-    """Strips of whole rows with about `most` positions, at least as high as a tile."""
-    yield from ((i, 0, h, columns) for i, h in _pieces(0, rows, max(tile, most // columns)))
+    """Strips of full rows with about `most` positions, at least as high as a tile."""
+    yield from ((i, 0, h, columns) for i, h in _even_pieces(0, rows, max(tile, most // columns)))
 
 
 def cost(shape: TilingProblem, tiling: Tiling, threads: int, line: int) -> float:
@@ -100,22 +102,22 @@ def cost(shape: TilingProblem, tiling: Tiling, threads: int, line: int) -> float
     rows, nonzeros = shape.outputs, float(shape.nonzeros)
     part_cycles = [
         sum(
-            count * _tile(shape, tiling, blocks, rows, nonzeros, h, w, line)
+            count * _tile_cycles(shape, tiling, blocks, rows, nonzeros, h, w, line)
             for h, w, count in rect_counts(*part, tiling.tile)
         )
         for part in shape.parts
     ]
-    input_lines = sum(_read(shape, *part) for part in shape.parts) * shape.channels
+    input_lines = sum(_lines_read(shape, *part) for part in shape.parts) * shape.channels
     if len(shape.parts) == threads and not tiling.by_rows:
         return input_lines * NEAR + max(part_cycles)
     return input_lines * (FAR if threads > 1 else NEAR) + sum(part_cycles) / threads
 
 
-def _tile(
+def _tile_cycles(
     shape: TilingProblem, tiling: Tiling, blocks: int, rows: int, nonzeros: float, h: int, w: int, line: int
 ) -> float:
     """Cycles of one tile: for its nonzeros, and for its rows in each block that they occur in."""
-    input_lines, t = _read(shape, h, w), h * w
+    input_lines, t = _lines_read(shape, h, w), h * w
     miss_share = max(0.0, 1 - CACHE / (input_lines * line * min(tiling.block, shape.channels)))
     in_block = nonzeros * shape.groups / max(rows * blocks, 1)
     row_blocks = rows * max(1.0, blocks / shape.groups * (1 - math.exp(-in_block)))
@@ -124,8 +126,7 @@ def _tile(
     return nonzeros * product + row_blocks * (ROW / tiling.side + LINE * t)
 
 
-def _read(shape: TilingProblem, h: int, w: int) -> int:
-    """Lines of a channel that a tile reads."""
+def _lines_read(shape: TilingProblem, h: int, w: int) -> int:
     high = (h - 1) * min(shape.stride[0], shape.reach[0] + 1) + 1 + shape.reach[0]
     wide = (w - 1) * min(shape.stride[1], shape.reach[1] + 1) + 1 + shape.reach[1]
     return high * wide
@@ -143,17 +144,17 @@ def best(shape: TilingProblem, threads: int, isa: Isa, by_rows: bool | None = No
 
 
 def cuts(shape: TilingProblem, threads: int, isa: Isa) -> Iterator[Tiling]:
-    """Candidate tilings: tiles of one row, or of several whole rows if these are short."""
+    """Candidate tilings: tiles of one row, or of several full rows if these are short."""
     registers = isa.registers - 4
     is_split = len(shape.parts) == threads
     for by_rows in (True, False) if is_split and threads > 1 else (not is_split,):
-        for h, w in _tiles(shape, registers):
-            for side in _sides(h * w, registers):
-                for block in _blocks(shape, h, w, isa.line):
+        for h, w in _tile_sizes(shape, registers):
+            for side in _row_counts(h * w, registers):
+                for block in _block_sizes(shape, h, w, isa.line):
                     yield Tiling((h, w), block, side, by_rows)
 
 
-def _sides(positions: int, most: int) -> Iterator[int]:
+def _row_counts(positions: int, most: int) -> Iterator[int]:
     """Numbers of rows to compute together: enough to hide FMA latency."""
     least = max(1, 4 // positions)
     for side in (least, 2 * least):
@@ -161,8 +162,8 @@ def _sides(positions: int, most: int) -> Iterator[int]:
             yield side
 
 
-def _tiles(shape: TilingProblem, most: int) -> Iterator[tuple[int, int]]:
-    """Sizes of tiles: parts of a row, or several whole rows if these are short."""
+def _tile_sizes(shape: TilingProblem, most: int) -> Iterator[tuple[int, int]]:
+    """Sizes of tiles: parts of a row, or several full rows if these are short."""
     rows, columns = shape.parts[0]
     for count in range(1, columns + 1):
         w = -(-columns // count)
@@ -175,9 +176,9 @@ def _tiles(shape: TilingProblem, most: int) -> Iterator[tuple[int, int]]:
                 yield h, columns
 
 
-def _blocks(shape: TilingProblem, h: int, w: int, line: int) -> Iterator[int]:
+def _block_sizes(shape: TilingProblem, h: int, w: int, line: int) -> Iterator[int]:
     """Numbers of channels per block."""
-    channels_in_cache = CACHE / (line * _read(shape, h, w))
+    channels_in_cache = CACHE / (line * _lines_read(shape, h, w))
     sizes = {shape.channels}
     for factor in (1.0, 1.6, 2.5, 4.0):
         count = max(1, -(-shape.channels // max(1, int(channels_in_cache * factor))))

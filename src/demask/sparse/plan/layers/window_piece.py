@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from demask.kernels.cpu.tiles.sparse_tile import TILE
-from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock, dense_blocks, whole_block
 from demask.sparse.plan.layers.layer_windows import OutputWindow, first_read, windows, written
-from demask.sparse.plan.layers.pack_weights import Csr, Places, read
+from demask.sparse.plan.layers.pack_weights import Csr, DenseBlock, LineOffsets, dense_blocks, full_block, read
 from demask.sparse.plan.layers.tiling import TilingProblem, rects
 from demask.sparse.plan.tape import Buffer, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import Area, At, TileGrid, at_array
 from demask.sparse.segment_steps import ConvStep
 
 DEPTHWISE = 0.5  # share of nonzeros from which a depthwise weight is multiplied with its zeros
-UNREAD = 2**30  # in the place of a position that a window does not read
+UNREAD = 2**30  # instead of a position that a window does not read
 
 Size = tuple[int, int]  # rows and columns of a tile
 #: work of a thread on a dense layer: an area of each of its parts, and a block to compute there
@@ -48,16 +47,16 @@ def read_weight(step: ConvStep, weights: Sequence[Tensor], channels: int) -> Ste
     of = group * (channels // step.groups) + matrix.columns // math.prod(step.kernel)
     depthwise = is_depthwise(step, channels, weights)
     is_dense = not depthwise and matrix.kind == "float32"
-    blocks = _blocks(step, matrix, of, channels) if is_dense else ()
+    blocks = _dense_blocks(step, matrix, of, channels) if is_dense else ()
     return StepWeight(matrix, of, depthwise, blocks)
 
 
-def _blocks(step: ConvStep, matrix: Csr, of: np.ndarray, channels: int) -> Sequence[DenseBlock]:
+def _dense_blocks(step: ConvStep, matrix: Csr, of: np.ndarray, channels: int) -> Sequence[DenseBlock]:
     """The dense blocks of a weight. of: input channel of each nonzero."""
     taps = math.prod(step.kernel)
     is_whole = step.weight.csr is None and len(matrix) == matrix.count * channels * taps
     if is_whole and len(matrix):
-        return (whole_block(matrix, channels, taps),)
+        return (full_block(matrix, channels, taps),)
     return dense_blocks(matrix, of, channels, taps)
 
 
@@ -89,14 +88,16 @@ class WindowPiece:
 
 def pieces(step: ConvStep, layer: StepWeight, x: Buffer, add: Buffer | None, out: Buffer) -> list[WindowPiece]:
     """The windows of a layer."""
-    return [_piece(step, window, layer, x, add or x, out) for window in windows(step)]
+    return [_window_nonzeros(step, window, layer, x, add or x, out) for window in windows(step)]
 
 
-def _piece(step: ConvStep, window: OutputWindow, layer: StepWeight, x: Buffer, add: Buffer, out: Buffer) -> WindowPiece:
+def _window_nonzeros(
+    step: ConvStep, window: OutputWindow, layer: StepWeight, x: Buffer, add: Buffer, out: Buffer
+) -> WindowPiece:
     """The nonzeros that a window reads."""
     weight, channels = layer.matrix, layer.channels
     if any(tap is None for taps in window.taps for tap in taps):
-        dy, dx = _taps(step, window, weight)
+        dy, dx = _tap_of_nonzeros(step, window, weight)
         is_used = (dy < UNREAD) & (dx < UNREAD)
         weight = replace(
             weight, rows=weight.rows[is_used], columns=weight.columns[is_used], values=weight.values[is_used]
@@ -106,7 +107,7 @@ def _piece(step: ConvStep, window: OutputWindow, layer: StepWeight, x: Buffer, a
     return WindowPiece(step, window, layer, weight, channels, shape, x, add, out)
 
 
-def _taps(step: ConvStep, window: OutputWindow, weight: Csr) -> list[np.ndarray]:
+def _tap_of_nonzeros(step: ConvStep, window: OutputWindow, weight: Csr) -> list[np.ndarray]:
     """The row and column of the window that each nonzero reads; UNREAD for none."""
     kernel, width = math.prod(step.kernel), step.kernel[1]
     positions = weight.columns % kernel // width, weight.columns % width
@@ -116,13 +117,13 @@ def _taps(step: ConvStep, window: OutputWindow, weight: Csr) -> list[np.ndarray]
     ]
 
 
-def places_of(piece: WindowPiece) -> Places:
+def line_offsets_of(piece: WindowPiece) -> LineOffsets:
     """Where the nonzeros and rows of a window are, for the kernels of sparse weights."""
     x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
-    dy, dx = _taps(piece.step, piece.window, piece.weight)
+    dy, dx = _tap_of_nonzeros(piece.step, piece.window, piece.weight)
     lines = (dy + x.border[0]) * x.row + dx + x.border[2]
     rows = np.arange(piece.weight.count)
-    return Places(piece.channels, lines, rows * out.pitch, rows * add.pitch, x.pitch)
+    return LineOffsets(piece.channels, lines, rows * out.pitch, rows * add.pitch, x.pitch)
 
 
 def shape_of(step: ConvStep, window: OutputWindow, grid: TileGrid, channels: int, nonzeros: int) -> TilingProblem:
@@ -146,14 +147,14 @@ def shares(
 ) -> list[tuple[int, dict[int, Area], tuple[int, int]]]:
     """The share of each thread: its number, an area of each of its parts, range of its channels,
     which begins at a multiple of `step`."""
-    areas = whole_parts(piece)
+    areas = full_parts(piece)
     if len(areas) == tape.threads:
         return [(part, {part: area}, (0, channels)) for part, area in areas.items()]
     ranges = [(begin * step, min(end * step, channels)) for begin, end in by_thread(-(-channels // step), tape.threads)]
     return [(thread, areas, share) for thread, share in enumerate(ranges) if share[0] < share[1]]
 
 
-def whole_parts(piece: WindowPiece) -> dict[int, Area]:
+def full_parts(piece: WindowPiece) -> dict[int, Area]:
     """The area of all of each part."""
     return {part: (0, 0, *size) for part, size in enumerate(piece.shape.parts)}
 
@@ -178,10 +179,10 @@ def tile_lines(
     has_add = piece.step.add is not None
     at = at_array(tiles)
     table = np.zeros(len(at), TILE)
-    places = written(piece.window, at).T
-    table["x"], table["out"] = first_read(piece.window, x, out, at), out.line(*places)
+    out_positions = written(piece.window, at).T
+    table["x"], table["out"] = first_read(piece.window, x, out, at), out.line(*out_positions)
     if has_add:
-        table["add"] = add.line(*places)
+        table["add"] = add.line(*out_positions)
     adds = tuple(oy * i * add.row + ox * j for i, j in positions) if has_add else None
     return (
         tuple(sy * i * x.row + sx * j for i, j in positions),

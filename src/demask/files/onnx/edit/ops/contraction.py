@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
+from demask.files.onnx.edit.editor import all_positions, require
 from demask.files.onnx.edit.protos import copy_of
-from demask.files.onnx.edit.refusals import all_positions, require
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 NODE_BYTES = 160  # of a node that selects positions, and its constants
@@ -118,7 +118,7 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
         auto_pad = edit.attributes.get("auto_pad", "NOTSET")
         if any(edit.attributes.get("pads", ())) or auto_pad not in ("NOTSET", "VALID"):
             require(not is_integer, "known values next to padding")
-            _add_ones(edit, selected[:, read], added[:, None], 1)
+            _add_channel_of_ones(edit, selected[:, read], added[:, None], 1)
         else:
             require(b, "known values, and no bias")
             old = editor.array(bias)[all_positions(rows, len(weights))] if bias else 0
@@ -128,7 +128,7 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     return [(batch, rows, *images)]
 
 
-def _add_ones(edit: NodeEdit, weights: np.ndarray, added: np.ndarray, axis: int) -> None:
+def _add_channel_of_ones(edit: NodeEdit, weights: np.ndarray, added: np.ndarray, axis: int) -> None:
     """Give the operand one more channel, of ones, and the weights what it adds."""
     editor, rank = edit.editor, len(edit.shape(0))
     ones = editor.pad_end(edit.new.input[0], rank, 1, 1, edit.name(0), weights.dtype)
@@ -151,7 +151,7 @@ def transposed_convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     edit.adapt(0, (batch, columns, *images))
     edit.adapt(1, (columns, rows, *images))
     if lost:
-        _add_ones(edit, selected[read], sum_of(selected, 0, lost)[None], 0)
+        _add_channel_of_ones(edit, selected[read], sum_of(selected, 0, lost)[None], 0)
     if edit.name(2):
         edit.adapt(2, (rows,))
     return [(batch, rows, *images)]

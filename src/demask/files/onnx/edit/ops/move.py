@@ -10,7 +10,7 @@ import numpy as np
 import sympy
 
 from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
-from demask.files.onnx.edit.refusals import all_positions, require
+from demask.files.onnx.edit.editor import all_positions, require
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 Group = tuple[list[int], list[int]]

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
-from demask.files.onnx.edit.editor import Editor
+from demask.files.onnx.edit.editor import Editor, all_positions, require
 from demask.files.onnx.edit.ops.contraction import contracted, sum_of
 from demask.files.onnx.edit.ops.move import groups_of, set_target
 from demask.files.onnx.edit.protos import attributes_of, copy_of, is_standard
-from demask.files.onnx.edit.refusals import all_positions, require
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -107,14 +106,12 @@ def _cut(edit: NodeEdit, k: int, directions: list[int], *axes: list[list[int]]) 
 
 @dataclass(frozen=True)
 class _JoinedDirections:
-    """Nodes that join the outputs of both directions along one axis: so each can have units of its
-    own. units: that are wanted of each direction. nodes: from the layer's only reader to the
-    Reshape that joins. unit_axes: of what each of them reads. axis: of the joined units."""
+    """Nodes that join the outputs of both directions along one axis: each can have units of its own."""
 
-    units: list[list[int]]
-    nodes: list[Any]
-    unit_axes: list[int]
-    axis: int
+    units: list[list[int]]  # that are wanted of each direction
+    nodes: list[Any]  # from the layer's only reader to the Reshape that joins
+    unit_axes: list[int]  # of what each of them reads
+    axis: int  # of the joined units
 
     def replace(self, edit: NodeEdit, positions: list[int]) -> Sequence[Layout | None]:
         """Add the layer and all of these nodes but the last, which becomes the new node; returns
@@ -139,7 +136,7 @@ def _joined_directions(edit: NodeEdit, size: int) -> _JoinedDirections | None:
     """What joins the directions of the only output that is read; None where each is read alone, or
     of equal units."""
     editor = edit.editor
-    read = [k for k, name in enumerate(edit.node.output) if name and _readers(editor, name)]
+    read = [k for k, name in enumerate(edit.node.output) if name and _reading_nodes(editor, name)]
     stored = all(edit.name(k) in ("", *editor.constants.tensors) for k in (1, 2, B, P))
     if len(read) != 1 or not stored or any(edit.name(k) for k in STATES):
         return None
@@ -147,7 +144,7 @@ def _joined_directions(edit: NodeEdit, size: int) -> _JoinedDirections | None:
     axis = len(editor.shape(name)) - (2 if edit.attributes.get("layout") else 3)
     axes = [axis, len(editor.shape(name)) - 1]  # of directions and units
     while True:
-        readers = _readers(editor, name)
+        readers = _reading_nodes(editor, name)
         if len(readers) != 1 or readers[0] is None or not is_standard(readers[0]):
             return None
         nodes, unit_axes = [*nodes, readers[0]], [*unit_axes, axes[1]]
@@ -168,7 +165,7 @@ def _joined_directions(edit: NodeEdit, size: int) -> _JoinedDirections | None:
     return None if set(units[0]) == set(units[1]) else _JoinedDirections(units, nodes, unit_axes, at)
 
 
-def _readers(editor: Editor, name: str) -> list[Any]:
+def _reading_nodes(editor: Editor, name: str) -> list[Any]:
     """The nodes that read a value; None for the graph's outputs and for subgraphs."""
     nodes = [node for node in editor.graph.node for read in node.input if read == name]
     return [*nodes, *[None] * (name in editor.outputs or name in editor.inner_reads)]

@@ -22,12 +22,12 @@ _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 _REDUCE_DTYPE = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
-def _nonnegative(indices: Tensor, size: Any) -> Tensor:
+def _nonnegative_indices(indices: Tensor, size: Any) -> Tensor:
     """Indices, with `size` added to negative ones."""
     return torch.where(indices < 0, indices + size, indices)
 
 
-def _long(indices: Tensor) -> Tensor:
+def _as_int64(indices: Tensor) -> Tensor:
     return indices if indices.dtype == torch.int64 else indices.long()
 
 
@@ -49,7 +49,7 @@ def gather(x: Tensor, indices: Value, *, axis: int = 0, as_tensor: Callable[[Any
         indices = _host_nonnegative(indices, x.shape[axis])
     positions = as_tensor(indices)
     if not isinstance(indices, Host) or not known(indices.array) or (indices.array < 0).any():
-        positions = _nonnegative(positions, x.shape[axis])
+        positions = _nonnegative_indices(positions, x.shape[axis])
     if axis == 0 and x.ndim == 2 and x.is_floating_point():
         return F.embedding(positions, x)
     if positions.ndim == 1:
@@ -92,7 +92,7 @@ def _host_nonnegative(indices: Host, size: Any) -> Host:
 @by_bits
 def gather_elements(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
     """y[i, j] = x[i, indices[i, j]] (for axis 1)."""
-    return x.gather(axis, _nonnegative(_long(indices), x.shape[axis]))
+    return x.gather(axis, _nonnegative_indices(_as_int64(indices), x.shape[axis]))
 
 
 @OPS("GatherND")
@@ -100,7 +100,7 @@ def gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
     """x at the positions in the last axis of `indices`, after batch axes that both have."""
     rank = indices.ndim - 1
     batch = [torch.arange(x.shape[k], device=x.device).reshape([-1] + [1] * (rank - 1 - k)) for k in range(batch_dims)]
-    return x[(*batch, *_long(indices).unbind(-1))]
+    return x[(*batch, *_as_int64(indices).unbind(-1))]
 
 
 def _host_set(x: np.ndarray, updates: np.ndarray, positions: Any) -> np.ndarray:
@@ -122,14 +122,14 @@ def _host_scattered(
 @OPS("Scatter", "ScatterElements", host=_host_scattered)
 def scatter_elements(x: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none") -> Tensor:
     """x with updates written (added, ...) at indices along an axis."""
-    indices = _nonnegative(_long(indices), x.shape[axis])
+    indices = _nonnegative_indices(_as_int64(indices), x.shape[axis])
     if reduction == "none":
-        return _put(x, axis, indices, updates)
+        return _scatter_along(x, axis, indices, updates)
     return _scatter_reduce(x, axis, indices, updates, reduction)
 
 
 @by_bits
-def _put(x: Tensor, axis: int, indices: Tensor, updates: Tensor) -> Tensor:
+def _scatter_along(x: Tensor, axis: int, indices: Tensor, updates: Tensor) -> Tensor:
     return x.scatter(axis, indices, updates)
 
 
@@ -157,13 +157,13 @@ def _host_scattered_nd(x: np.ndarray, indices: np.ndarray, updates: np.ndarray, 
 @OPS("ScatterND", host=_host_scattered_nd)
 def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
     """x with updates written (added, ...) at the positions in the last axis of `indices`."""
-    positions = _long(indices).unbind(-1)
+    positions = _as_int64(indices).unbind(-1)
     if reduction == "none":
         return _put_at(x, updates, positions)
     sizes = x.shape[: len(positions)]
     rows, rest = torch.zeros_like(positions[0]), product(x.shape[len(positions) :])
     for position, size in zip(positions, sizes, strict=True):
-        rows = rows * size + _nonnegative(position, size)
+        rows = rows * size + _nonnegative_indices(position, size)
     rows = rows.reshape(-1, 1).expand(-1, rest)
     flat = x.reshape(product(sizes), rest)
     return _scatter_reduce(flat, 0, rows, updates.reshape(-1, rest), reduction).reshape(x.shape)
@@ -180,7 +180,7 @@ def tensor_scatter(
     axis, length = axis % cache.ndim, update.shape[axis]
     if write_indices is None:
         return cache.slice_scatter(update, axis, 0, length)
-    positions = _long(write_indices).unsqueeze(1) + torch.arange(length, device=cache.device)
+    positions = _as_int64(write_indices).unsqueeze(1) + torch.arange(length, device=cache.device)
     positions = positions % cache.shape[axis] if mode == "circular" else positions
     shape = [1] * cache.ndim
     shape[0], shape[axis] = -1, length
@@ -194,7 +194,7 @@ def one_hot(indices: Tensor, depth: Int, values: Tensor, *, axis: int = -1) -> T
     axis = axis + indices.ndim + 1 if axis < 0 else axis
     positions = torch.arange(depth, device=indices.device)
     positions = positions.reshape([-1] + [1] * (indices.ndim - axis))
-    hot = _nonnegative(_long(indices), depth).unsqueeze(axis) == positions
+    hot = _nonnegative_indices(_as_int64(indices), depth).unsqueeze(axis) == positions
     return torch.where(hot, values[1], values[0])
 
 
@@ -212,6 +212,6 @@ def reverse_sequence(x: Tensor, lengths: Tensor, *, batch_axis: int = 1, time_ax
     if {batch_axis, time_axis} != {0, 1}:
         raise BadInput(f"expected axes 0 and 1, got {batch_axis} and {time_axis}")
     steps = torch.arange(x.shape[time_axis], device=x.device).unsqueeze(batch_axis)
-    lengths = _long(lengths).unsqueeze(time_axis)
+    lengths = _as_int64(lengths).unsqueeze(time_axis)
     positions = torch.where(steps < lengths, lengths - 1 - steps, steps)
     return x.gather(time_axis, positions.reshape(*positions.shape, *[1] * (x.ndim - 2)).expand_as(x))

@@ -82,10 +82,10 @@ def identity(x: Value) -> Value:
 def _host_reshaped(x: np.ndarray, shape: Any, *, allowzero: int = 0) -> Any:
     if not known(shape):
         return NotImplemented
-    return x.reshape(_target(x.shape, ints(shape), allowzero))
+    return x.reshape(_reshape_sizes(x.shape, ints(shape), allowzero))
 
 
-def _target(sizes: Any, shape: list[Any], allowzero: int) -> list[Any]:
+def _reshape_sizes(sizes: Any, shape: list[Any], allowzero: int) -> list[Any]:
     if allowzero:
         return shape
     return [sizes[k] if isinstance(n, int) and n == 0 else n for k, n in enumerate(shape)]
@@ -94,20 +94,20 @@ def _target(sizes: Any, shape: list[Any], allowzero: int) -> list[Any]:
 @OPS("Reshape", host=_host_reshaped)
 def reshape(x: Tensor, shape: Ints, *, allowzero: int = 0) -> Tensor:
     """x in another shape; a size of 0 means x's own size, unless `allowzero`."""
-    return x.reshape(_target(x.shape, shape, allowzero))
+    return x.reshape(_reshape_sizes(x.shape, shape, allowzero))
 
 
-def _halves(sizes: Sequence[Any], axis: int) -> list[Any]:
+def _flattened_sizes(sizes: Sequence[Any], axis: int) -> list[Any]:
     axis = axis + len(sizes) if axis < 0 else axis
     return [product(sizes[:axis]), product(sizes[axis:])]
 
 
-@OPS("Flatten", host=lambda x, *, axis=1: x.reshape(_halves(x.shape, axis)))
+@OPS("Flatten", host=lambda x, *, axis=1: x.reshape(_flattened_sizes(x.shape, axis)))
 def flatten(x: Tensor, *, axis: int = 1) -> Tensor:
     """x as a matrix: the axes before `axis` are its rows."""
     if axis == 1 and x.ndim > 1:
         return x.flatten(1)
-    return x.reshape(_halves(x.shape, axis))
+    return x.reshape(_flattened_sizes(x.shape, axis))
 
 
 OPS("Transpose", host=lambda x, *, perm=None: np.transpose(x, perm))(
@@ -189,11 +189,11 @@ def _host_parts(
 ) -> Any:
     if not known(split):
         return NotImplemented
-    sizes = ints(split) if split is not None else _equal(x.shape[axis], num_outputs or outputs)
+    sizes = ints(split) if split is not None else _equal_sizes(x.shape[axis], num_outputs or outputs)
     return tuple(np.split(x, np.cumsum(sizes)[:-1], axis))
 
 
-def _equal(size: Any, count: int) -> list[Any]:
+def _equal_sizes(size: Any, count: int) -> list[Any]:
     part = -(-size // count)
     return [part] * (count - 1) + [size - part * (count - 1)]
 
@@ -203,7 +203,7 @@ def split(
     x: Tensor, split: Ints | None = None, *, axis: int = 0, num_outputs: int | None = None, outputs: int
 ) -> tuple[Tensor, ...]:
     """Parts of x along an axis, by default of equal sizes except the last."""
-    sizes = _equal(x.shape[axis], num_outputs or outputs) if split is None else split
+    sizes = _equal_sizes(x.shape[axis], num_outputs or outputs) if split is None else split
     return tuple(x.split_with_sizes(sizes, axis))
 
 
@@ -241,7 +241,7 @@ def tile(x: Tensor, repeats: Ints) -> Tensor:
     return x.repeat(repeats)
 
 
-def _pairs(rank: int, pads: list[Any], axes: list[Any] | None) -> list[tuple[Any, Any]]:
+def _pad_pairs(rank: int, pads: list[Any], axes: list[Any] | None) -> list[tuple[Any, Any]]:
     """Padding before and after each axis."""
     axes = list(range(rank)) if axes is None else axes
     if len(pads) != 2 * len(axes):
@@ -263,7 +263,7 @@ def _host_padded(
 ) -> Any:
     if not known(pads, axes) or mode != "constant" or min(ints(pads), default=0) < 0:
         return NotImplemented
-    pairs = _pairs(x.ndim, ints(pads), None if axes is None else ints(axes))
+    pairs = _pad_pairs(x.ndim, ints(pads), None if axes is None else ints(axes))
     if product(n + sum(pair) for n, pair in zip(x.shape, pairs, strict=True)) > MAX_HOST:
         return NotImplemented
     filler = value if constant_value is None else ints(constant_value)[0]
@@ -281,7 +281,7 @@ def pad(
     value: float = 0.0,
 ) -> Tensor:
     """x padded, or cropped where a pad is negative."""
-    pairs = _pairs(x.ndim, pads, axes)
+    pairs = _pad_pairs(x.ndim, pads, axes)
     if mode == "constant":
         return padded(x, pairs, value if constant_value is None else constant_value)
     if mode not in ("reflect", "edge", "wrap"):

@@ -33,15 +33,15 @@ def run_reference(*inputs: Value, node: OnnxNode, version: int, device: torch.de
     proto = helper.make_node(node.op, names, outputs, domain=node.domain)
     for key, value in node.attributes.items():
         if isinstance(value, Tensor | Host):
-            value = numpy_helper.from_array(_array(value))
+            value = numpy_helper.from_array(_input_array(value))
         if value != ():
             proto.attribute.append(helper.make_attribute(key, value))
-    feeds = {name: _array(value) for name, value in zip(names, inputs, strict=True) if name}
+    feeds = {name: _input_array(value) for name, value in zip(names, inputs, strict=True) if name}
     results = ReferenceEvaluator(proto, opsets={node.domain: version}).run(None, feeds)
-    return tuple(_value(result, device) for result in results)  # type: ignore[arg-type]
+    return tuple(_as_value(result, device) for result in results)  # type: ignore[arg-type]
 
 
-def _array(value: object) -> np.ndarray:
+def _input_array(value: object) -> np.ndarray:
     if isinstance(value, Tensor):
         if torch.compiler.is_compiling():
             raise BadInput("onnx's reference implementation computes it, on numbers that a capture does not have")
@@ -51,7 +51,7 @@ def _array(value: object) -> np.ndarray:
     return value.array
 
 
-def _value(array: np.ndarray, device: torch.device) -> Value:
+def _as_value(array: np.ndarray, device: torch.device) -> Value:
     if array.dtype.kind in "OU":
         return Host.of(array.astype(object))
     if array.dtype in TORCH:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from demask.errors import BadInput
 from demask.files.onnx.op_functions import Ops
-from demask.files.onnx.ops.math.wide_unsigned import widened
+from demask.files.onnx.ops.math.math import widened
 
 OPS = Ops()
 RUNTIME = "com.microsoft"  # the domain of ops that ONNX Runtime's optimizer writes
@@ -81,11 +81,7 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
     """x, times `weight` where it is negative."""
     if x.is_floating_point() and (weight.numel() == 1 or _is_per_channel(x, weight)):
         return functional.prelu(x, weight if weight.ndim == 1 else weight.reshape(-1))
-    return widened(_prelu)(x, weight)
-
-
-def _prelu(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.where(x < 0, weight * x, x)
+    return widened(lambda x, weight: torch.where(x < 0, weight * x, x))(x, weight)
 
 
 def _is_per_channel(x: Tensor, weight: Tensor) -> bool:

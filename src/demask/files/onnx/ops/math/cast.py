@@ -16,10 +16,8 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.files.onnx.op_functions import Ops, Value
-from demask.files.onnx.ops.math.host import either, elements, settled
 from demask.files.onnx.read.reader import DTYPES
-from demask.files.onnx.size_fractions import Ratio
-from demask.files.onnx.values import NUMPY, Host
+from demask.files.onnx.values import NUMPY, Host, Ratio, either, elements, settled
 
 OPS = Ops()
 TEXT = 8
@@ -56,7 +54,7 @@ def dtype_of(number: int) -> torch.dtype:
     return DTYPES[number]
 
 
-def _element(x: Any, dtype: torch.dtype) -> Any:
+def _cast_element(x: Any, dtype: torch.dtype) -> Any:
     """A number as the Python number of a dtype: a bool, an int or a float."""
     if dtype == torch.bool:
         return settled(x != 0)
@@ -67,7 +65,7 @@ def _element(x: Any, dtype: torch.dtype) -> Any:
     return x if isinstance(x, int | torch.SymInt) else math.trunc(x)
 
 
-def _parsed(text: str, dtype: torch.dtype) -> Any:
+def _parse_number(text: str, dtype: torch.dtype) -> Any:
     if dtype.is_floating_point:
         return float(text)
     return int(text) if text.strip().lstrip("+-").isdigit() else int(float(text))
@@ -79,12 +77,12 @@ def _host_cast(x: np.ndarray, *, to: int, saturate: int = 1, round_mode: str = "
     if text and to == TEXT:
         return x
     if text and dtype is not None:
-        numbers = [_parsed(str(e), dtype) for e in x.flat]
+        numbers = [_parse_number(str(e), dtype) for e in x.flat]
         return torch.tensor(numbers, dtype=dtype).reshape(x.shape)
     if dtype is None or dtype not in NUMPY or dtype.is_complex:
         return NotImplemented
     if x.dtype == object:
-        return Host.of(elements(lambda e: _element(e, dtype), x), dtype)
+        return Host.of(elements(lambda e: _cast_element(e, dtype), x), dtype)
     with np.errstate(all="ignore"):
         return x.astype(NUMPY[dtype])
 
@@ -93,18 +91,18 @@ def _host_cast(x: np.ndarray, *, to: int, saturate: int = 1, round_mode: str = "
 def cast(x: Tensor, *, to: int, saturate: int = 1, round_mode: str = "up") -> Tensor | Host:
     """x in another dtype; numbers beyond an 8-bit float become its largest if `saturate`."""
     if to == TEXT:
-        return Host.of(np.array([str(n) for n in _texts(x)], dtype=object).reshape(x.shape))
+        return Host.of(np.array([str(n) for n in _number_texts(x)], dtype=object).reshape(x.shape))
     if to in _SMALL_FLOATS:
         return _SMALL_FLOATS[to](x)
     if to in _SMALL_INTS:
-        return _small_int(x, *_SMALL_INTS[to])
+        return _truncate_to_bits(x, *_SMALL_INTS[to])
     dtype = dtype_of(to)
     if dtype == torch.float8_e8m0fnu:
         return _power_of_two(x, bool(saturate), round_mode)
-    return _cast(x, dtype, bool(saturate))
+    return _cast_to(x, dtype, bool(saturate))
 
 
-def _cast(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
+def _cast_to(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     if dtype not in _FLOATS8:
         return x if x.dtype == dtype else x.to(dtype)
     x = x if x.is_floating_point() and x.dtype.itemsize > 1 else x.to(torch.float32)
@@ -116,8 +114,7 @@ def _cast(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     return x.to(dtype)
 
 
-def _small_int(x: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
-    """Integers truncated to their low bits."""
+def _truncate_to_bits(x: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
     low = x.to(torch.int32) & (2**bits - 1)
     if dtype.is_signed:
         low = low - ((low >> (bits - 1)) << bits)
@@ -137,7 +134,7 @@ def _power_of_two(x: Tensor, saturate: bool, round_mode: str) -> Tensor:
     return exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def _texts(x: Tensor) -> list[str]:
+def _number_texts(x: Tensor) -> list[str]:
     return list(np.asarray(x.detach().cpu()).reshape(-1).astype(np.str_))
 
 
@@ -145,7 +142,7 @@ def _texts(x: Tensor) -> list[str]:
 def cast_like(
     x: Value, like: Value, *, to: int = 0, saturate: int = 1, round_mode: str = "up", as_tensor: Any
 ) -> Tensor | Host:
-    """x in the dtype of `like`, or of `to`, a dtype that torch lacks (`read.sub_byte_types`)."""
+    """x in the dtype of `like`, or of `to`, a dtype that torch lacks (`read.reader.with_types`)."""
     if like is None or isinstance(like, list):
         raise BadInput("expected a tensor whose dtype to use, got none")
     if isinstance(like, Host) and like.dtype is None:

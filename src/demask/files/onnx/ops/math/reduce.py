@@ -1,4 +1,4 @@
-"""ONNX ops over whole axes: reductions, cumulative sums, softmax, norms, losses."""
+"""ONNX ops that reduce, or select elements."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from demask.files.onnx.op_functions import Int, Ints, Ops
-from demask.files.onnx.ops.math.wide_unsigned import widen, widened
-from demask.files.onnx.size_fractions import extend_choice
-from demask.files.onnx.values import product
+from demask.files.onnx.ops.math.math import UNSIGNED, widen, widened
+from demask.files.onnx.values import extend_choice, product
 
 OPS = Ops()
 Reduction = Callable[[Tensor, list[int], bool], Tensor]
@@ -42,42 +41,30 @@ def _prod(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     return x
 
 
-def _max(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    if not axes:
-        return x
-    if _is_empty(x, axes):
-        return _filled(x, axes, keep, _least(x.dtype))
-    return torch.amax(x, axes, keep)
+def _extreme(function: Reduction, of_nothing: Callable[[torch.dtype], Any]) -> Reduction:
+    """Max or min; where an axis has size 0, the number of the dtype that `of_nothing` returns."""
+
+    def extreme(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+        if not axes:
+            return x
+        if any(isinstance(x.shape[axis], int) and x.shape[axis] == 0 for axis in axes):
+            sizes = [1 if k in axes else n for k, n in enumerate(x.shape) if keep or k not in axes]
+            return torch.full(sizes, of_nothing(x.dtype), dtype=x.dtype, device=x.device)
+        return function(x, axes, keep)
+
+    return extreme
 
 
-def _min(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    if not axes:
-        return x
-    if _is_empty(x, axes):
-        return _filled(x, axes, keep, _most(x.dtype))
-    return torch.amin(x, axes, keep)
-
-
-def _is_empty(x: Tensor, axes: list[int]) -> bool:
-    """Whether an axis is known to have size 0."""
-    return any(isinstance(x.shape[axis], int) and x.shape[axis] == 0 for axis in axes)
-
-
-def _least(dtype: torch.dtype) -> Any:
+def _least_number(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point:
         return -torch.inf
     return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _most(dtype: torch.dtype) -> Any:
+def _most_number(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point:
         return torch.inf
     return True if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def _filled(x: Tensor, axes: list[int], keep: bool, value: Any) -> Tensor:
-    sizes = [1 if k in axes else n for k, n in enumerate(x.shape) if keep or k not in axes]
-    return torch.full(sizes, value, dtype=x.dtype, device=x.device)
 
 
 def _norm(order: int) -> Reduction:
@@ -136,9 +123,9 @@ for _name, _function, _ordered, _host in (
     ("L2", _norm(2), False, None),
     ("LogSum", lambda x, axes, keep: _log(_sum(x, axes, keep)), False, None),
     ("LogSumExp", _log_sum_exp, False, None),
-    ("Max", _max, True, _host_reduction(np.maximum, extend_choice(torch.sym_max))),
+    ("Max", _extreme(torch.amax, _least_number), True, _host_reduction(np.maximum, extend_choice(torch.sym_max))),
     ("Mean", _mean, False, None),
-    ("Min", _min, True, _host_reduction(np.minimum, extend_choice(torch.sym_min))),
+    ("Min", _extreme(torch.amin, _most_number), True, _host_reduction(np.minimum, extend_choice(torch.sym_min))),
     ("Prod", _prod, False, _host_reduction(np.multiply, operator.mul)),
     ("Sum", _sum, False, _host_reduction(np.add, operator.add)),
     ("SumSquare", lambda x, axes, keep: _sum(x * x, axes, keep), False, None),
@@ -261,3 +248,37 @@ def cross_entropy(
     log_probabilities = torch.log_softmax(scores, 1)
     loss = negative_log_likelihood(log_probabilities, labels, weights, ignore_index=ignore_index, reduction=reduction)
     return loss if outputs < 2 else (loss, log_probabilities)
+
+
+@OPS("TopK")
+def top(x: Tensor, k: Int, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> tuple[Tensor, Tensor]:
+    """The k largest values along an axis and their indices, the first of equal ones."""
+    # not torch.topk, which returns any of equal values
+    values, indices = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
+    return values.narrow(axis, 0, k), indices.narrow(axis, 0, k)
+
+
+@OPS("Unique")
+def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> tuple[Tensor, ...]:
+    """Distinct elements (slices along an axis), their first positions, the index of each element
+    among them, and their counts."""
+    x = x.reshape(-1) if axis is None else x
+    axis = 0 if axis is None else axis
+    distinct, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True, dim=axis)
+    positions = torch.arange(x.shape[axis], device=x.device)
+    first = torch.full_like(counts, x.shape[axis]).scatter_reduce(0, inverse, positions, "amin")
+    if sorted:
+        return distinct, first, inverse, counts
+    order = torch.argsort(first)
+    return (distinct.index_select(axis, order), first[order], torch.argsort(order)[inverse], counts[order])
+
+
+def _host_nonzero(x: np.ndarray) -> Any:
+    return NotImplemented if x.dtype == object else np.stack(np.nonzero(np.atleast_1d(x)))
+
+
+@OPS("NonZero", host=_host_nonzero)
+def nonzero(x: Tensor) -> Tensor:
+    """The indices of nonzero elements, [axes, count]."""
+    x = torch.atleast_1d(x)
+    return torch.nonzero(x != 0 if x.dtype in UNSIGNED else x).transpose(0, 1)

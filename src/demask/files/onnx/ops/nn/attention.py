@@ -16,15 +16,15 @@ from demask.files.onnx.read.reader import DTYPES
 OPS = Ops()
 
 
-def _heads(x: Tensor, count: int | None) -> Tensor:
+def _split_heads(x: Tensor, count: int | None) -> Tensor:
     """(batch, time, heads * size) as (batch, heads, time, size)."""
     if count is None:
         raise BadInput("expected the number of heads for inputs of 3 axes, got none")
     return x.unflatten(-1, (count, x.shape[-1] // count)).transpose(1, 2)
 
 
-def _merged(x: Tensor) -> Tensor:
-    """The inverse of `_heads`."""
+def _merge_heads(x: Tensor) -> Tensor:
+    """The inverse of `_split_heads`."""
     return x.transpose(1, 2).flatten(2)
 
 
@@ -52,7 +52,7 @@ def attention(
     """softmax(q k + mask) v, all keys and values, and the scores."""
     flat = q.ndim == 3
     if flat:
-        q, k, v = _heads(q, q_num_heads), _heads(k, kv_num_heads), _heads(v, kv_num_heads)
+        q, k, v = _split_heads(q, q_num_heads), _split_heads(k, kv_num_heads), _split_heads(v, kv_num_heads)
     offset: Any = 0
     if past_key is not None and past_value is not None:
         offset = past_key.shape[2]
@@ -72,7 +72,7 @@ def attention(
         and offset == 0
         and nonpad_kv_seqlen is None
     )
-    mask = _mask(q, k, mask, (-1, -1) if causal else bounds, offset, nonpad_kv_seqlen)
+    mask = _combine_masks(q, k, mask, (-1, -1) if causal else bounds, offset, nonpad_kv_seqlen)
     if fused:
         result = functional.scaled_dot_product_attention(
             q, k, v.to(q.dtype), mask, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -80,10 +80,10 @@ def attention(
         scores = None
     else:
         result, scores = _attention_steps(q, k, v, mask, scale, softcap, softmax_precision, qk_matmul_output_mode)
-    return (_merged(result) if flat else result, k, v, scores)[:outputs]
+    return (_merge_heads(result) if flat else result, k, v, scores)[:outputs]
 
 
-def _mask(
+def _combine_masks(
     q: Tensor, k: Tensor, mask: Tensor | None, bounds: tuple[int, int], offset: Any, lengths: Tensor | None
 ) -> Tensor | None:
     """The mask that combines all restrictions: boolean, except where `mask` is a float tensor."""
@@ -126,7 +126,7 @@ def _attention_steps(
     mode: int,
 ) -> tuple[Tensor, Tensor]:
     """The output and scores of attention. mode: 0 raw scores, 1 capped, 2 masked, 3 softmax."""
-    k, v = _repeated(k, q), _repeated(v, q)
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = [(q * root) @ (k * root).transpose(-2, -1)]
     scores.append(softcap * torch.tanh(scores[0] / softcap) if softcap else scores[0])
@@ -144,7 +144,7 @@ def _attention_steps(
     return weights @ v.to(q.dtype), scores[mode]
 
 
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """Heads of keys or values, repeated to the number of heads of queries."""
     count = q.shape[1] // x.shape[1]
     return x if count == 1 else x.repeat_interleave(count, 1)
@@ -163,7 +163,7 @@ def rotary_embedding(
 ) -> Tensor:
     """x with pairs of features rotated by angles of their positions."""
     flat = x.ndim == 3
-    heads = _heads(x, num_heads) if flat else x
+    heads = _split_heads(x, num_heads) if flat else x
     if position_ids is not None:
         cos, sin = functional.embedding(position_ids, cos), functional.embedding(position_ids, sin)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -174,7 +174,7 @@ def rotary_embedding(
     result = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
     if rotary_embedding_dim:
         result = torch.cat([result, heads[..., size:]], -1)
-    return _merged(result) if flat else result
+    return _merge_heads(result) if flat else result
 
 
 _RULES = {"linear": (False, False), "gated": (True, False), "delta": (False, True), "gated_delta": (True, True)}
@@ -199,8 +199,10 @@ def linear_attention(
     if _RULES.get(update_rule) != (decay is not None, beta is not None):
         raise BadInput(f"expected decay and beta as {update_rule!r} (of {sorted(_RULES)}) asks")
     exact = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (_heads(t.to(exact), n) for t, n in ((query, q_num_heads), (key, kv_num_heads), (value, kv_num_heads)))
-    gates = None if decay is None else _heads(decay.to(exact), kv_num_heads).exp()
+    q, k, v = (
+        _split_heads(t.to(exact), n) for t, n in ((query, q_num_heads), (key, kv_num_heads), (value, kv_num_heads))
+    )
+    gates = None if decay is None else _split_heads(decay.to(exact), kv_num_heads).exp()
     rates = None if beta is None else beta.to(exact).transpose(1, 2)  # batch, heads or 1, time
     shape = (k.shape[0], kv_num_heads, k.shape[-1], v.shape[-1])
     state = k.new_zeros(shape) if past_state is None else past_state.to(exact)
@@ -212,10 +214,10 @@ def linear_attention(
         if rates is not None:
             v_t = rates[:, :, t, None] * (v_t - torch.einsum("bhdm,bhd->bhm", state, k_t))
         state = state + k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
-        outputs.append((q[:, :, t, None] @ _repeated(state, q)).squeeze(2))
+        outputs.append((q[:, :, t, None] @ _repeat_heads(state, q)).squeeze(2))
     result = torch.stack(outputs, 2) * (scale or q.shape[-1] ** -0.5)
     state_dtype = query.dtype if past_state is None else past_state.dtype
-    return _merged(result).to(query.dtype), state.to(state_dtype)
+    return _merge_heads(result).to(query.dtype), state.to(state_dtype)
 
 
 _AFTER: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "silu": functional.silu, "swish": functional.silu}
@@ -249,7 +251,7 @@ def flex_attention(
     """softmax(q k) v, with graphs of the file applied to the scores and to their softmax."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     dtype = dtype if softmax_precision is None else DTYPES[softmax_precision]
-    k, values = _repeated(k, q), _repeated(v, q).to(dtype)
+    k, values = _repeat_heads(k, q), _repeat_heads(v, q).to(dtype)
     root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = ((q * root) @ (k * root).transpose(-2, -1)).to(dtype)
     (scores,) = (scores,) if score_mod is None else run(score_mod, [scores])

@@ -108,8 +108,8 @@ def roi_align(
         raise BadInput(f"expected mode avg or max, got {mode!r}")
     rois = rois * spatial_scale - (0.5 if half else 0.0)
     (n, c, h, w), average = x.shape, mode == "avg"
-    row, down, rows = _samples(rois[:, 1], rois[:, 3], h, output_height, sampling_ratio, half)
-    column, right, columns = _samples(rois[:, 0], rois[:, 2], w, output_width, sampling_ratio, half)
+    row, down, rows = _sample_points(rois[:, 1], rois[:, 3], h, output_height, sampling_ratio, half)
+    column, right, columns = _sample_points(rois[:, 0], rois[:, 2], w, output_width, sampling_ratio, half)
     row = row + batch.long().reshape(-1, 1, 1) * h
     positions = row[:, :, None, :, None] * w + column[:, None, :, None, :]
     weights = (down[:, :, None, :, None] * right[:, None, :, None, :]).to(x.dtype)
@@ -127,7 +127,9 @@ def roi_align(
     return result.reshape(-1, output_height, output_width, c).permute(0, 3, 1, 2)
 
 
-def _samples(start: Tensor, end: Tensor, size: Any, bins: int, ratio: int, half: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _sample_points(
+    start: Tensor, end: Tensor, size: Any, bins: int, ratio: int, half: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Along one axis, per region, bin and sampling point: the two nearest positions and their
     weights, [regions, bins, 2 * points]; and the number of points of each region."""
     length = end - start if half else (end - start).clamp(min=1)
@@ -147,7 +149,7 @@ def _samples(start: Tensor, end: Tensor, size: Any, bins: int, ratio: int, half:
 
 
 def _is_sampled(counts: Tensor, positions: Tensor) -> Tensor:
-    """Whether each point of `_samples` exists, for each region."""
+    """Whether each point of `_sample_points` exists, for each region."""
     points = torch.arange(positions.shape[2], device=positions.device) // 2
     return points < counts.unsqueeze(1)
 
@@ -158,8 +160,8 @@ def max_roi_pool(x: Tensor, rois: Tensor, *, pooled_shape: Sequence[int], spatia
     result = x.new_zeros(rois.shape[0], x.shape[1], *pooled_shape)
     for k, (image, *corners) in enumerate(rois.tolist()):
         left, top, right, bottom = (math.floor(n * spatial_scale + 0.5) for n in corners)
-        rows = _bins(top, bottom, x.shape[2], pooled_shape[0])
-        columns = _bins(left, right, x.shape[3], pooled_shape[1])
+        rows = _bin_ranges(top, bottom, x.shape[2], pooled_shape[0])
+        columns = _bin_ranges(left, right, x.shape[3], pooled_shape[1])
         for i, (a, b) in enumerate(rows):
             for j, (c, d) in enumerate(columns):
                 if a < b and c < d:
@@ -167,7 +169,7 @@ def max_roi_pool(x: Tensor, rois: Tensor, *, pooled_shape: Sequence[int], spatia
     return result
 
 
-def _bins(first: int, last: int, size: int, bins: int) -> list[tuple[int, int]]:
+def _bin_ranges(first: int, last: int, size: int, bins: int) -> list[tuple[int, int]]:
     length = max(last - first + 1, 1)
     return [
         (min(max(first + k * length // bins, 0), size), min(max(first - (-(k + 1) * length // bins), 0), size))
@@ -202,12 +204,12 @@ def non_max_suppression(
         (image, kind, box)
         for image in range(scores.shape[0])
         for kind in range(scores.shape[1])
-        for box in _best(low[image], high[image], values[image, kind], limit, iou, threshold)
+        for box in _select_boxes(low[image], high[image], values[image, kind], limit, iou, threshold)
     ]
     return torch.tensor(selected, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
 
 
-def _best(
+def _select_boxes(
     low: np.ndarray, high: np.ndarray, scores: np.ndarray, limit: int, iou: float, threshold: float | None
 ) -> list[int]:
     """Indices of boxes by descending score, without those that a better one overlaps."""

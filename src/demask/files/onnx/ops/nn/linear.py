@@ -127,10 +127,10 @@ def transposed_convolution(
     elif auto_pad == "VALID":
         before, after = [0] * axes, [0] * axes
     ends = [a - e for a, e in zip(after, extra, strict=True)]
-    return _transposed(x, weight, bias, stride, dilation, group, before, ends)
+    return _conv_transpose(x, weight, bias, stride, dilation, group, before, ends)
 
 
-def _transposed(
+def _conv_transpose(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -169,11 +169,11 @@ def gemm(
     """alpha a b + beta c."""
     if not a.is_floating_point():
         integers = [None if t is None else t.to(torch.int64) for t in (a, b, c)]
-        return _gemm(*integers, alpha, beta, transA, transB).to(a.dtype)  # type: ignore[arg-type]
-    return _gemm(a, b, c, alpha, beta, transA, transB)
+        return _scaled_product(*integers, alpha, beta, transA, transB).to(a.dtype)  # type: ignore[arg-type]
+    return _scaled_product(a, b, c, alpha, beta, transA, transB)
 
 
-def _gemm(
+def _scaled_product(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, transpose_a: int, transpose_b: int
 ) -> Tensor:
     a, weight = a.t() if transpose_a else a, b if transpose_b else b.t()
@@ -194,7 +194,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
-def _activated(x: Tensor, name: str, params: Sequence[float]) -> Tensor:
+def _apply_activation(x: Tensor, name: str, params: Sequence[float]) -> Tensor:
     """An activation of x, with parameters in the order of its attributes."""
     if name == "Clip":
         return x.clamp(*params)
@@ -235,7 +235,7 @@ def fused_convolution(
         pads=pads,
         strides=strides,
     )
-    return _activated(y if added is None else y + added, activation, activation_params)
+    return _apply_activation(y if added is None else y + added, activation, activation_params)
 
 
 @OPS("FusedGemm", domain=RUNTIME)
@@ -256,7 +256,7 @@ def fused_gemm(
     """activation(alpha a b + beta c)."""
     params = [p for p in (activation_alpha, activation_beta, activation_gamma) if p is not None]
     y = gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
-    return _activated(y, activation, params)
+    return _apply_activation(y, activation, params)
 
 
 @OPS("FusedMatMul", domain=RUNTIME)

@@ -41,7 +41,7 @@ def batch_norm(
         x, scale, bias = x.flatten(1), scale.reshape(-1), bias.reshape(-1)
         mean, var = mean.reshape(-1), var.reshape(-1)
     if training_mode or (version < 14 and outputs > 1):
-        return _trained(x, scale, bias, mean, var, epsilon, momentum, shape)[:outputs]
+        return _batch_norm_in_training(x, scale, bias, mean, var, epsilon, momentum, shape)[:outputs]
     mean, var = (s if s.dtype == scale.dtype else s.to(scale.dtype) for s in (mean, var))
     if scale.dtype != x.dtype and x.dtype not in (torch.float16, torch.bfloat16):
         scale, bias, mean, var = (t.to(x.dtype) for t in (scale, bias, mean, var))
@@ -49,7 +49,7 @@ def batch_norm(
     return result if result.shape == shape else result.reshape(shape)
 
 
-def _trained(
+def _batch_norm_in_training(
     x: Tensor,
     scale: Tensor,
     bias: Tensor,

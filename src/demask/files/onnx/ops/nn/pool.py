@@ -116,10 +116,10 @@ def max_pool(
     if outputs == 1:
         return pool(wide, *call).to(x.dtype)
     values, indices = pool(wide, *call, return_indices=True)
-    return values.to(x.dtype), _flat_indices(_unravel(indices, wide.shape[2:], shift), x.shape, storage_order)
+    return values.to(x.dtype), _flat_indices(_unravel_positions(indices, wide.shape[2:], shift), x.shape, storage_order)
 
 
-def _unravel(indices: Tensor, sizes: Sequence[int], before: Sequence[int]) -> list[Tensor]:
+def _unravel_positions(indices: Tensor, sizes: Sequence[int], before: Sequence[int]) -> list[Tensor]:
     """Per axis the positions of flat indices into padded planes, without the padding."""
     positions = []
     for size, pad in zip(reversed(sizes), reversed(before), strict=True):
@@ -162,11 +162,11 @@ def average_pool(
     exact = window.covered(x.shape[2:])
     more = [n - m for n, m in zip(exact.after, window.after, strict=True)]
     ones = padded(wide.new_ones(1, 1, *x.shape[2:]), window.before, window.after, float(bool(count_include_pad)))
-    shares = _means(padded(ones, [0] * len(more), more), exact)
-    return (_means(padded(wide, exact.before, exact.after), exact) / shares).to(x.dtype)
+    shares = _window_means(padded(ones, [0] * len(more), more), exact)
+    return (_window_means(padded(wide, exact.before, exact.after), exact) / shares).to(x.dtype)
 
 
-def _means(x: Tensor, window: PoolWindow) -> Tensor:
+def _window_means(x: Tensor, window: PoolWindow) -> Tensor:
     """The mean of each window of x, which is already padded."""
     axes, window_size = x.ndim - 2, product(window.kernel)
     if set(window.dilation) == {1}:
@@ -191,10 +191,10 @@ def lp_pool(
     window = PoolWindow.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     window, wide = window.covered(x.shape[2:]), x.float() if x.dtype in _HALVES else x
     powers = padded(wide.abs().pow(p), window.before, window.after)
-    return (_means(powers, window) * product(window.kernel)).pow(1 / p).to(x.dtype)
+    return (_window_means(powers, window) * product(window.kernel)).pow(1 / p).to(x.dtype)
 
 
-def _space(x: Tensor) -> list[int]:
+def _spatial_axes(x: Tensor) -> list[int]:
     return list(range(2, x.ndim))
 
 
@@ -202,12 +202,12 @@ def _space(x: Tensor) -> list[int]:
 def global_average_pool(x: Tensor) -> Tensor:
     """The mean of each channel."""
     if x.ndim - 2 not in _WHOLE_MEAN:
-        return x.mean(_space(x), keepdim=True)
+        return x.mean(_spatial_axes(x), keepdim=True)
     return _WHOLE_MEAN[x.ndim - 2](x, 1)
 
 
-OPS("GlobalMaxPool")(lambda x: x.amax(_space(x), keepdim=True))
-OPS("GlobalLpPool")(lambda x, *, p=2: torch.linalg.vector_norm(x, p, _space(x), keepdim=True))
+OPS("GlobalMaxPool")(lambda x: x.amax(_spatial_axes(x), keepdim=True))
+OPS("GlobalLpPool")(lambda x, *, p=2: torch.linalg.vector_norm(x, p, _spatial_axes(x), keepdim=True))
 
 
 @OPS("MaxUnpool")

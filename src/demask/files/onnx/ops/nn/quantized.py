@@ -147,27 +147,27 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return quantized(x, scale, zero_point), scale, zero_point.to(torch.uint8)
 
 
-def _centered(x: Tensor, zero_point: Tensor | None, axis: int | None = None) -> Tensor:
+def _subtract_zero_point(x: Tensor, zero_point: Tensor | None, axis: int | None = None) -> Tensor:
     """x - zero_point in float64. axis: of x, for a zero point with one axis."""
     x = x.to(torch.float64)
     if zero_point is None:
         return x
-    return x - _along(zero_point, x, axis).to(torch.float64)
+    return x - _broadcast_scale(zero_point, x, axis).to(torch.float64)
 
 
-def _centered_weights(w: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
+def _subtract_zero_point_of_weights(w: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
     """w - zero_point in float64, by a product that shows zeros of integers that are not folded."""
-    centered = _centered(w, zero_point, axis)
-    return centered if zero_point is None else centered * (w != _along(zero_point, w, axis))
+    centered = _subtract_zero_point(w, zero_point, axis)
+    return centered if zero_point is None else centered * (w != _broadcast_scale(zero_point, w, axis))
 
 
-def _along(scale: Tensor, x: Tensor, axis: int | None) -> Tensor:
+def _broadcast_scale(scale: Tensor, x: Tensor, axis: int | None) -> Tensor:
     if scale.ndim != 1 or scale.shape[0] == 1 or axis is None:
         return scale.reshape(()) if scale.ndim == 1 and scale.shape[0] == 1 else scale
     return scale.reshape([-1 if k == axis % x.ndim else 1 for k in range(x.ndim)])
 
 
-def _int32(x: Tensor) -> Tensor:
+def _wrap_to_int32(x: Tensor) -> Tensor:
     """Integers in int32, with wrap-around."""
     return x.to(torch.int64).to(torch.int32)
 
@@ -179,7 +179,9 @@ def matmul_integer(
     """(a - a_zero_point) @ (b - b_zero_point) in int32; zero points are one number, or one per row
     of a and per column of b."""
     a_axis = -2 if a.ndim > 1 else None
-    return _int32(_centered(a, a_zero_point, a_axis) @ _centered_weights(b, b_zero_point, -1))
+    return _wrap_to_int32(
+        _subtract_zero_point(a, a_zero_point, a_axis) @ _subtract_zero_point_of_weights(b, b_zero_point, -1)
+    )
 
 
 @OPS("QLinearMatMul", stored=(1, 2, 3, 4, 5, 6, 7))
@@ -195,13 +197,13 @@ def qlinear_matmul(
 ) -> Tensor:
     """The product of two quantized matrices, quantized."""
     a_axis = -2 if a.ndim > 1 else None
-    product = _centered(a, a_zero_point, a_axis) @ _centered_weights(b, b_zero_point, -1)
+    product = _subtract_zero_point(a, a_zero_point, a_axis) @ _subtract_zero_point_of_weights(b, b_zero_point, -1)
     scales = [s.to(torch.float32) for s in (a_scale, b_scale, y_scale)]
-    scale = _along(scales[0], product, a_axis) * _along(scales[1], product, -1) / scales[2]
-    return _requantized(product, scale, y_zero_point)
+    scale = _broadcast_scale(scales[0], product, a_axis) * _broadcast_scale(scales[1], product, -1) / scales[2]
+    return _requantize(product, scale, y_zero_point)
 
 
-def _requantized(product: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+def _requantize(product: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     """product * scale, computed in float32 as in onnxruntime, in the type of the zero point."""
     ratio = product.to(torch.float32) * scale
     return fitted(ratio, zero_point.to(torch.float32), NUMBERS[zero_point.dtype])
@@ -222,10 +224,10 @@ def conv_integer(
     strides: Sequence[int] | None = None,
 ) -> Tensor:
     """A convolution of integers, in int32; padding is x's zero point."""
-    return _int32(
+    return _wrap_to_int32(
         convolution(
-            _centered(x, x_zero_point),
-            _centered_weights(w, w_zero_point, 0),
+            _subtract_zero_point(x, x_zero_point),
+            _subtract_zero_point_of_weights(w, w_zero_point, 0),
             auto_pad=auto_pad,
             dilations=dilations,
             group=group,
@@ -257,8 +259,8 @@ def qlinear_conv(
 ) -> Tensor:
     """A convolution of quantized tensors, quantized. bias: int32, in units of x_scale * w_scale."""
     product = convolution(
-        _centered(x, x_zero_point),
-        _centered_weights(w, w_zero_point, 0),
+        _subtract_zero_point(x, x_zero_point),
+        _subtract_zero_point_of_weights(w, w_zero_point, 0),
         None if bias is None else bias.to(torch.float64),
         auto_pad=auto_pad,
         dilations=dilations,
@@ -267,5 +269,5 @@ def qlinear_conv(
         pads=pads,
         strides=strides,
     )
-    scale = x_scale * _along(w_scale, product, 1) / y_scale
-    return _requantized(product, scale, y_zero_point)
+    scale = x_scale * _broadcast_scale(w_scale, product, 1) / y_scale
+    return _requantize(product, scale, y_zero_point)

@@ -127,14 +127,12 @@ class RecurrentAttributes:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentKind:
-    """A kind of layer. order: index in ONNX's gates of each of torch's. usual: default activations,
-    with which torch's op is equal, those of gates first. step: computes the states of the next
-    step."""
+    """A kind of layer."""
 
-    order: tuple[int, ...]
-    usual: tuple[str, ...]
+    order: tuple[int, ...]  # index in ONNX's gates of each of torch's
+    usual: tuple[str, ...]  # default activations, with which torch's op is equal, those of gates first
     torch_op: Callable[..., Any]
-    step: Callable[[RecurrentDirection, Tensor, States], States]
+    step: Callable[[RecurrentDirection, Tensor, States], States]  # computes the states of the next step
 
 
 _LSTM = RecurrentKind((0, 2, 3, 1), ("sigmoid", "tanh", "tanh"), aten.lstm.input, _lstm_step)
@@ -209,7 +207,7 @@ def _run_direction(
     return (_reverse_time(y, lens) if backward else y), ends
 
 
-def _layer(
+def _run_layer(
     kind: RecurrentKind, inputs: RecurrentInputs, attributes: RecurrentAttributes, outputs: int, **options: Any
 ) -> tuple[Tensor, ...]:
     """Outputs and last states of a layer in all its directions. options: of its directions."""
@@ -222,7 +220,7 @@ def _layer(
     usual &= not any(value for key, value in options.items() if key != "linear_before_reset")
     usual &= options.get("linear_before_reset", True) != 0 and not (lens is not None and outputs > 2)
     count = len(kind.usual)
-    calls = _activations(names, attributes.alphas, attributes.betas, count * len(backward))
+    calls = _read_activations(names, attributes.alphas, attributes.betas, count * len(backward))
     if attributes.layout:
         x, initial = x.transpose(0, 1), [s if s is None else s.transpose(0, 1) for s in initial]
     size = (x.shape[1], r.shape[-1])
@@ -254,7 +252,9 @@ def _check_sizes(w: Tensor, r: Tensor, attributes: RecurrentAttributes) -> None:
         raise BadInput(f"expected hidden_size {r.shape[-1]} as in the weights, got {hidden_size}")
 
 
-def _activations(names: Sequence[str], alphas: Sequence[float], betas: Sequence[float], count: int) -> list[Activation]:
+def _read_activations(
+    names: Sequence[str], alphas: Sequence[float], betas: Sequence[float], count: int
+) -> list[Activation]:
     """The functions with these names, bound to the next alpha and beta if they take them."""
     if len(names) != count or not set(names) <= set(_ACTIVATIONS):
         raise BadInput(f"expected {count} activations out of {sorted(_ACTIVATIONS)}, got {names}")
@@ -264,11 +264,11 @@ def _activations(names: Sequence[str], alphas: Sequence[float], betas: Sequence[
         values = [next(k, default) for k, default in zip(rest, defaults, strict=False)]
         if None in values:
             raise BadInput(f"expected activation_alpha and activation_beta for {name!r}, got none")
-        functions.append(partial(_applied, function, values) if values else function)
+        functions.append(partial(_apply_with, function, values) if values else function)
     return functions
 
 
-def _applied(function: Callable[..., Tensor], values: Sequence[Any], x: Tensor) -> Tensor:
+def _apply_with(function: Callable[..., Tensor], values: Sequence[Any], x: Tensor) -> Tensor:
     return function(x, *values)
 
 
@@ -296,7 +296,7 @@ def lstm(
     """The hidden states of all steps, and the last hidden and cell states."""
     inputs = RecurrentInputs(x, w, r, b, sequence_lens, (initial_h, initial_c), p)
     attributes = RecurrentAttributes(direction, layout, activations, activation_alpha, activation_beta, hidden_size)
-    return _layer(_LSTM, inputs, attributes, outputs, clip=clip, input_forget=bool(input_forget))
+    return _run_layer(_LSTM, inputs, attributes, outputs, clip=clip, input_forget=bool(input_forget))
 
 
 @OPS("GRU")
@@ -321,7 +321,7 @@ def gru(
     """The hidden states of all steps, and the last hidden state."""
     inputs = RecurrentInputs(x, w, r, b, sequence_lens, (initial_h,))
     attributes = RecurrentAttributes(direction, layout, activations, activation_alpha, activation_beta, hidden_size)
-    return _layer(_GRU, inputs, attributes, outputs, clip=clip, linear_before_reset=bool(linear_before_reset))
+    return _run_layer(_GRU, inputs, attributes, outputs, clip=clip, linear_before_reset=bool(linear_before_reset))
 
 
 @OPS("RNN")
@@ -346,4 +346,4 @@ def rnn(
     relu = {name.lower() for name in activations or ()} == {"relu"}
     inputs = RecurrentInputs(x, w, r, b, sequence_lens, (initial_h,))
     attributes = RecurrentAttributes(direction, layout, activations, activation_alpha, activation_beta, hidden_size)
-    return _layer(_RNN_RELU if relu else _RNN, inputs, attributes, outputs, clip=clip)
+    return _run_layer(_RNN_RELU if relu else _RNN, inputs, attributes, outputs, clip=clip)

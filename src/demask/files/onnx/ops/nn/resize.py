@@ -108,18 +108,17 @@ def resize(
     if bool(scales) == bool(sizes) or count != len(indices):
         raise BadInput(f"expected {len(indices)} scales or as many sizes, got {count}")
     is_uncropped = kind.coordinates != "tf_crop_and_resize"
-    limits = _limits([0.0] * count + [1.0] * count if is_uncropped else roi or [], count)
+    limits = _roi_limits([0.0] * count + [1.0] * count if is_uncropped else roi or [], count)
     if scales:
-        ratios = [_ratio(s) for s in scales]
-        new = [_scaled(x.shape[k], ratio) for k, ratio in zip(indices, ratios, strict=True)]
+        ratios = [_scale_as_fraction(s) for s in scales]
+        new = [_scaled_size(x.shape[k], ratio) for k, ratio in zip(indices, ratios, strict=True)]
     else:
-        new, ratios = _policy([x.shape[k] for k in indices], sizes or [], keep_aspect_ratio_policy)
+        new, ratios = _sizes_by_policy([x.shape[k] for k in indices], sizes or [], keep_aspect_ratio_policy)
     resized_axes = [ResizeAxis(k, x.shape[k], *rest) for k, *rest in zip(indices, new, ratios, limits, strict=True)]
-    return _resized(x, resized_axes, kind)
+    return _resize_axes(x, resized_axes, kind)
 
 
-def _limits(roi: list[Any], axes: int) -> list[tuple[Any, Any]]:
-    """Start and end of the used part of each axis."""
+def _roi_limits(roi: list[Any], axes: int) -> list[tuple[Any, Any]]:
     if len(roi) != 2 * axes:
         raise BadInput(f"expected a roi of {2 * axes} numbers, got {len(roi)}")
     return list(zip(roi[:axes], roi[axes:], strict=True))
@@ -133,15 +132,18 @@ def upsample(x: Tensor, scales: Floats, *, mode: str = "nearest") -> Tensor:
     mode = {"bilinear": "linear"}.get(mode, mode)
     if mode not in ("nearest", "linear"):
         raise BadInput(f"expected mode nearest or linear, got {mode!r}")
-    resized_axes = [ResizeAxis(k, x.shape[k], _scaled(x.shape[k], _ratio(s)), _ratio(s)) for k, s in enumerate(scales)]
+    resized_axes = [
+        ResizeAxis(k, x.shape[k], _scaled_size(x.shape[k], _scale_as_fraction(s)), _scale_as_fraction(s))
+        for k, s in enumerate(scales)
+    ]
     smaller = [a for a in resized_axes if not isinstance(a.scale, SYMBOLIC) and a.scale < 1]
     larger = [a for a in resized_axes if a not in smaller]
     # ceil, as in onnxruntime and in the tests of opset 10
-    x = _resized(x, smaller, ResizeAttributes(mode, "asymmetric", "ceil"))
-    return _resized(x, larger, ResizeAttributes(mode, "asymmetric", "floor"))
+    x = _resize_axes(x, smaller, ResizeAttributes(mode, "asymmetric", "ceil"))
+    return _resize_axes(x, larger, ResizeAttributes(mode, "asymmetric", "floor"))
 
 
-def _ratio(scale: Any) -> Any:
+def _scale_as_fraction(scale: Any) -> Any:
     """A float32 scale as the fraction that it was rounded from: 3/5 for 0.60000002."""
     if isinstance(scale, SYMBOLIC):
         return scale
@@ -151,30 +153,30 @@ def _ratio(scale: Any) -> Any:
     return near if np.float32(float(near)) == np.float32(scale) else Fraction(scale)
 
 
-def _scaled(size: Any, scale: Any) -> Any:
+def _scaled_size(size: Any, scale: Any) -> Any:
     # also for crops, as in onnxruntime and in ONNX's shape inference, against ONNX's text
     if isinstance(scale, SYMBOLIC):
         return math.floor(size * scale)
     return size * scale.numerator // scale.denominator
 
 
-def _policy(sizes: list[Any], wanted: list[Any], policy: str) -> tuple[list[Any], list[Any]]:
+def _sizes_by_policy(sizes: list[Any], wanted: list[Any], policy: str) -> tuple[list[Any], list[Any]]:
     """New sizes and scales for the `wanted` sizes of the file."""
     if policy == "stretch":
-        return wanted, [_quotient(new, old) for new, old in zip(wanted, sizes, strict=True)]
+        return wanted, [_size_ratio(new, old) for new, old in zip(wanted, sizes, strict=True)]
     if policy not in ("not_larger", "not_smaller"):
         raise BadInput(f"expected policy stretch, not_larger or not_smaller, got {policy!r}")
-    ratios = [_quotient(new, old) for new, old in zip(wanted, sizes, strict=True)]
+    ratios = [_size_ratio(new, old) for new, old in zip(wanted, sizes, strict=True)]
     scale = min(ratios) if policy == "not_larger" else max(ratios)
     return [math.floor(scale * n + Fraction(1, 2)) for n in sizes], [scale] * len(sizes)
 
 
-def _quotient(new: Any, old: Any) -> Any:
+def _size_ratio(new: Any, old: Any) -> Any:
     return Fraction(new, old) if isinstance(new, int) and isinstance(old, int) else new / old
 
 
-def _resized(x: Tensor, axes: list[ResizeAxis], kind: ResizeAttributes) -> Tensor:
-    _check(kind)
+def _resize_axes(x: Tensor, axes: list[ResizeAxis], kind: ResizeAttributes) -> Tensor:
+    _check_attributes(kind)
     axes = [a for a in axes if not _is_unchanged(a)]
     if not axes:
         return x
@@ -197,7 +199,7 @@ def _resized(x: Tensor, axes: list[ResizeAxis], kind: ResizeAttributes) -> Tenso
     return result.round().clamp(limits.min, limits.max).to(x.dtype)
 
 
-def _check(kind: ResizeAttributes) -> None:
+def _check_attributes(kind: ResizeAttributes) -> None:
     for name, value, allowed in (
         ("mode", kind.mode, ("nearest", "linear", "cubic")),
         ("coordinate_transformation_mode", kind.coordinates, _COORDINATES),
@@ -228,12 +230,12 @@ def _at_once(x: Tensor, axes: list[ResizeAxis], kind: ResizeAttributes) -> Tenso
     """The result of one call of F.interpolate; None where it is not equal."""
     if not 3 <= x.ndim <= 5 or not x.is_floating_point() or x.dtype.itemsize < 2:
         return None
-    if any(a.index < 2 or not (a.even or _scaled(a.size, a.scale) == a.new) for a in axes):
+    if any(a.index < 2 or not (a.even or _scaled_size(a.size, a.scale) == a.new) for a in axes):
         return None
     if kind.mode == "nearest":
         mode_sets = [_nearest_mode(a, kind) for a in axes]
         modes = set.intersection(*mode_sets)
-        return _interpolated(x, axes, min(modes, key=len), None) if modes else None
+        return _interpolate(x, axes, min(modes, key=len), None) if modes else None
     cubic = kind.mode == "cubic"
     if kind.antialias or (cubic and (x.ndim != 4 or kind.a != -0.75 or kind.outside)):
         return None
@@ -244,24 +246,24 @@ def _at_once(x: Tensor, axes: list[ResizeAxis], kind: ResizeAttributes) -> Tenso
     is_pytorch = kind.coordinates == "pytorch_half_pixel"
     if any((uneven and not a.even) or (is_pytorch and _is_one(a.new)) for a in axes):
         return None
-    return _interpolated(x, axes, "bicubic" if cubic else _LINEAR[x.ndim], corners)
+    return _interpolate(x, axes, "bicubic" if cubic else _LINEAR[x.ndim], corners)
 
 
 def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _interpolated(x: Tensor, axes: list[ResizeAxis], mode: str, corners: bool | None) -> Tensor:
+def _interpolate(x: Tensor, axes: list[ResizeAxis], mode: str, corners: bool | None) -> Tensor:
     by_scale = all(isinstance(a.scale, Fraction) for a in axes) and any(a.symbolic or not a.even for a in axes)
     spatial = {a.index: a for a in axes}
     if by_scale:
-        scales = [_factor(spatial[k].scale) if k in spatial else 1.0 for k in range(2, x.ndim)]
+        scales = [_rounded_up_scale(spatial[k].scale) if k in spatial else 1.0 for k in range(2, x.ndim)]
         return F.interpolate(x, scale_factor=scales, mode=mode, align_corners=corners)
     sizes = [spatial[k].new if k in spatial else x.shape[k] for k in range(2, x.ndim)]
     return F.interpolate(x, size=sizes, mode=mode, align_corners=corners)
 
 
-def _factor(scale: Fraction) -> float:
+def _rounded_up_scale(scale: Fraction) -> float:
     """A scale for torch, slightly larger if no float is exact: 100 * 0.29 < 29 would round the size
     down to 28."""
     near = float(scale)
@@ -272,7 +274,7 @@ def _nearest_mode(axis: ResizeAxis, kind: ResizeAttributes) -> set[str]:
     """The modes of F.interpolate that select the same positions."""
     if not axis.symbolic:
         # as torch computes it, in float32
-        wanted, last = _positions(axis, kind), axis.size - 1
+        wanted, last = _nearest_positions(axis, kind), axis.size - 1
         step = np.float32(axis.size / axis.new if axis.even else 1 / axis.scale)
         positions = np.arange(axis.new, dtype=np.float32)
         candidates = {"nearest": positions * step, "nearest-exact": (positions + np.float32(0.5)) * step}
@@ -293,13 +295,13 @@ def _nearest_mode(axis: ResizeAxis, kind: ResizeAttributes) -> set[str]:
     return {"nearest-exact"} if is_exact else set()
 
 
-def _xp(axis: ResizeAxis) -> Any:
+def _array_module(axis: ResizeAxis) -> Any:
     return torch if axis.symbolic else np
 
 
-def _origin(axis: ResizeAxis, kind: ResizeAttributes) -> Any:
+def _old_coordinates(axis: ResizeAxis, kind: ResizeAttributes) -> Any:
     """Coordinate on the old axis of each position of the new axis."""
-    xp, size, new = _xp(axis), axis.size, axis.new
+    xp, size, new = _array_module(axis), axis.size, axis.new
     scale = axis.scale if isinstance(axis.scale, SYMBOLIC) else float(axis.scale)
     positions = xp.arange(new, dtype=xp.float64)
     width = new if axis.even else size * scale
@@ -322,20 +324,20 @@ def _origin(axis: ResizeAxis, kind: ResizeAttributes) -> Any:
     return offset + (positions + 0.5) / scale - 0.5
 
 
-def _positions(axis: ResizeAxis, kind: ResizeAttributes) -> Any:
+def _nearest_positions(axis: ResizeAxis, kind: ResizeAttributes) -> Any:
     """The nearest position on the old axis of each position of the new axis."""
-    xp = _xp(axis)
-    return xp.clip(_ROUND[kind.nearest](xp, _origin(axis, kind)), 0, axis.size - 1)
+    xp = _array_module(axis)
+    return xp.clip(_ROUND[kind.nearest](xp, _old_coordinates(axis, kind)), 0, axis.size - 1)
 
 
-def _tensor(array: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_tensor_like(array: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(array, Tensor):
         return array.to(like.device, dtype)
     return torch.tensor(array.tolist(), dtype=dtype, device=like.device)
 
 
 def _select_nearest(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
-    positions = _tensor(_positions(axis, kind), x, torch.int64)
+    positions = _as_tensor_like(_nearest_positions(axis, kind), x, torch.int64)
     return _extrapolate(x.index_select(axis.index, positions), axis, kind)
 
 
@@ -343,23 +345,23 @@ def _extrapolate(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
     """x with the extrapolation value where a crop extends beyond the axis."""
     if kind.coordinates != "tf_crop_and_resize":
         return x
-    origin = _origin(axis, kind)
+    origin = _old_coordinates(axis, kind)
     beyond = (origin < 0) | (origin > axis.size - 1)
     if not axis.symbolic and not beyond.any():
         return x
-    mask = _tensor(beyond, x, torch.bool).reshape([-1] + [1] * (x.ndim - 1 - axis.index))
+    mask = _as_tensor_like(beyond, x, torch.bool).reshape([-1] + [1] * (x.ndim - 1 - axis.index))
     return x.masked_fill(mask, kind.extrapolation)
 
 
-def _taps(axis: ResizeAxis, kind: ResizeAttributes) -> tuple[Any, Any]:
+def _tap_positions(axis: ResizeAxis, kind: ResizeAttributes) -> tuple[Any, Any]:
     """Positions on the old axis and their weights, each [new size, taps]."""
-    xp, reach = _xp(axis), {"linear": 1, "cubic": 2}[kind.mode]
+    xp, reach = _array_module(axis), {"linear": 1, "cubic": 2}[kind.mode]
     shrink = min(axis.scale, 1) if kind.antialias else 1
     first = math.floor(-reach / shrink) + 1
-    origin = _origin(axis, kind)
+    origin = _old_coordinates(axis, kind)
     left = xp.ceil(origin) - 1
     offsets = xp.arange(first, 2 - first, dtype=xp.float64)
-    weights = _weights(xp, (offsets - (origin - left)[:, None]) * float(shrink), kind)
+    weights = _tap_weights(xp, (offsets - (origin - left)[:, None]) * float(shrink), kind)
     if kind.antialias:
         weights = weights / weights.sum(-1)[:, None]
     positions = left[:, None] + offsets
@@ -370,7 +372,7 @@ def _taps(axis: ResizeAxis, kind: ResizeAttributes) -> tuple[Any, Any]:
     return xp.clip(positions, 0, axis.size - 1), weights
 
 
-def _weights(xp: Any, distance: Any, kind: ResizeAttributes) -> Any:
+def _tap_weights(xp: Any, distance: Any, kind: ResizeAttributes) -> Any:
     """The interpolation kernel at some distances."""
     x = xp.abs(distance)
     if kind.mode == "linear":
@@ -383,14 +385,14 @@ def _weights(xp: Any, distance: Any, kind: ResizeAttributes) -> Any:
 
 def _interpolate_axis(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
     """x with one axis resized: each position is a weighted sum of its taps."""
-    positions, weights = _taps(axis, kind)
+    positions, weights = _tap_positions(axis, kind)
     count = weights.shape[1]
     if count > 4 and not axis.symbolic:
         return _extrapolate(_matrix_product(x, axis, positions, weights), axis, kind)
     shape = [-1] + [1] * (x.ndim - 1 - axis.index)
     parts = [
-        x.index_select(axis.index, _tensor(positions[:, k], x, torch.int64))
-        * _tensor(weights[:, k], x, x.dtype).reshape(shape)
+        x.index_select(axis.index, _as_tensor_like(positions[:, k], x, torch.int64))
+        * _as_tensor_like(weights[:, k], x, x.dtype).reshape(shape)
         for k in range(count)
     ]
     return _extrapolate(sum(parts[1:], parts[0]), axis, kind)
@@ -402,7 +404,7 @@ def _matrix_product(x: Tensor, axis: ResizeAxis, positions: np.ndarray, weights:
         raise BadInput(f"a resize from {axis.size} to {axis.new} positions is too large for demask")
     matrix = np.zeros((axis.new, axis.size))
     np.add.at(matrix, (np.arange(axis.new)[:, None], positions.astype(np.int64)), weights)
-    weight = _tensor(matrix, x, x.dtype)
+    weight = _as_tensor_like(matrix, x, x.dtype)
     if axis.index == x.ndim - 2:
         return weight @ x
     return F.linear(x.movedim(axis.index, -1), weight).movedim(-1, axis.index)

@@ -1,1 +1,0 @@
-"""`demask prune`: train, prune, tune and demask an image classifier."""

@@ -1,0 +1,253 @@
+"""Layers with trained nonzeros: forward pass and gradients by kernels that read values in place.
+
+A plan packs values, which pays if the next calls use it, too; but each training step changes them.
+So a single layer that needs gradients runs as
+
+    linear    y = W x by `demask::spmm`, whose gradients are the transposed product and SDDMM
+    conv      kernels over planes of images (`conv_products`), by `demask::convolved`
+
+on the CPU, also under torch.compile; float16 and bfloat16 are computed in float32. Data that
+kernels need in addition to the indices is computed once per mask.
+
+The ops of convolutions with trained nonzeros, and of their gradients:
+
+torch.ops.demask.convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? bias,
+                           str program) -> Tensor
+torch.ops.demask.conv_gradients(Tensor gradient, Tensor x, Tensor values, Tensor crow, Tensor col,
+                                  str program, bool of_x, bool of_values) -> (Tensor, Tensor)
+
+float32 on the CPU. A program is one convolution without activation, with the weights (values, row
+starts, columns, bias). Gradients have one number per nonzero, also under torch.compile; second
+derivatives are those of ATen ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from demask.errors import BadInput
+from demask.kernels.llvm import availability as llvm
+from demask.ops.activations import Act, apply_activation
+from demask.sparse import reference as dense
+from demask.sparse.csr_matrix import CsrMatrix
+from demask.sparse.products.spmm_op import product
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ConvStep, LinearStep, Span, SparseWeight
+
+
+@functools.lru_cache(maxsize=64)
+def parsed(text: str) -> SegmentProgram:
+    """The program of a text."""
+    return SegmentProgram.parse(text)
+
+
+def recomputed(
+    text: str, count: int, tensors: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Gradients of a program, as those of `reference.run`; None for tensors that need none.
+
+    tensors: `count` inputs, then weights. needed: which of them need a gradient. grads: gradients
+    of the outputs.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, since a tensor may be passed twice; leaves, unless second derivatives are needed.
+        tensors = [t.view_as(t) if create_graph else t.detach() for t in tensors]
+        differentiated = [
+            t if create_graph else t.requires_grad_() for t, need in zip(tensors, needed, strict=True) if need
+        ]
+        outputs = dense.run(parsed(text), tensors[:count], tensors[count:])
+        gradients = iter(
+            torch.autograd.grad(outputs, differentiated, grads, create_graph=create_graph, allow_unused=True)
+        )
+    return [next(gradients) if need else None for need in needed]
+
+
+_LIBRARY = Library("demask", "FRAGMENT")
+for _line in (
+    "convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? bias, str program) -> Tensor",
+    "conv_gradients(Tensor gradient, Tensor x, Tensor values, Tensor crow, Tensor col, str program,"
+    " bool of_x, bool of_values) -> (Tensor, Tensor)",
+):
+    _LIBRARY.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def convolved(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    """The convolution of a program, differentiable.
+
+    Raises BadInput for shapes, dtypes and indices that do not match the program.
+    """
+    return torch.ops.demask.convolved.default(x, values, crow, col, bias, text)
+
+
+def _checked_step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tuple[ConvStep, CsrMatrix]:
+    """The convolution and its matrix, checked except for indices."""
+    program = parsed(text)
+    step = program.steps[0]
+    if not isinstance(step, ConvStep) or len(program.steps) != 1 or step.act or step.add is not None:
+        raise BadInput("expected a program of one convolution without activation and sum")
+    dense.check(program, [x], [values, crow, col])
+    kinds = (x.dtype, values.dtype, crow.dtype, col.dtype)
+    if kinds != (torch.float32, torch.float32, torch.int32, torch.int32):
+        raise BadInput(f"expected float32 numbers and int32 indices, got {kinds}")
+    sizes = tuple(t.shape for t in (crow, values))
+    if sizes != ((step.out + 1,), tuple(col.shape)) or col.ndim != 1:
+        raise BadInput(f"expected {step.out + 1} row starts and n values and columns, got {sizes}")
+    return step, CsrMatrix(crow, col, values, None, (step.out, 0))
+
+
+def _convolve_on_cpu(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    from demask.sparse.products.conv_products import convolved  # needs llvmlite
+
+    step, m = _checked_step(text, x, values, crow, col)
+    if bias is not None and (bias.shape != (step.out,) or bias.dtype != x.dtype):
+        raise BadInput(f"expected a bias of shape ({step.out},), got {tuple(bias.shape)}")
+    return convolved(step, m, x, bias)
+
+
+def _conv_gradients(
+    grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str, of_x: bool, of_values: bool
+) -> tuple[Tensor, Tensor]:
+    from demask.sparse.products.conv_products import gradient_of_values, gradient_of_x
+
+    step, m = _checked_step(text, x, values, crow, col)
+    unused = x.new_empty(0), values.new_empty(0)
+    return (
+        gradient_of_x(step, m, x, grad) if of_x else unused[0],
+        gradient_of_values(step, m, x, grad) if of_values else unused[1],
+    )
+
+
+def _fake_convolved(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    _checked_step(text, x, values, crow, col)
+    return x.new_empty(parsed(text).shapes([x.shape])[1])
+
+
+def _fake_gradients(
+    grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str, of_x: bool, of_values: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if of_x else (0,)), values.new_empty(col.shape if of_values else (0,))
+
+
+def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.text = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients_of_convolved(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, values, crow, col, bias = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    if torch.is_grad_enabled():
+        tensors = [x, values, crow, col, *([] if bias is None else [bias])]
+        gradients = recomputed(ctx.text, 1, tensors, needed[: len(tensors)], [grad])
+        return (*gradients, *[None] * (6 - len(tensors)))
+    of_x = of_values = of_bias = None
+    if needed[0] or needed[1]:
+        of_x, of_values = torch.ops.demask.conv_gradients.default(
+            grad, x, values, crow, col, ctx.text, needed[0], needed[1]
+        )
+    if bias is not None and needed[4]:
+        of_bias = grad.sum((0, *range(2, grad.ndim)))
+    return (of_x if needed[0] else None, of_values if needed[1] else None, None, None, of_bias, None)
+
+
+_LIBRARY.impl("convolved", _convolve_on_cpu, "CPU")
+_LIBRARY.impl("conv_gradients", _conv_gradients, "CPU")
+torch.library.register_fake("demask::convolved", _fake_convolved, lib=_LIBRARY)
+torch.library.register_fake("demask::conv_gradients", _fake_gradients, lib=_LIBRARY)
+torch.library.register_autograd(
+    "demask::convolved", _gradients_of_convolved, setup_context=_save_for_gradients, lib=_LIBRARY
+)
+
+
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def trained(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
+    """The output of a program of one layer, differentiable; None if the kernels do not support it.
+
+    Raises BadInput for shapes, dtypes and indices that do not match.
+    """
+    if not takes(program, inputs, weights):
+        return None
+    (x,), step = inputs, program.steps[0]
+    dense.check(program, inputs, weights)
+    if isinstance(step, LinearStep):
+        z = _trained_linear(step, x, weights)
+    elif isinstance(step, ConvStep):
+        z = _trained_conv(step, program, x, weights)
+    else:
+        return None
+    return None if z is None else apply_activation(z, step.act)
+
+
+def takes(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+    """Whether a program is one layer on the CPU that kernels support and that needs gradients.
+
+    Frozen layers count, too, if x needs a gradient.
+    """
+    if len(program.steps) != 1 or len(inputs) != 1 or program.outputs != (1,):
+        return False
+    step, x = program.steps[0], inputs[0]
+    if not isinstance(step, ConvStep | LinearStep) or step.add is not None or not x.numel():
+        return False
+    if step.weight.csr is None:
+        return False
+    spans = [*step.weight.csr, *([] if step.bias is None else [step.bias])]
+    if step.weight.scale is not None or not all(_is_full_tensor(span, weights) for span in spans):
+        return False
+    values = weights[step.weight.values[0]]
+    tensors = [x, values, *([] if step.bias is None else [weights[step.bias[0]]])]
+    if x.dtype not in TYPES or any(t.dtype != x.dtype or not t.is_cpu for t in tensors):
+        return False
+    indices = [weights[span[0]] for span in step.weight.csr[1:]]
+    if not any(t.requires_grad for t in tensors) or any(t.dtype != torch.int32 for t in indices):
+        return False
+    return llvm.is_installed()
+
+
+def _is_full_tensor(span: Span, weights: Sequence[Tensor]) -> bool:
+    number, first, end = span
+    return number < len(weights) and first == 0 and weights[number].shape == (end,)
+
+
+def _trained_linear(step: LinearStep, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """x @ W.T + bias [..., out]."""
+    values, crow, col = dense.matrix(step.weight, weights, x.shape[-1])
+    tokens = x.reshape(-1, x.shape[-1])
+    transposed = tokens.t().contiguous()  # also read by gradients
+    size = (step.out, x.shape[-1])
+    product_t = product(crow, col, values, None, size, transposed, dense.bias(step, weights))
+    return product_t.t().contiguous().reshape(*x.shape[:-1], step.out)
+
+
+def _trained_conv(step: ConvStep, program: SegmentProgram, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
+    """The convolution, or None if offsets do not fit in 32 bits."""
+    from demask.sparse.products.conv_products import ConvGeometry
+
+    if ConvGeometry.of(step, tuple(x.shape)).too_large:
+        return None
+    assert step.weight.csr is not None  # `takes` tells
+    values, crow, col = (weights[span[0]] for span in step.weight.csr)
+    bias = dense.bias(step, weights)
+    float_bias = None if bias is None else bias.float()
+    return convolved(x.float(), values.float(), crow, col, float_bias, _without_activation(program)).to(x.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _without_activation(program: SegmentProgram) -> str:
+    """The text of the program without activation; weights: values, row starts, columns, bias."""
+    step = program.steps[0]
+    assert isinstance(step, ConvStep) and step.weight.csr is not None
+    act: Act | None = None
+    spans = enumerate(step.weight.csr)
+    weight = SparseWeight(*((number, *span[1:]) for number, span in spans))
+    bias = None if step.bias is None else (3, *step.bias[1:])
+    return replace(program, steps=(replace(step, act=act, weight=weight, bias=bias),)).text()
