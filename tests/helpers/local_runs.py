@@ -8,6 +8,7 @@ import zlib
 from dataclasses import dataclass, field
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
@@ -19,6 +20,9 @@ from demask.traverse import axes as parts
 from demask.traverse.axes import Axes, Window
 from demask.traverse.local.dispatch import Local, local
 
+DRAWS = settings(
+    derandomize=True, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 IMAGE: Axes = (2, 3)
 GARBAGE = 77
 

@@ -29,6 +29,7 @@ ACTIVATIONS = (
     "clamp",
     "sigmoid",
     "silu",
+    "mish",
     "tanh",
     "hardsigmoid",
     "hardswish",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,16 +19,8 @@ from demask.traverse import axes as parts
 from demask.traverse.axes import Axes
 from demask.traverse.local.kernels import CompiledDepthwise, CompiledPool, faster_kind, fused
 from demask.tune.epilogue import Epilogue
-from local_runs import IMAGE, Placed, Scratch, assert_close, exact_result, image_call, run, values_of, windows
+from local_runs import DRAWS, IMAGE, Placed, Scratch, assert_close, exact_result, image_call, run, values_of, windows
 
-DRAWS = settings(
-    derandomize=True,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-    max_examples=40,
-)
 F = torch.nn.functional
 
 
@@ -64,7 +56,7 @@ def pair_of(low: int, high: int):
 CHANNELS = st.sampled_from([1, 2, 3, 10, 16, 33, 64])
 
 
-@DRAWS
+@settings(DRAWS, max_examples=40)
 @given(
     CHANNELS,
     pair_of(5, 20),
@@ -96,7 +88,7 @@ def test_sequences(channels, size, kernel, stride, pad):
 
 
 @pytest.mark.nightly
-@DRAWS
+@settings(DRAWS, max_examples=40)
 @given(
     CHANNELS,
     pair_of(7, 20),

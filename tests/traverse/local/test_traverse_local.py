@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,12 +24,8 @@ from demask.traverse import axes as parts
 from demask.traverse.local.call import Sliding
 from demask.traverse.local.dispatch import Local, local
 from demask.tune.epilogue import Epilogue
-from local_runs import CONV, IMAGE, Placed, Scratch, check, holds, image_call, related, run, values_of, windows
+from local_runs import CONV, DRAWS, IMAGE, Placed, Scratch, check, holds, image_call, related, run, values_of, windows
 from test_laws import ONE_OF_EACH
-
-DRAWS = settings(
-    derandomize=True, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-)
 
 
 @pytest.fixture(autouse=True)

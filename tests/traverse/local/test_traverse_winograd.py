@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -26,16 +26,8 @@ from demask.traverse.local import kernels as local_kernels
 from demask.traverse.local.kernels import CompiledWinograd
 from demask.traverse.planning.planner import lay_out_plan, plan_flow, plan_tiles
 from demask.tune.epilogue import Epilogue, apply_activation
-from local_runs import IMAGE, Placed, Scratch, assert_close, exact_result, image_call, run, values_of, windows
+from local_runs import DRAWS, IMAGE, Placed, Scratch, assert_close, exact_result, image_call, run, values_of, windows
 
-DRAWS = settings(
-    derandomize=True,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-    max_examples=25,
-)
 CONV = ("aten.conv2d.default", S((1, 32, 13, 18)), S((48, 32, 3, 3), True), S((48,), True), [1, 1], [1, 1])
 
 
@@ -75,7 +67,7 @@ def holds(*call, pair: Axes = IMAGE, seed: int = 0) -> None:
 CHANNELS = st.sampled_from([32, 48, 64])
 
 
-@DRAWS
+@settings(DRAWS, max_examples=25)
 @given(
     CHANNELS,
     CHANNELS,

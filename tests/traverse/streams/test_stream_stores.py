@@ -98,8 +98,7 @@ def test_a_pyramid_is_of_means_and_has_the_metadata_of_ngff(image):
     assert transform == {"type": "scale", "scale": [1.0, 2.0, 2.0]}
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", ["zarr", "h5py", "tifffile", "memmap", "big-endian", "fortran"])
+@pytest.mark.parametrize("kind", ["zarr", "h5py", "tifffile"])
 def test_any_array_that_can_be_sliced_is_a_source_and_a_destination(image, kind):
     x, expected = image
     source, target = x.numpy(), np.zeros(expected.shape, np.float32)
@@ -116,15 +115,6 @@ def test_any_array_that_can_be_sliced_is_a_source_and_a_destination(image, kind)
         tifffile.imwrite("a.tif", source[0], tile=(64, 64), photometric="minisblack")
         file = tifffile.imread("a.tif", aszarr=True)
         source = zarr.open(file, mode="r")
-    if kind == "memmap":
-        source = np.load("image.npy", mmap_mode="r")
-        target = np.lib.format.open_memmap("b.npy", "w+", np.float32, expected.shape)
-    if kind == "big-endian":
-        np.save("big.npy", source.astype(">f4"))
-        source = "big.npy"
-    if kind == "fortran":
-        np.save("fortran.npy", np.asfortranarray(source))
-        source = "fortran.npy"
     layout = "CHW" if kind == "tifffile" else None
     stream(net(), source, target, memory=MEMORY, layout=layout)
     torch.testing.assert_close(torch.from_numpy(np.asarray(target[...])), expected)
@@ -267,5 +257,3 @@ def test_damaged_chunks_and_formats_are_errors_by_name(image):
         prepare(net(), "bad.tif", "y.npy", memory=MEMORY)
     with pytest.raises(BadInput, match="are only read"):
         prepare(net(), "image.npy", "y.svs", memory=MEMORY)
-    with pytest.raises(BadInput, match="ends in one of"):
-        prepare(net(), "image.npy", "y.png", memory=MEMORY)
