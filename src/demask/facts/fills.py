@@ -118,6 +118,5 @@ def missing_letters(relation: Relation, out: int) -> set[str]:
 
 
 def call(node: fx.Node, arguments: dict[str, Any]) -> Any:
-    args, kwargs = schema.bind_arguments(node.target, arguments)
     with torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return schema.call_with(node, arguments)

@@ -68,10 +68,7 @@ def finite_argument(relation: Relation, facts: Facts) -> float | None:
             else torch.full([1] * fact.fill.ndim, number).to(fact.fill.dtype)
             for o, fact in zip(relation.operands, inputs, strict=True)
         ]
-        args, kwargs = schema.bind_arguments(
-            relation.node.target, schema.replace_operands(arguments, relation.operands, values)
-        )
-        output = relation.node.target(*args, **kwargs)  # type: ignore[operator]
+        output = schema.call_with(relation.node, schema.replace_operands(arguments, relation.operands, values))
         if bool(torch.isfinite(to_computable(output)).all()):
             return number
     return None

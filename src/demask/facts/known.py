@@ -267,7 +267,7 @@ Relations = Mapping[fx.Node, "Relation | Declined"]
 def key_of(node: fx.Node) -> Key:
     """The value of a node: a `getitem` is an alias of one output of its source."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        return (node.args[0], int(node.args[1]))  # type: ignore[arg-type]
+        return (node.args[0], schema.output_of(node))
     return (node, 0)
 
 

@@ -223,9 +223,8 @@ def _range_at_ends(
     call_arguments = schema.replace_operands(arguments, which, values)
     if "memory_format" in call_arguments:
         call_arguments["memory_format"] = None
-    args, kwargs = schema.bind_arguments(node.target, call_arguments)
     try:
-        output = node.target(*args, **kwargs)  # type: ignore[operator]
+        output = schema.call_with(node, call_arguments)
     except (RuntimeError, TypeError, IndexError):
         return None  # the op does not accept tensors with one axis
     if rounds and isinstance(output, Tensor) and bool(output.isnan().any()):

@@ -70,7 +70,7 @@ def _split(editor: GraphEditor, node: fx.Node) -> None:
         x = layer_outputs[0] if directions == 1 else editor.call_for(node, aten.cat.default, layer_outputs, 2)
     joined = [editor.call_for(node, aten.cat.default, list(parts), 0) for parts in zip(*final_states, strict=True)]
     for user in list(node.users):
-        user.replace_all_uses_with([x, *joined][user.args[1]])  # type: ignore[index]
+        user.replace_all_uses_with([x, *joined][schema.output_of(user)])
         editor.graph.erase_node(user)
     editor.graph.erase_node(node)
 

@@ -94,8 +94,7 @@ def _run(
         name: schema.concrete(value) if name not in names and schema.is_dynamic(value) else value
         for name, value in (schema.arguments(node) | dict(indices)).items()
     }
-    args, kwargs = schema.bind_arguments(node.target, schema.replace_operands(call_arguments, which, values))
-    output = node.target(*args, **kwargs)  # type: ignore[operator]
+    output = schema.call_with(node, schema.replace_operands(call_arguments, which, values))
     return list(output) if isinstance(output, (list, tuple)) else [output]
 
 

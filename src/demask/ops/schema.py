@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from demask.compat.dispatch import OpOverload, is_mutable, schema_of
 
@@ -90,6 +91,26 @@ def bind_arguments(target: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, .
     while args and args[-1][1]:
         args.pop()
     return tuple(value for value, _ in args), kwargs
+
+
+def call_with(node: fx.Node, values: Mapping[str, Any]) -> Any:
+    """The result of the op of a call, on other arguments, by name."""
+    target: Any = node.target
+    args, kwargs = bind_arguments(target, values)
+    return target(*args, **kwargs)
+
+
+def call_on(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+    """The result of the op of a call, on the values of its operands."""
+    target: Any = node.target
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    return target(*args, **kwargs)
+
+
+def output_of(read: fx.Node) -> int:
+    """Which output of a call with several a `getitem` reads."""
+    index: Any = read.args[1]
+    return index
 
 
 def operands(node: fx.Node, skip: tuple[str, ...] = ()) -> tuple[Operand, ...]:

@@ -15,7 +15,7 @@ from demask.failures import Log
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program, path_of
 from demask.graph.value import Value
-from demask.ops import Table, op_name
+from demask.ops import Table, op_name, schema
 from demask.rewrites.rule import Pass, Phase, Replacement, Rule
 
 NO_OPS = Table({})
@@ -96,7 +96,7 @@ def _apply_rule(editor: GraphEditor, each: Rule, node: fx.Node, phase: str, log:
         editor.replace(node, new, inherit=new not in node.all_input_nodes)
         return True
     for user in list(node.users):  # reads one of several outputs
-        new = replacement[user.args[1]]  # type: ignore[index]
+        new = replacement[schema.output_of(user)]
         if new is not None:
             editor.replace(user, new.node, inherit=True)
     return True

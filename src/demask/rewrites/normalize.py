@@ -585,9 +585,7 @@ def _is_projection(value: Value) -> bool:
 
 def _positions(take: Value, size: int) -> list[Tensor]:
     """Per output, the positions of an axis that a call selects."""
-    arguments = schema.arguments(take.node) | {"self": torch.arange(size), "dim": 0}
-    args, kwargs = schema.bind_arguments(take.target, arguments)
-    output = take.target(*args, **kwargs)
+    output = schema.call_with(take.node, schema.arguments(take.node) | {"self": torch.arange(size), "dim": 0})
     return [t.reshape(-1) for t in (output if isinstance(output, (list, tuple)) else [output])]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.fx.node import map_arg
 
 from demask.graph.value import Value
 from demask.ops import schema
@@ -102,8 +101,7 @@ def _elements(mask: Value) -> Tensor | None:
     def value(of: Any) -> Any:
         if of not in known:
             if of.op == "call_function":
-                args, kwargs = map_arg((of.args, of.kwargs), value)
-                known[of] = of.target(*args, **kwargs)
+                known[of] = schema.call_on(of, value)
             elif (constant := mask.editor.tensor(of)) is not None:
                 known[of] = constant
             else:

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 
 from demask.compat.dispatch import OpOverload
 from demask.facts.ranges import Range, compute_ranges
@@ -340,8 +339,7 @@ def _through(table: Table, editor: GraphEditor, node: fx.Node, rank: int) -> _Ma
         return None
     name, dtype = relation.operands[0].name, fake(masked.value).dtype
     arguments = schema.arguments(node)
-    args, kwargs = schema.bind_arguments(node.target, arguments | {name: torch.tensor(masked.fill, dtype=dtype)})
-    fill = float(node.target(*args, **kwargs))  # type: ignore[operator]
+    fill = float(schema.call_with(node, arguments | {name: torch.tensor(masked.fill, dtype=dtype)}))
     value = _scaled(editor, node, masked.value, masked.scale)
     return _Masked(editor.repeat_call(node, **{name: value}), masked.keep, fill)
 
@@ -377,8 +375,7 @@ def _constant(editor: GraphEditor, node: Any) -> Tensor | None:
         stack += top.all_input_nodes
     values: dict[fx.Node, Any] = {}
     for n in reversed(order):
-        args, kwargs = map_arg((n.args, dict(n.kwargs)), values.__getitem__)
-        values[n] = editor.tensor(n) if n.op == "get_attr" else n.target(*args, **kwargs)  # type: ignore[operator]
+        values[n] = editor.tensor(n) if n.op == "get_attr" else schema.call_on(n, values.__getitem__)
     return values[node]
 
 
@@ -415,7 +412,7 @@ def _pool(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     factor = masked.scale
     if average:
-        shares = node.target(masked.keep[None, None].double(), *_rest(arguments)).unique()  # type: ignore[operator]
+        shares = schema.call_with(node, arguments | {"self": masked.keep[None, None].double()}).unique()
         if masked.fill or len(shares) != 1:
             return None
         factor *= 1 / round(1 / float(shares))

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
@@ -194,8 +193,7 @@ def is_rounding(editor: GraphEditor, node: fx.Node) -> bool:
 def _keeps_zero(node: fx.Node) -> bool:
     """Whether a pointwise call maps zero to zero."""
     zero = torch.zeros(1, dtype=fake(node).dtype)
-    args, kwargs = map_arg((node.args, node.kwargs), lambda _: zero)
-    return bool((node.target(*args, **kwargs) == 0).all())  # type: ignore[operator]
+    return bool((schema.call_on(node, lambda _: zero) == 0).all())
 
 
 def _follows(editor: GraphEditor, user: fx.Node, node: fx.Node, table: Table) -> bool:

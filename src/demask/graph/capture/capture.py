@@ -47,6 +47,7 @@ from demask.graph.module_copy import buffers_as_numbers, structural_copy, withou
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface
 from demask.graph.result.demasked_module import to_exportable
+from demask.ops import schema
 from demask.ops.schema import fake
 from demask.pytree_paths import complete_keys
 
@@ -145,7 +146,7 @@ def _inline(graph: fx.Graph, node: fx.Node, module: fx.GraphModule) -> None:
         output: Any = graph.graph_copy(region.graph, mapping)
     for user in list(node.users):
         if user.target is operator.getitem and isinstance(output, (tuple, list)):
-            user.replace_all_uses_with(output[user.args[1]])  # type: ignore[index]
+            user.replace_all_uses_with(output[schema.output_of(user)])
             graph.erase_node(user)
     if isinstance(output, fx.Node):
         node.replace_all_uses_with(output)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.failures import CallFailed, attributed
 from demask.graph.capture.declared_masks import draw_weights
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
+from demask.ops import schema
 from demask.ops.entries.contraction import GROUPED
 
 _RAW = re.compile(r"parametrizations\.(?P<p>[^.]+)\.original\d*$|(?P<o>[^.]+)_orig$|(?P<w>[^.]+)_[gv]$")
@@ -140,9 +140,8 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any], program: Program, room:
     if node.op == "get_attr":
         values[node] = program.constants[str(node.target)].tensor
     elif node.op == "call_function" and _foldable(node, values, room):
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
         with contextlib.suppress(CallFailed), attributed(node):  # what fails here stays a call
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            values[node] = schema.call_on(node, values.__getitem__)
             leaves = pytree.tree_leaves(values[node])
             return sum(leaf.numel() for leaf in leaves if _is_tensor(leaf))
     return 0

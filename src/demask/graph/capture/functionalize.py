@@ -195,7 +195,7 @@ def _is_part_of_view(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or not _is_op(source):
         return False
     returns = schema_of(source.target).returns
-    return returns[min(int(node.args[1]), len(returns) - 1)].alias_info is not None  # type: ignore[arg-type]
+    return returns[min(schema.output_of(node), len(returns) - 1)].alias_info is not None
 
 
 def _shares_memory(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = None) -> bool | None:
@@ -207,8 +207,7 @@ def _shares_memory(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = Non
     with FakeTensorMode():
         try:
             values = {n: _sized(fake(n), at) for n in node.all_input_nodes}
-            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-            output = node.target(*args, **kwargs)  # type: ignore[operator]
+            output = schema.call_on(node, values.__getitem__)
         except (RuntimeError, ZeroDivisionError):
             return None
     operand = values[node.args[0]]  # type: ignore[index]

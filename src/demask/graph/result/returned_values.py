@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from demask.ops import schema
 from demask.ops.schema import fake
 
 Path = tuple[int, ...]
@@ -44,7 +45,7 @@ def read_from_module(node: fx.Node, pattern: Any) -> None:
         node.meta["val"] = _ordered(pattern, fake(node))
     inner: dict[Path, fx.Node] = {(): node}
     for user in list(node.users):
-        *parents, last = path_of_output[user.args[1]] or (None,)  # type: ignore[index]
+        *parents, last = path_of_output[schema.output_of(user)] or (None,)
         for k in range(1, len(parents) + 1):
             if (path := tuple(parents[:k])) not in inner:
                 with node.graph.inserting_after(inner[path[:-1]]):

@@ -631,9 +631,8 @@ def call_with(relation: Relation, operand: int, value: Tensor) -> list[Tensor]:
     values = [value if k == operand else o.value for k, o in enumerate(relation.operands)]
     call_arguments = schema.replace_operands(schema.arguments(relation.node), relation.operands, values)
     call_arguments = map_arg(call_arguments, lambda node: fake(node))
-    args, kwargs = schema.bind_arguments(relation.node.target, call_arguments)
     with torch.no_grad():
-        output = relation.node.target(*args, **kwargs)  # type: ignore[operator]
+        output = schema.call_with(relation.node, call_arguments)
     return list(output) if isinstance(output, (list, tuple)) else [output]
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_arg
 
 from demask.compat.dispatch import has_schema
 from demask.errors import DemaskError
@@ -246,8 +245,7 @@ def _moved(node: fx.Node, walk: _ProgramWalk) -> Any:
                     return walk.program.constants[str(n.target)].tensor
                 return _value(fake(n), sizes)
 
-            args, kwargs = map_arg((node.args, node.kwargs), put)
-            results.append(node.target(*args, **kwargs))  # type: ignore[operator]
+            results.append(schema.call_on(node, put))
     except (TypeError, RuntimeError, ValueError):
         return None  # a data-dependent size, or a call that fails for these sizes
     if isinstance(results[0], Tensor):

@@ -166,7 +166,7 @@ def inlined(program: Whole) -> Whole:
     for node, inner in segments_of(editor.graph):
         values = _InlinedSegment(editor, node, inner).nodes()
         for user in list(node.users):
-            output = values[inner.outputs[user.args[1]]]  # type: ignore[index]
+            output = values[inner.outputs[schema.output_of(user)]]
             editor.replace(user, output, inherit=True)
         editor.graph.erase_node(node)
     return editor.finish()

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 
 from demask.compat.dispatch import has_schema
 from demask.errors import BadInput
@@ -289,9 +288,8 @@ def _evaluated(emitter: InstructionEmitter, node: fx.Node) -> Any:
         value = fake(source)  # an input: only its sizes are read
         return torch.empty(value.shape, dtype=value.dtype)
 
-    args, kwargs = map_arg((node.args, node.kwargs), known)
     with torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return schema.call_on(node, known)
 
 
 def _guess(node: fx.Node) -> NodeRefs:

@@ -348,7 +348,7 @@ def _split_outputs(editor: GraphEditor, node: fx.Node) -> None:
         if user.target is not operator.getitem:
             continue
         with editor.graph.inserting_before(user):
-            replacement = _OUTPUT_RULES[node.target](editor, node, int(user.args[1]))  # type: ignore[arg-type]
+            replacement = _OUTPUT_RULES[node.target](editor, node, schema.output_of(user))
         if replacement is not None:
             editor.replace(user, replacement, inherit=True)
 

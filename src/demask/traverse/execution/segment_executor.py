@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 
 from demask.machine.allocator import release_free_memory
 from demask.machine.arena import align_size
+from demask.ops import schema
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
 from demask.traverse.analysis.partial_reductions import Reduction, attend, keys_of
@@ -277,9 +277,7 @@ class SegmentExecutor:
             return self._view_rows(source, step, 0, self.flow.rows(source))
 
         node = unit.node
-        arguments: Any = map_arg((node.args, dict(node.kwargs)), value)
-        args, kwargs = arguments
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        result = schema.call_on(node, value)
         self.counter.macs += self.flow.macs(node)
         if node not in self.flow.axes:
             self.ends.uncut_values[node] = result

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.compat.fake_tensors import FakeTensorMode
@@ -21,7 +20,7 @@ from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.codegen import TRACED, Codegen
 from demask.graph.result.demasked_module import Demasked, build
-from demask.ops import TABLE, Table
+from demask.ops import TABLE, Table, schema
 from demask.ops.schema import fake
 from demask.registry import RESULT_KINDS
 from demask.traverse.analysis.flow import Flow, flow_of
@@ -162,8 +161,7 @@ def _set_fake_values(graph: fx.Graph, module: Tiled) -> None:
             elif node.op == "get_attr":
                 node.meta["val"] = mode.from_tensor(attrgetter(str(node.target))(module))
             elif node.op == "call_function":
-                args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: fake(n))
-                node.meta["val"] = node.target(*args, **kwargs)
+                node.meta["val"] = schema.call_on(node, fake)
 
 
 def call_by_image(module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Image | None = None) -> Any:
