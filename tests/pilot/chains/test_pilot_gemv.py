@@ -115,7 +115,7 @@ def test_several_calls_at_once_have_memory_of_their_own():
 
 
 def test_tiles_hold_the_weights():
-    """tiled()[tile, column, row] == weight[tile · rows + row, column], and 0 beyond."""
+    """tile_columns()[tile, column, row] == weight[tile · rows + row, column], and 0 beyond."""
     weight = np.arange(35 * 3, dtype=np.float32).reshape(35, 3)
     found = packing.tile_columns(weight, 1, AVX512)
     assert found.shape == (3, 3, 16)

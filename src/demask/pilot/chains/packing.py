@@ -26,7 +26,7 @@ HALF, MIDDLE = 16, 7.5  # weight of the upper half of a byte, mean of the lower 
 def zeros_in_huge_pages(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     """Zeros that begin at a page of 2 MB.
 
-    >>> huge((3, 5), np.float32).ctypes.data % 2**21
+    >>> zeros_in_huge_pages((3, 5), np.float32).ctypes.data % 2**21
     0
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
