@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -419,10 +419,6 @@ def _pool(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     elif not (bool(masked.keep.all()) or _is_least(table, editor, masked)):
         return None
     return _scaled(editor, node, insert_slices(editor, node, masked.value, where), factor)
-
-
-def _rest(arguments: Mapping[str, Any]) -> list[Any]:
-    return [value for name, value in arguments.items() if name != "self"]
 
 
 def _picked(node: fx.Node, keep: Tensor) -> list[Progression] | None:
