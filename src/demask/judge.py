@@ -303,13 +303,12 @@ class Pair:
         flips = wide.isfinite() != moved.isfinite() if is_inexact(a) else wide != moved
         self.moves = flips if self.moves is None else self.moves | flips
         if is_inexact(a):
-            self.allowed = max(self.allowed, compare(self._steady(a), self._steady(other)).gap)
+            self.allowed = max(self.allowed, compare(self._without_flips(a), self._without_flips(other)).gap)
         if isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype:
-            self.difference = replace(compare(self._steady(a), self._steady(b)), eps=self.difference.eps)
+            self.difference = replace(compare(self._without_flips(a), self._without_flips(b)), eps=self.difference.eps)
             self._decide()
 
-    def _steady(self, x: Tensor) -> Tensor:
-        """The values that rounding does not flip; 0 elsewhere."""
+    def _without_flips(self, x: Tensor) -> Tensor:
         x = to_computable(x)
         return x if self.moves is None else x.masked_fill(self.moves, 0)
 
@@ -351,7 +350,7 @@ class Pair:
         difference, a, b = self.difference, self.expected, self.actual
         if not difference.size or (difference.text and difference.eps):
             return difference.text or f"differs by {difference.gap:.3g} where all is 0"
-        gaps = (_wide(self._steady(a)) - _wide(self._steady(b))).abs().nan_to_num(0.0)
+        gaps = (_wide(self._without_flips(a)) - _wide(self._without_flips(b))).abs().nan_to_num(0.0)
         at = tuple(int(k) for k in torch.unravel_index(gaps.argmax(), gaps.shape))
         element = f"{_wide(b)[at].item():.6g} at {at}, expected {_wide(a)[at].item():.6g}"
         if difference.text:
@@ -517,15 +516,15 @@ class InFloat64:
         """Outputs of each call, by name: the first network's in float64, the second's, and the first's in
         float32 if it computes in float64 throughout."""
         with _CoarsestType() as types:
-            self._run(self.reference, lambda network: network, lambda leaf: leaf)
+            self._run_in_dtype(self.reference, lambda network: network, lambda leaf: leaf)
         self.eps = min(types.eps, _SINGLE)
-        runs = [self._run(self.reference, to_wide, to_double)]
-        runs.append([{}] * len(runs[0]) if self.other is None else self._run(self.other, to_wide, to_double))
+        runs = [self._run_in_dtype(self.reference, to_wide, to_double)]
+        runs.append([{}] * len(runs[0]) if self.other is None else self._run_in_dtype(self.other, to_wide, to_double))
         if self.eps < _SINGLE:
-            runs.append(self._run(self.reference, nn.Module.float, to_single))
+            runs.append(self._run_in_dtype(self.reference, nn.Module.float, to_single))
         return list(zip(*runs, strict=True))
 
-    def _run(
+    def _run_in_dtype(
         self, new: Callable[[], nn.Module], convert: Callable[[Any], Any], cast: Callable[[Any], Any]
     ) -> list[Any]:
         """The outputs of a network in another dtype; its memory is freed at once."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -467,12 +467,12 @@ def _original(
 ) -> Demasked:
     """The original network: a copy if it is an optimized one, else its captured graph."""
     if isinstance(race.baseline, Optimized):
-        copy = structural_copy(race.baseline, share=False)
-        copy.demasked = replace(copy.demasked, notes=(*copy.demasked.notes, notes[-1]))  # type: ignore
-        return copy  # type: ignore[return-value]
+        copy: Any = structural_copy(race.baseline, share=False)
+        copy.demasked = replace(copy.demasked, notes=(*copy.demasked.notes, notes[-1]))
+        return copy
     same = replace(unchanged_provenance(provenance), notes=notes, decisions=decisions, speed=speed)
-    first = build(program, same).eval()
-    return move_module(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
+    first: Any = build(program, same).eval()
+    return first if race.device == CPU else cast(Demasked, move_module(first, race.device))
 
 
 def _enter_candidates(

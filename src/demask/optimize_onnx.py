@@ -576,7 +576,7 @@ class _OnnxCandidates:
         self.progress(f"writing: {name}")
         program, provenance = self.reductions[borders]
         rewritten = for_runtime(program, self.table, multiple)
-        if any(one.program and _is_same(rewritten, one.program) for one in self.valid.values()):
+        if any(one.program and _same_calls_and_tensors(rewritten, one.program) for one in self.valid.values()):
             return
         try:
             slim = build(rewritten, optimized_provenance(rewritten, provenance, self.table)).eval()
@@ -673,8 +673,7 @@ class _SessionRace:
         return clock.race({name: self.calls[name] for name in names}, rounds, WARMUP, **limits)
 
 
-def _is_same(a: Program, b: Program) -> bool:
-    """Whether two programs have the same calls and tensors."""
+def _same_calls_and_tensors(a: Program, b: Program) -> bool:
     return str(a.graph) == str(b.graph) and all(
         torch.equal(constant.tensor, b.constants[name].tensor) for name, constant in a.constants.items()
     )

@@ -168,20 +168,20 @@ def verify(
     stated, networks = state_domains(model, args, kwargs, inputs), (model, slim)
     if isinstance(getattr(slim, "demasked", None), Provenance):  # its cache has fewer heads
         model, slim = _without_cache(model), _without_cache(slim)
-    layers = _layers(model, slim) if _copies(model, slim) > memory() / SHARE else []
-    graph = slim if layers else _graph(slim)
-    own, narrow = _dtype(model, slim), find_narrow_casts(graph)
+    layers = _names_of_repeated_layers(model, slim) if _bytes_of_float64_copies(model, slim) > memory() / SHARE else []
+    graph = slim if layers else _widenable(slim)
+    own, narrow = _first_dtype(model, slim), find_narrow_casts(graph)
     call = _Call(model, slim, args, kwargs, stated)
     if layers:
         comparison = _TwoTypes(own, narrow, graph)
-        comparison.compare_draws({False: _own(model, slim)}, call)
+        comparison.compare_draws({False: _in_own_dtype(model, slim)}, call)
     else:
         comparison = _compare_in_both(call, graph, own, narrow, table)
     compared = _compare_layers(comparison, model, slim, layers, (args, kwargs), table) if layers else ()
     comparison.compare_tokens(networks, kwargs.get("input_ids", args[0] if args else None))
     result = comparison.result()
     if layers:
-        coverage = _coverage(compared, layers, _copies(model, slim), result.dtype)
+        coverage = _describe_coverage(compared, layers, _bytes_of_float64_copies(model, slim), result.dtype)
         coverage = "; ".join(filter(None, (coverage, result.coverage)))
         result = replace(result, layers=compared, coverage=coverage)
     if check and not result.ok:
@@ -198,10 +198,10 @@ def _without_cache(network: Any) -> Any:
     """A copy of a module that returns no key-value cache; a graph module itself."""
     if not isinstance(network, nn.Module) or isinstance(network, fx.GraphModule):
         return network
-    return without_caches(_eval(network))
+    return without_caches(_copy_in_eval(network))
 
 
-def _graph(slim: nn.Module) -> nn.Module:
+def _widenable(slim: nn.Module) -> nn.Module:
     """The network's graph, which can be widened whatever its code casts to; else the network."""
     try:
         return as_graph(slim)
@@ -217,8 +217,7 @@ def memory() -> float:
         return math.inf
 
 
-def _copies(model: Any, slim: nn.Module) -> int:
-    """Bytes that copies of both networks in float64 would take."""
+def _bytes_of_float64_copies(model: Any, slim: nn.Module) -> int:
     own = model.state_dict.values() if isinstance(model, ExportedProgram) else _tensors(model)
     return 8 * sum(t.numel() for t in (*own, *_tensors(slim)) if t.is_floating_point())
 
@@ -227,15 +226,14 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _layers(model: Any, slim: nn.Module) -> list[str]:
-    """Names of the repeated layers that both networks have."""
+def _names_of_repeated_layers(model: Any, slim: nn.Module) -> list[str]:
     if not isinstance(model, nn.Module) or isinstance(model, fx.GraphModule):
         return []
     there = {name for name, module in slim.named_modules() if not is_holder(module)}
     return [name for name in find_repeated_blocks(model) if name in there]
 
 
-def _sample(names: Sequence[str]) -> list[str]:
+def _sample_names(names: Sequence[str]) -> list[str]:
     """The first, middle and last name, and some others drawn at random."""
     ends = {0, len(names) // 2, len(names) - 1}
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0)).tolist()
@@ -254,7 +252,7 @@ def _compare_in_both(call: _Call, graph: nn.Module, own: torch.dtype, narrow: An
 
     def pairs() -> dict[bool, tuple[nn.Module, nn.Module]]:
         left, right = (_double(network, call.args, call.kwargs) for network in (call.model, graph))
-        return {True: (left, right), False: _own(call.model, call.slim)}
+        return {True: (left, right), False: _in_own_dtype(call.model, call.slim)}
 
     comparison = _TwoTypes(own, narrow, graph)
     rounds = own is not torch.float64
@@ -272,7 +270,7 @@ def _compare_layers(
     comparison: _TwoTypes, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Table
 ) -> tuple[str, ...]:
     """Names of sampled layers that were compared in float64, on inputs of their first call."""
-    calls = record_first_calls(model, inputs[0], inputs[1], _sample(names))
+    calls = record_first_calls(model, inputs[0], inputs[1], _sample_names(names))
     for k, (name, layer_inputs) in enumerate(calls.items()):
         left = _wide(model.get_submodule(name), layer_inputs)
         right = _wide(slim.get_submodule(name), layer_inputs)
@@ -297,12 +295,11 @@ def _wide(layer: nn.Module, inputs: Any) -> nn.Module:
     try:
         copy: nn.Module = build_plain(captured(layer, inputs[0], inputs[1], None))
     except NotExportable:
-        copy = _eval(layer, share=False)
+        copy = _copy_in_eval(layer, share=False)
     return to_wide(copy)
 
 
-def _coverage(compared: Sequence[str], layers: Sequence[str], size: int, dtype: str) -> str:
-    """Description of what was compared in float64 and what was not."""
+def _describe_coverage(compared: Sequence[str], layers: Sequence[str], size: int, dtype: str) -> str:
     return (
         f"in float64, {len(compared)} of {len(layers)} layers were compared "
         f"({', '.join(compared)}), each on its inputs in one run of the model, since copies of "
@@ -382,7 +379,7 @@ class _TwoTypes:
         if self.own is not torch.float64:
             return {pair.name: pair.expected for pair in proper}, torch.finfo(self.own).eps
         try:
-            single = _eval(call.model, share=False).float()
+            single = _copy_in_eval(call.model, share=False).float()
             return by_name(run_seeded(single, pytree.tree_map(to_single, inputs))), torch.finfo(torch.float32).eps
         except Exception:  # whatever a network raises in another dtype
             return {}, 1.0
@@ -390,7 +387,7 @@ class _TwoTypes:
     def pairs(self, a: nn.Module, b: nn.Module, inputs: Any, wide: bool, where: str) -> list[Pair]:
         """The outputs of two networks for (args, kwargs), and the inputs and buffers that they write to."""
         calls = copy_inputs(inputs), copy_inputs(inputs)
-        buffers = _versions(a), _versions(b)
+        buffers = _buffer_versions(a), _buffer_versions(b)
         with torch.no_grad():
             try:
                 left = a(*calls[0][0], **calls[0][1])
@@ -408,7 +405,7 @@ class _TwoTypes:
         written = {
             name
             for network, versions in zip((a, b), buffers, strict=True)
-            for name, version in _versions(network).items()
+            for name, version in _buffer_versions(network).items()
             if versions.get(name) != version
         }
         both = dict(a.named_buffers()), dict(b.named_buffers())
@@ -420,19 +417,19 @@ class _TwoTypes:
 
     def compare_tokens(self, networks: tuple[Any, Any], ids: Any) -> None:
         """Compare a few generated tokens, with caches, if both networks generate text."""
-        a, b = networks
         is_text = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
-        if not is_text or not all(callable(getattr(m, "generate", None)) for m in (a, b)):
+        if not is_text or not all(callable(getattr(network, "generate", None)) for network in networks):
             return
+        copies: list[Any] = [_copy_in_eval(network) for network in networks]
         options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                expected = _eval(a).generate(ids, **options)  # type: ignore[operator]
+                expected = copies[0].generate(ids, **options)
             except Exception:  # this model cannot generate from these inputs
                 return
             try:
-                tokens = _eval(b).generate(ids, **options)  # type: ignore[operator]
+                tokens = copies[1].generate(ids, **options)
             except BadInput:  # a part is a graph, which rejects calls unlike the example
                 return
         same = torch.equal(expected, tokens)
@@ -481,21 +478,21 @@ def _failure(name: str, inputs: Any, where: str, error: Exception) -> str:
     )
 
 
-def _versions(network: nn.Module) -> dict[str, tuple[int, int]]:
+def _buffer_versions(network: nn.Module) -> dict[str, tuple[int, int]]:
     """By name of a buffer, which tensor it is and how often that was written to."""
     return {
         name: (id(buffer), buffer._version) for name, buffer in network.named_buffers() if not buffer.is_inference()
     }
 
 
-def _own(model, slim) -> tuple[nn.Module, nn.Module]:
+def _in_own_dtype(model, slim) -> tuple[nn.Module, nn.Module]:
     """Both networks in eval mode, in their own dtype, sharing tensors with the originals."""
     if isinstance(model, ExportedProgram):
-        return model.module(check_guards=False), _eval(slim)
-    return _eval(model), _eval(slim)
+        return model.module(check_guards=False), _copy_in_eval(slim)
+    return _copy_in_eval(model), _copy_in_eval(slim)
 
 
-def _eval(module: nn.Module, share: bool = True) -> nn.Module:
+def _copy_in_eval(module: nn.Module, share: bool = True) -> nn.Module:
     """A copy in eval mode. share: whether its parameters are those of the original."""
     copied = structural_copy(module, share=share)
     for part in copied.modules():
@@ -508,7 +505,7 @@ def _double(network: Any, args: Any, kwargs: Any) -> nn.Module:
     inputs: tuple[Any, ...] = ()
     copy = network
     if not isinstance(network, ExportedProgram):
-        copy, inputs = to_wide(_eval(network, share=False)), (args, kwargs)
+        copy, inputs = to_wide(_copy_in_eval(network, share=False)), (args, kwargs)
         if isinstance(network, Demasked) or not narrows(copy, args, kwargs):
             return copy
     try:
@@ -532,7 +529,7 @@ def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, 
     for name, value in exact.items():
         if value.shape != rounded[name].shape:
             return False
-        if _is_cut(value, cuts.get(name), whole):  # cutting does not round
+        if _is_cut_of_original(value, cuts.get(name), whole):  # cutting does not round
             exact[name] = rounded[name]
         elif value.is_floating_point() and value.numel():
             allowed = eps * float(value.abs().max())
@@ -547,7 +544,7 @@ def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, 
     return True
 
 
-def _is_cut(value: Tensor, how: Cut | None, whole: Mapping[str, Tensor]) -> bool:
+def _is_cut_of_original(value: Tensor, how: Cut | None, whole: Mapping[str, Tensor]) -> bool:
     """Whether a tensor is a cut of the original network's tensors, without computed numbers."""
     source = None if how is None else whole.get(how.source)
     if how is None or source is None or tuple(source.shape) != how.shape:
@@ -584,7 +581,7 @@ def _draws(call: _Call) -> Iterator[tuple[int, Any, Any]]:
             drawn = pytree.tree_leaves(draw.inputs)
             for batch in (1, 3):
                 sized = [resize_batch(x, where, batch) for x, where in zip(drawn, axes, strict=True)]
-                if rows := _rows(drawn, axes):  # positions along the batch fit the smaller one
+                if rows := _largest_batch(drawn, axes):  # positions along the batch fit the smaller one
                     sized = [
                         domain.within(x, batch)
                         if isinstance(x, Tensor) and domain.high is not None and domain.high < rows
@@ -594,12 +591,11 @@ def _draws(call: _Call) -> Iterator[tuple[int, Any, Any]]:
                 yield seed, batch, pytree.tree_unflatten(sized, spec)
 
 
-def _rows(leaves: Sequence[Any], axes: Sequence[set[int]]) -> int:
-    """The largest size of a batch axis."""
+def _largest_batch(leaves: Sequence[Any], axes: Sequence[set[int]]) -> int:
     return max((x.shape[k] for x, where in zip(leaves, axes, strict=True) for k in where), default=0)
 
 
-def _dtype(model, slim) -> torch.dtype:
+def _first_dtype(model, slim) -> torch.dtype:
     """The floating dtype of the first parameter; float32 if there is none."""
     source = model.state_dict.values() if isinstance(model, ExportedProgram) else model.parameters()
     tensors = [*source, *slim.parameters()]

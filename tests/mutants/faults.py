@@ -158,7 +158,7 @@ WRITTEN = (
           "part = cut(value, [p if p is None or key != 'exp_avg_sq' else range(len(p)) for p in "
           "piece.positions]).reshape(own.shape)", "states", "carry"),
     fault("averages-of-removed-zeros", "shrink/training/carry.py",
-          "return part * _fewer(AVERAGED[key], piece) if key in AVERAGED else part",
+          "return part * _average_factor(AVERAGED[key], piece) if key in AVERAGED else part",
           "return part", "states"),
     fault("states-of-what-went", "shrink/training/carry.py",
           "optimizer.state.pop(parameter, None)", "pass", "carry"),
@@ -304,7 +304,7 @@ WRITTEN = (
     fault("float64-excuses-nothing", "judge.py", "self.is_same = own <= max(WORSE * error, self.allowed, flips * size)",
           "self.is_same = False", "verdicts", "verify"),
     fault("noise-excuses-all", "judge.py",
-          "self.allowed = max(self.allowed, compare(self._steady(a), self._steady(other)).gap)",
+          "self.allowed = max(self.allowed, compare(self._without_flips(a), self._without_flips(other)).gap)",
           "self.allowed = math.inf", "verdicts", "onnx_judge"),
     fault("noise-excuses-nothing", "files/onnx/check.py", "pair.move(others.get(pair.name))", "pass",
           "verdicts", "onnx_judge"),

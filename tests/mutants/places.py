@@ -174,7 +174,7 @@ PLACES: tuple[tuple, ...] = (
     ("stride/average_pools.py", "stride_pools", ("extreme",
      "return [min(start + kernel, size + pad) - start for start in starts]")),
     ("stride/lower.py", "stride_lower",
-     ("sign", "_replace(editor, chain[: sound[name] + 1], value)")),
+     ("sign", "_replace_chain(editor, chain[: sound[name] + 1], value)")),
     ("stride/targets.py", "stride_lower", ("guard", "if isinstance(of, str) and of in TARGETS:")),
     # pilot
     ("pilot/chains/chain_op.py", "pilot_chain", ("guard",

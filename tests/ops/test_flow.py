@@ -40,7 +40,7 @@ def breaks(name: str, table: Table = TABLE) -> bool:
 
 def test_a_wrong_order_of_letters_breaks_the_flow_law(monkeypatch):
     assert not breaks("aten.pixel_shuffle.default")
-    monkeypatch.setattr(flow, "_inner", lambda relation, letters: [1] * len(letters))
+    monkeypatch.setattr(flow, "_inner_size", lambda relation, letters: [1] * len(letters))
     assert breaks("aten.pixel_shuffle.default")
 
 

@@ -107,7 +107,7 @@ def test_a_sound_form_that_is_refused_is_a_miss(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mask_max_pool", "select_max_pool", "mask_sum_pool", "split"])
 def test_a_pool_that_ends_inside_is_a_miss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_excess", lambda site: [0] * site.rank)
+    monkeypatch.setattr(module, "_excess_of_last_window", lambda site: [0] * site.rank)
     assert any("accepted" in miss for miss in found((ConvAxis(8, 2, 2),), {name: FORMS[name]}))
 
 

@@ -133,10 +133,10 @@ def test_the_memory_of_this_machine_is_known() -> None:
 @pytest.mark.usefixtures("little")
 def test_the_sample_holds_both_ends_and_the_middle() -> None:
     names = [f"blocks.{k}" for k in range(40)]
-    sample = module._sample(names)
+    sample = module._sample_names(names)
     assert len(sample) == len(set(sample)) == 11 and sample == sorted(sample, key=names.index)
-    assert {names[0], names[20], names[39]} <= set(sample) and sample == module._sample(names)
-    assert module._sample(names[:2]) == names[:2]
+    assert {names[0], names[20], names[39]} <= set(sample) and sample == module._sample_names(names)
+    assert module._sample_names(names[:2]) == names[:2]
     model, slim, x = pair(14)
     found = demask.verify(model, slim, (x,))
     assert len(found.layers) == 11 and "11 of 14 layers" in found.coverage

@@ -140,7 +140,7 @@ class _ShapeKernel:
             return output
 
 
-def _is_plain(x: Any, *_: Any) -> bool:
+def _is_dense_float(x: Any, *_: Any) -> bool:
     """Whether a value is dense and floating-point, row-major or channels last."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
         return False
@@ -151,7 +151,7 @@ def _is_plain_norm(x: Any, *args: Any) -> bool:
     """Whether that holds for a batch norm on the CPU whose tensors fit its input."""
     tensors = [value for value in args[:4] if value is not None]
     return (
-        _is_plain(x)
+        _is_dense_float(x)
         and x.ndim > 1
         and x.device.type == "cpu"
         and all(value is not None for value in args[2:4])
@@ -168,4 +168,4 @@ def _is_plain_norm(x: Any, *args: Any) -> bool:
 
 
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
-_FITS: dict[Any, Callable[..., bool]] = {_BATCH_NORM: _is_plain_norm, **dict.fromkeys(_ACTIVATIONS, _is_plain)}
+_FITS: dict[Any, Callable[..., bool]] = {_BATCH_NORM: _is_plain_norm, **dict.fromkeys(_ACTIVATIONS, _is_dense_float)}

@@ -106,9 +106,8 @@ def _call_range(node: fx.Node, bounds: Ranges, constants: Mapping[str, Tensor], 
     assert dtype is not None
     whole = dtype_range(dtype)
     if node.target is operator.getitem:
-        source = node.args[0]
-        same = isinstance(source, fx.Node) and _dtype(source) == dtype
-        return bounds.get(source, whole) if same else whole  # type: ignore[arg-type]
+        source = schema.source_of(node)
+        return bounds.get(source, whole) if _dtype(source) == dtype else whole
     entry = table.get(op_name(node.target))
     if entry is None or dtype.is_complex or not isinstance(node.target, OpOverload):
         return whole
@@ -218,7 +217,7 @@ def _range_at_ends(
     varying = {o.value: r for o, r in zip(which, known, strict=True) if isinstance(o.value, fx.Node)}
     points = [_points(r, _dtype(value)) for value, r in varying.items()]
     columns = list(zip(*itertools.product(*points), strict=True))
-    tensors = {value: _vector(column, _dtype(value)) for value, column in zip(varying, columns, strict=True)}
+    tensors = {value: _as_vector(column, _dtype(value)) for value, column in zip(varying, columns, strict=True)}
     values = [tensors.get(o.value, o.value) if isinstance(o.value, fx.Node) else o.value for o in which]
     call_arguments = schema.replace_operands(arguments, which, values)
     if "memory_format" in call_arguments:
@@ -239,7 +238,7 @@ def _points(known: Range, dtype: torch.dtype | None) -> list[float]:
     return list(dict.fromkeys(known)) + inside
 
 
-def _vector(column: tuple[float, ...], dtype: torch.dtype | None) -> Tensor:
+def _as_vector(column: tuple[float, ...], dtype: torch.dtype | None) -> Tensor:
     """The numbers as a tensor; integers as float64, in which nothing wraps around."""
     assert dtype is not None
     exact = dtype is torch.bool or dtype.is_floating_point

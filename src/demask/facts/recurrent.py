@@ -69,14 +69,14 @@ def find_still_units(relation: Relation, inputs: list[Fact]) -> tuple[Tensor, Te
     for k in role.states:
         letter = relation.ins[k][-1][0]
         starts[letter] = starts[letter] & inputs[k].zero.all(0)
-    w_ih, w_hh = (_weights(relation, inputs, k)[gate] for k in (role.w_ih, role.w_hh))
+    w_ih, w_hh = (_nonzero_weights(relation, inputs, k)[gate] for k in (role.w_ih, role.w_hh))
     fed = ~inputs[0].zero.all(1 - batch)
     fed = fed.expand(len(fed), w_ih.shape[1])
     cells = starts[role.cell] & ~_follow_edges(fed, w_ih.T) & _zero_at_biases(relation, inputs, role)
     while True:
         units = cells
         if role.w_hr is not None:
-            w_hr = _weights(relation, inputs, role.w_hr)[0]
+            w_hr = _nonzero_weights(relation, inputs, role.w_hr)[0]
             units = starts[role.unit] & ~_follow_edges(~cells, w_hr.T)
         fewer = cells & ~_follow_edges(~units, w_hh.T)
         if torch.equal(fewer, cells):
@@ -113,12 +113,12 @@ def _split_gates(relation: Relation, mask: Tensor, operand: int) -> Tensor:
     return full if len(axes[0]) > 1 else full[None]
 
 
-def _weights(relation: Relation, inputs: list[Fact], operand: int) -> Tensor:
+def _nonzero_weights(relation: Relation, inputs: list[Fact], operand: int) -> Tensor:
     """Where a weight is not known to be 0: bool [k, c, i]."""
     return ~_split_gates(relation, inputs[operand].zero, operand)
 
 
-def _everywhere(mask: Tensor, axis: int) -> Tensor:
+def _is_set_everywhere(mask: Tensor, axis: int) -> Tensor:
     """Where a mask is set all along the other axes: bool over one axis (1: the same all along)."""
     return ~along(~mask, axis)
 
@@ -132,8 +132,8 @@ def add_recurrent_needs(relation: Relation, inputs: list[Fact], live: list[Tenso
     for mask, axes, batch_axis in zip(live, relation.outs, batch, strict=True):
         over, letter = mask.any(1 - batch_axis), axes[-1][0]
         need[letter] = need.get(letter, torch.zeros_like(alive[letter])) | over
-    back = _weights(relation, inputs, role.w_hh).any(0)
-    projection = None if role.w_hr is None else _weights(relation, inputs, role.w_hr)[0]
+    back = _nonzero_weights(relation, inputs, role.w_hh).any(0)
+    projection = None if role.w_hr is None else _nonzero_weights(relation, inputs, role.w_hr)[0]
     while True:
         before = dict(need)
         if projection is not None:
@@ -164,7 +164,7 @@ def needed_features(relation: Relation, inputs: list[Fact], live: list[Tensor]) 
     """
     role = roles(relation)
     cells = along(live[deciding_output(relation, role.w_ih)], 2)
-    read = (_weights(relation, inputs, role.w_ih) & cells[:, None]).any(0).any(0)
+    read = (_nonzero_weights(relation, inputs, role.w_ih) & cells[:, None]).any(0).any(0)
     zero, constant = constant_features(relation, inputs)
     return read & ~zero & ~(constant if has_plain_biases(relation) else zero)
 
@@ -174,7 +174,7 @@ def constant_features(relation: Relation, inputs: list[Fact]) -> tuple[Tensor, T
     [i] each (length 1: the same for all)."""
     fact = inputs[0]
     same = fact.known & (fact.fill == fact.fill[:1, :1])
-    return _everywhere(fact.zero, 2), _everywhere(same, 2)
+    return _is_set_everywhere(fact.zero, 2), _is_set_everywhere(same, 2)
 
 
 def has_plain_biases(relation: Relation) -> bool:

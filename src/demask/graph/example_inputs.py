@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -145,7 +145,7 @@ def _expected_domains(source: fx.Node, constants: Mapping[str, Tensor], whole: b
 
 def _domain(user: fx.Node, node: fx.Node, constants: Mapping[str, Tensor], whole: bool) -> Domain | None:
     """The domain that a call expects of one of its operands, or None."""
-    name, args = op_name(user.target), user.args
+    name, args = op_name(user.target), cast(Any, user.args)
     if name.startswith(("aten.div.", "aten.mul.")):
         other = _number(args[1] if args[0] is node else args[0], constants)
         inverse = name.startswith("aten.mul.") and other is not None
@@ -155,8 +155,8 @@ def _domain(user: fx.Node, node: fx.Node, constants: Mapping[str, Tensor], whole
         table, axis, positions = INDEXED[name]
         if args[positions] is node:
             return _rows(args[table], args[axis] if axis is not None else 0, constants)
-    if name == "aten.index.Tensor" and node in args[1]:  # type: ignore[operator]
-        return _rows(args[0], args[1].index(node), constants)  # type: ignore[union-attr]
+    if name == "aten.index.Tensor" and node in args[1]:
+        return _rows(args[0], args[1].index(node), constants)
     if whole and name.startswith("aten.eq."):
         other = _number(args[1] if args[0] is node else args[0], constants)
         return None if other is None else Domain(int(other), int(other))

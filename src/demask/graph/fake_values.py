@@ -99,6 +99,7 @@ class FakeValues:
 
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """The value of a call with fake operands, computed by torch. Raises NotExportable."""
+        target: Any = node.target
         env = self.mode.shape_env
         # A comparison with a dynamic size (is it 2?) must not add a guard.
         without_guards = env.suppress_guards() if env is not None else contextlib.nullcontext()
@@ -107,7 +108,7 @@ class FakeValues:
         without_cache = disable_fake_tensor_cache(self.mode)
         with self.mode, without_guards, shapes_alone, without_cache, enable_python_dispatcher(), torch.no_grad():
             try:
-                return node.target(*args, **kwargs)  # type: ignore[operator]
+                return target(*args, **kwargs)
             except GuardOnDataDependentSymNode as error:
                 first = str(error).strip().splitlines()[0]
                 raise NotExportable(f"{node.target}: {first}", node.name, ADVICE) from error

@@ -82,7 +82,7 @@ def collect_guards(shape_env: Any, ranges: Mapping[Any, Any]) -> tuple[str, ...]
     for guard in shape_env.guards if shape_env is not None else ():
         if isinstance(guard.expr, sympy.Eq) or _is_of_model(guard):
             text = to_python(guard.expr)
-            conditions |= dict.fromkeys(_pinned(guard.expr, shape_env) if text is None else [text])
+            conditions |= dict.fromkeys(_pin_symbols(guard.expr, shape_env) if text is None else [text])
     return tuple(conditions)
 
 
@@ -96,7 +96,7 @@ def _is_of_model(guard: Any) -> bool:
     return bool(where) and (not where.startswith(_TORCH) or where.startswith(_LAYERS))
 
 
-def _pinned(condition: Any, shape_env: Any) -> list[str]:
+def _pin_symbols(condition: Any, shape_env: Any) -> list[str]:
     """Conditions that fix the symbols of a condition to their values in the example."""
     values = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
     return [f"{s} == {values[s]}" for s in sorted(condition.free_symbols, key=str) if s in values]

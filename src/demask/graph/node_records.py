@@ -84,7 +84,7 @@ def graph_of(rows: Sequence[NodeRecord]) -> fx.Graph:
         return nodes[leaf.name] if isinstance(leaf, NodeReference) else leaf
 
     for row in rows:
-        target = _op(row.target) if isinstance(row.target, Overload) else row.target
+        target = _named_op(row.target) if isinstance(row.target, Overload) else row.target
         args, kwargs = (map_aggregate(value, resolved) for value in (row.args, row.kwargs))
         node = graph.create_node(row.op, target, args, kwargs, name=row.name)
         node.name = row.name  # torch.fx adds numbers to names of builtins
@@ -94,7 +94,7 @@ def graph_of(rows: Sequence[NodeRecord]) -> fx.Graph:
     return graph
 
 
-def _op(overload: Overload) -> OpOverload:
+def _named_op(overload: Overload) -> OpOverload:
     """The op with these names; a custom op's module is imported."""
     namespace, _, name = overload.name.partition("::")
     if namespace == "demask":

@@ -201,13 +201,13 @@ class _Stack:
         firsts = rows[0]
         if all(is_zeros(state) for row in rows for state in row):
             return firsts if all(state.target in SIZED_ZEROS for state in firsts) else None
-        wholes = [state.args[0] if state.args else None for state in firsts]
+        wholes: list[Any] = [state.args[0] if state.args else None for state in firsts]
         fits = all(
             _is_call(state, aten.slice.Tensor, whole, 0, k, k + 1, 1)
             for k, row in enumerate(rows)
             for state, whole in zip(row, wholes, strict=True)
         )
-        return wholes if fits else None  # type: ignore[return-value]
+        return wholes if fits else None
 
     def _is_read_after(self) -> bool:
         """Whether the final states are read only after the last of the calls."""

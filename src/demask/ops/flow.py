@@ -105,7 +105,7 @@ def _first(relation: Relation, letters: tuple[str, ...], part: Part) -> int | No
     """The number of a part's major letter, or of the dynamic letter if the part is dynamic."""
     if part.size == DYNAMIC:
         return next((k for k, name in enumerate(letters) if relation.size.get(name) is None), None)
-    inner = _inner(relation, letters)
+    inner = _inner_size(relation, letters)
     first = next((k for k, n in enumerate(inner) if n < part.inner * part.size), None)
     if first is None or inner[first] * _size(relation, letters[first]) < part.inner:
         return None
@@ -121,8 +121,8 @@ def _shared(
     output's axis and its letters.
     """
     (letters, first), (axis, letters_after) = before, after
-    inner, index = _inner(relation, letters), letters_after.index(letters[first])
-    inner_after = _inner(relation, letters_after)
+    inner, index = _inner_size(relation, letters), letters_after.index(letters[first])
+    inner_after = _inner_size(relation, letters_after)
     if part.size == DYNAMIC:
         exact = part.inner % inner[first] == 0
         return Part(axis, part.inner // inner[first] * inner_after[index]) if exact else None
@@ -141,7 +141,7 @@ def _shared(
     return Part(axis, inner_after[index + k - 1], size)
 
 
-def _inner(relation: Relation, letters: tuple[str, ...]) -> list[int]:
+def _inner_size(relation: Relation, letters: tuple[str, ...]) -> list[int]:
     """Positions of the axis per position of each letter: the product of the sizes after it."""
     sizes = [_size(relation, letter) for letter in letters]
     return [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]

@@ -133,10 +133,10 @@ def _steps(relation: Relation, operand_letters, letters) -> tuple[int, int | Non
         if letter != other or letter in relation.complete:
             break
         common += 1
-    return (common, _product(relation, operand_letters[common:]), _product(relation, letters[common:]))
+    return (common, _size_product(relation, operand_letters[common:]), _size_product(relation, letters[common:]))
 
 
-def _product(relation: Relation, letters: tuple[str, ...]) -> int | None:
+def _size_product(relation: Relation, letters: tuple[str, ...]) -> int | None:
     """The product of the sizes of letters; None if one is dynamic."""
     sizes = [relation.size[letter] for letter in letters]
     return None if None in sizes else math.prod(size or 1 for size in sizes)

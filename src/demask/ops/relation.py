@@ -199,7 +199,7 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     numbers = [*(operand.value for operand in tensors), schema.arguments(node).get("fill_value")]
     if schema.is_dynamic(numbers):
         return Declined(f"{name} with a number known only at run time")
-    constants = {name: _index(schema.arguments(node)[name]) for name in entry.indices}
+    constants = {name: _constant_index(schema.arguments(node)[name]) for name in entry.indices}
     indices = {name: value for name, value in constants.items() if value is not None}
     if len(indices) < len(constants):
         return Declined(f"{name} with positions known only at run time")
@@ -219,7 +219,7 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     )
 
 
-def _index(value) -> Tensor | None:
+def _constant_index(value) -> Tensor | None:
     """The value of a constant index, which constant folding stores on its node; else None."""
     return value.meta.get("positions") if isinstance(value, fx.Node) else None
 

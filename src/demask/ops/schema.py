@@ -107,6 +107,13 @@ def call_on(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
     return target(*args, **kwargs)
 
 
+def source_of(node: fx.Node) -> fx.Node:
+    """The first argument of a call whose first argument is a value of the graph."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node), node
+    return source
+
+
 def output_of(read: fx.Node) -> int:
     """Which output of a call with several a `getitem` reads."""
     index: Any = read.args[1]

@@ -89,8 +89,10 @@ def _apply_rule(editor: GraphEditor, each: Rule, node: fx.Node, phase: str, log:
     if replacement is None:
         return False
     if log.changes is not None:
-        added = _between(last, node)
-        log.changes.append(Change(phase, each.name, each.reason, path_of(node), (_text(node),), (*map(_text, added),)))
+        added = _nodes_between(last, node)
+        log.changes.append(
+            Change(phase, each.name, each.reason, path_of(node), (_call_text(node),), (*map(_call_text, added),))
+        )
     if isinstance(replacement, Value):
         new = replacement.node
         editor.replace(node, new, inherit=new not in node.all_input_nodes)
@@ -102,8 +104,7 @@ def _apply_rule(editor: GraphEditor, each: Rule, node: fx.Node, phase: str, log:
     return True
 
 
-def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    """The nodes between two nodes of a graph."""
+def _nodes_between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
     while (first := first.next) is not last:
         yield first
 
@@ -112,14 +113,14 @@ def _differences(before: Program, after: Program, phase: str, entry: Pass) -> It
     """What a pass changed: calls that only one of the programs has, by module."""
     if before is after:
         return
-    texts = [{_text(n): path_of(n) for n in p.graph.nodes if n.op == "call_function"} for p in (before, after)]
+    texts = [{_call_text(n): path_of(n) for n in p.graph.nodes if n.op == "call_function"} for p in (before, after)]
     sides = [{text: module for text, module in one.items() if text not in other} for one, other in (texts, texts[::-1])]
     for module in dict.fromkeys([*sides[0].values(), *sides[1].values()]):
         lines = [tuple(text for text, of in side.items() if of == module) for side in sides]
         yield Change(phase, entry.name, entry.reason, module, *lines)
 
 
-def _text(node: fx.Node) -> str:
+def _call_text(node: fx.Node) -> str:
     """A call as a line: its name, op, operands, and the shape of its value."""
     if node.op == "get_attr":
         return f"{node.name} = {node.target}{_shape(node)}"

@@ -54,7 +54,7 @@ def _broken(entry: Rule | Pass, each: NetworkCase, table: Table) -> str:
         a, b = node.meta.get("val"), before.meta.get("val")
         if isinstance(a, Tensor) and isinstance(b, Tensor) and not (same_shape(a, b) and a.dtype == b.dtype):
             return f"its output is {a.dtype} of {tuple(a.shape)}, was {b.dtype} of {tuple(b.shape)}"
-    for a, b in zip(_run(changed, inputs), _run(program, inputs), strict=True):
+    for a, b in zip(_run_program(changed, inputs), _run_program(program, inputs), strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"it computes {a.dtype} of {tuple(a.shape)}, not {b.dtype} of {tuple(b.shape)}"
         gap = torch.where(a == b, 0.0, (a - b).abs().double()) if a.numel() else torch.zeros(1)
@@ -145,7 +145,6 @@ def _outputs(program: Program) -> list[fx.Node]:
     return [leaf for leaf in pytree.tree_leaves(program.graph.output_node().args) if isinstance(leaf, fx.Node)]
 
 
-def _run(program: Program, inputs: tuple[Any, ...]) -> list[Tensor]:
-    """The outputs of a program."""
+def _run_program(program: Program, inputs: tuple[Any, ...]) -> list[Tensor]:
     outputs = RecordedRun(program, ()).run(*inputs)
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -168,7 +168,7 @@ def constant_index(out: Value, x: Value, indices: list[Value | None]) -> Value |
         return None
     if tensor.dtype not in (torch.int64, torch.int32) or not isinstance(x.shape[axis], int):
         return None
-    positions = out.read(f"{_name(index)}_rows", (tensor.long() % x.shape[axis]).reshape(-1))
+    positions = out.read(f"{_constant_name(index)}_rows", (tensor.long() % x.shape[axis]).reshape(-1))
     rows = x.index_select(axis, positions)
     if tensor.ndim == 1:
         return rows
@@ -176,8 +176,7 @@ def constant_index(out: Value, x: Value, indices: list[Value | None]) -> Value |
     return rows.reshape([*sizes[:axis], *tensor.shape, *sizes[axis + 1 :]])
 
 
-def _name(read: Value) -> str:
-    """The name of a constant in the model."""
+def _constant_name(read: Value) -> str:
     return read.editor.constants[str(read.target)].name
 
 
@@ -248,7 +247,7 @@ def add_at_constant(out: Value, x: Value, dim: int, index: Value, y: Value, alph
     source = {position: k for k, position in enumerate(positions)}
     inverse = torch.tensor([source.get(k, len(positions)) for k in range(x.shape[dim])])
     # The name may be that of an inverse of another index, from an earlier pass.
-    index = out.read(f"{_name(index)}_inverse", inverse)
+    index = out.read(f"{_constant_name(index)}_inverse", inverse)
     scattered = y.pad([0, 0] * (x.rank - dim % x.rank - 1) + [0, 1]).index_select(dim, index)
     return x + (scattered if alpha == 1 else scattered * alpha)
 
@@ -515,7 +514,7 @@ class _Projected(nn.Module):
         return self.take(self.layer(torch.cat([x] * self.count)))
 
 
-def _heads(x: Tensor) -> Tensor:
+def _split_heads(x: Tensor) -> Tensor:
     """Queries, keys and values of two heads of three."""
     return x.view(x.shape[0], 4, 3, 2, 3)
 
@@ -523,14 +522,14 @@ def _heads(x: Tensor) -> Tensor:
 @rule(
     *TAKES,
     cases=(
-        case(_Projected(lambda p: _heads(p).permute(2, 0, 3, 1, 4)[0]), X),
-        case(_Projected(lambda p: _heads(p).unbind(2)), X, dynamic={0: (0,)}),
-        case(_Projected(lambda p: _heads(p).transpose(1, 2).split([1, 2], 1)), X),
-        case(_Projected(lambda p: _heads(p)[:, :, :, 1:]), X),
+        case(_Projected(lambda p: _split_heads(p).permute(2, 0, 3, 1, 4)[0]), X),
+        case(_Projected(lambda p: _split_heads(p).unbind(2)), X, dynamic={0: (0,)}),
+        case(_Projected(lambda p: _split_heads(p).transpose(1, 2).split([1, 2], 1)), X),
+        case(_Projected(lambda p: _split_heads(p)[:, :, :, 1:]), X),
     ),
     refused=(
         case(lambda x: x.view(2, 4, 3, 2)[:, :, 0], X),
-        case(_Projected(lambda p: _heads(p)[:, 1]), X),
+        case(_Projected(lambda p: _split_heads(p)[:, 1]), X),
         case(_Projected(lambda p: p.view(2, 4, 18, 1)[..., 0]), X),
         case(_Projected(lambda p: p.view(2, 9, 8)[:, 1:]), X),
         case(_Projected(lambda p: p.view(2, 12, 6)[:, :, 1:]), X),
@@ -563,11 +562,11 @@ def selection_before_view(out: Value, x: Value, *arguments: Any) -> Value | tupl
     rows = torch.arange(projected.shape[source]).view([view.shape[k] for k in parts])
     drops, view_sizes = out.target in SELECTS, _view_sizes(view)
     selected: list[Value | None] = []
-    for number, positions in enumerate(_positions(out, view.shape[axis])):
+    for number, positions in enumerate(_selected_positions(out, view.shape[axis])):
         if isinstance(out.fake, (list, tuple)) and not any(user.node.args[1] == number for user in out.users):
             selected.append(None)
             continue
-        part = _rows(out, projected, source, rows.index_select(parts.index(axis), positions).reshape(-1))
+        part = _take_positions(out, projected, source, rows.index_select(parts.index(axis), positions).reshape(-1))
         part = part.reshape(
             [len(positions) if k == axis else n for k, n in enumerate(view_sizes) if not (drops and k == axis)]
         )
@@ -583,13 +582,13 @@ def _is_projection(value: Value) -> bool:
     return str(value.target) in PRODUCTS and any(node.op == "get_attr" for node in value.node.all_input_nodes)
 
 
-def _positions(take: Value, size: int) -> list[Tensor]:
+def _selected_positions(take: Value, size: int) -> list[Tensor]:
     """Per output, the positions of an axis that a call selects."""
     output = schema.call_with(take.node, schema.arguments(take.node) | {"self": torch.arange(size), "dim": 0})
     return [t.reshape(-1) for t in (output if isinstance(output, (list, tuple)) else [output])]
 
 
-def _rows(reader: Value, x: Value, axis: int, index: Tensor) -> Value:
+def _take_positions(reader: Value, x: Value, axis: int, index: Tensor) -> Value:
     """Positions of an axis of x: a slice, if they follow one another."""
     first, last = int(index[0]), int(index[-1]) + 1
     if torch.equal(index, torch.arange(first, last)):

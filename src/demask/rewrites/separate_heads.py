@@ -39,7 +39,7 @@ class _Separated:
 
 def separate_heads(program: Program, table: Table) -> Program:
     """The program without axes that merge a dynamic axis with another one and are split again."""
-    if not any(node.target in _VIEWS and _merges(node) for node in program.graph.nodes):
+    if not any(node.target in _VIEWS and _merges_dynamic_axis(node) for node in program.graph.nodes):
         return program
     editor = GraphEditor(program)
     walk = _Unmerger(editor, table)
@@ -55,14 +55,16 @@ def separate_heads(program: Program, table: Table) -> Program:
     return editor.finish()
 
 
-def _merges(node: fx.Node) -> bool:
+def _merges_dynamic_axis(node: fx.Node) -> bool:
     """Whether a view merges a dynamic and a static axis."""
     source: Any = node.args[0]
     refinement = common_refinement(list(fake(source).shape), list(fake(node).shape))
-    return not isinstance(refinement, Declined) and any(_mixed(axis, refinement[2]) for axis in refinement[1])
+    return not isinstance(refinement, Declined) and any(
+        _has_mixed_letters(axis, refinement[2]) for axis in refinement[1]
+    )
 
 
-def _mixed(axis: list[str], sizes: Any) -> bool:
+def _has_mixed_letters(axis: list[str], sizes: Any) -> bool:
     """Whether an axis has dynamic and static letters."""
     kinds = {sizes[letter] is None for letter in axis}
     return len(kinds) == 2
@@ -91,11 +93,10 @@ class _Unmerger:
     def merge(self, old: fx.Node, separated: _Separated) -> None:
         """Let readers of a merged value read the separated value, merged."""
         with self.editor.graph.inserting_before(separated.node.next):
-            merged = self.editor.call(aten.reshape.default, separated.node, self._merged(separated, old))
+            merged = self.editor.call(aten.reshape.default, separated.node, self._merged_sizes(separated, old))
         old.replace_all_uses_with(merged)
 
-    def _merged(self, separated: _Separated, old: fx.Node) -> list[Any]:
-        """The sizes of the merged value."""
+    def _merged_sizes(self, separated: _Separated, old: fx.Node) -> list[Any]:
         sizes, k, merged_sizes = self.editor.sizes(separated.node), 0, []
         for count, size in zip(separated.counts, fake(old).shape, strict=True):
             merged_sizes.append(sizes[k] if count == 1 else size if isinstance(size, int) else -1)
@@ -113,12 +114,12 @@ class _Unmerger:
         before, after, letters = refinement
         if source in self.separated and self._frees(self.separated[source], before, after, letters):
             node = self._replace_split(node, base)
-        if not any(_mixed(axis, letters) for axis in after):
+        if not any(_has_mixed_letters(axis, letters) for axis in after):
             return
         axis_of_letter = {axis[0]: k for k, axis in enumerate(before) if len(axis) == 1}
         base_sizes, sizes, counts = self.editor.sizes(base), [], []
         for k, axis in enumerate(after):
-            if not _mixed(axis, letters):
+            if not _has_mixed_letters(axis, letters):
                 sizes.append(_size(self.editor, node, k))
                 counts.append(1)
                 continue
@@ -142,7 +143,7 @@ class _Unmerger:
             for letter in axis
             if count > 1 and letters[letter] is not None
         }
-        still = {letter for axis in after if _mixed(axis, letters) for letter in axis}
+        still = {letter for axis in after if _has_mixed_letters(axis, letters) for letter in axis}
         return bool(merged - still)
 
     def _replace_split(self, node: fx.Node, base: fx.Node) -> fx.Node:
@@ -157,17 +158,17 @@ class _Unmerger:
 
     def _again(self, node: fx.Node) -> _Separated | None:
         """A call on separate axes; None if there is none."""
-        rule: Callable[[fx.Node], _Separated | None] | None = {
+        rules: dict[Any, Callable[[fx.Node], _Separated | None]] = {
             aten.transpose.int: self._permuted,
             aten.permute.default: self._permuted,
             aten.softmax.int: self._along,
             aten.bmm.default: self._product,
             aten.baddbmm.default: self._product,
-        }.get(node.target)  # type: ignore[arg-type]
-        return (rule or self._pointwise)(node)
+        }
+        return rules.get(node.target, self._pointwise)(node)
 
     def _permuted(self, node: fx.Node) -> _Separated | None:
-        source = self.separated[node.args[0]]  # type: ignore[index]
+        source = self.separated[schema.source_of(node)]
         rank, call_arguments = len(source.counts), schema.arguments(node)
         if node.target is aten.permute.default:
             order = [d % rank for d in call_arguments["dims"]]
@@ -181,7 +182,7 @@ class _Unmerger:
 
     def _along(self, node: fx.Node) -> _Separated | None:
         """A softmax along an axis that is not merged."""
-        source, call_arguments = self.separated[node.args[0]], schema.arguments(node)  # type: ignore[index]
+        source, call_arguments = self.separated[schema.source_of(node)], schema.arguments(node)
         dim = call_arguments["dim"] % len(source.counts)
         if source.counts[dim] != 1:
             return None
@@ -190,8 +191,9 @@ class _Unmerger:
 
     def _product(self, node: fx.Node) -> _Separated | None:
         """A batched product as a matmul, and the sum of baddbmm."""
-        *added, a, b = node.args
-        left, right = self.separated.get(a), self.separated.get(b)  # type: ignore[arg-type]
+        operands: Any = node.args
+        *added, a, b = operands
+        left, right = self.separated.get(a), self.separated.get(b)
         if left is None or right is None or left.counts != right.counts or left.counts[1:] != (1, 1):
             return None
         lead = zip(fake(left.node).shape[:-2], fake(right.node).shape[:-2], strict=True)

@@ -102,7 +102,7 @@ def _group_tied(program: Program) -> dict[tuple[str, ...], list[str]]:
 
 def _distribute_names(program: Program, group: Sequence[str], taken: set[str]) -> dict[str, tuple[str, ...]]:
     """The names of each tensor of one group: the free ones of those it had, distributed."""
-    readers = {key: _reading_modules(program.graph, key) for key in group}
+    readers = {key: _modules_reading(program.graph, key) for key in group}
     names: dict[str, list[str]] = {key: [] for key in group}
     for k, alias in enumerate(program.constants[group[0]].aliases):
         module = plain_name(alias).rpartition(".")[0]
@@ -124,8 +124,7 @@ def _free_name(name: str, used: set[str]) -> str:
     return next(t for t in tries if not any(t == u or is_nested(t, u) for u in used))
 
 
-def _reading_modules(graph: fx.Graph, key: str) -> set[str]:
-    """The modules whose calls read a constant."""
+def _modules_reading(graph: fx.Graph, key: str) -> set[str]:
     reads = [node for node in graph.nodes if node.op == "get_attr" and node.target == key]
     calls = [user for read in reads for user in read.users if user.meta.get("nn_module_stack")]
     return {module_of(call).partition("@")[0] for call in calls}

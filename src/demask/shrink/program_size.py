@@ -18,7 +18,7 @@ from demask.ops.schema import fake
 
 def measure_program(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
     """Parameters, MACs of one call on the example inputs, bytes; tied tensors count once."""
-    constants = _distinct(program).values()
+    constants = _distinct_constants(program).values()
     return _sizes(
         [c.tensor for c in constants if c.parameter],
         [c.tensor for c in constants if not c.parameter],
@@ -28,7 +28,7 @@ def measure_program(program: Program, relations: Mapping[fx.Node, Relation | Dec
 
 def count_numbers(program: Program) -> int:
     """The elements of the floating-point tensors of a program; tied tensors count once."""
-    tensors = [constant.tensor for constant in _distinct(program).values()]
+    tensors = [constant.tensor for constant in _distinct_constants(program).values()]
     return sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
 
 
@@ -108,7 +108,7 @@ def measure_modules(program: Program, relations: Mapping[fx.Node, Relation | Dec
     """Parameters and MACs by module, in order of execution; the sums are those of
     `measure_program`. A call belongs to the module of the largest tensor that it reads, or else to
     the module that contains it."""
-    owners = {name: _owner(name, constant) for name, constant in program.constants.items()}
+    owners = {name: _owning_module(name, constant) for name, constant in program.constants.items()}
     parameters, macs = dict[str, int](), dict[str, int]()
     for node, relation in relations.items():
         read = [name for name in map(_constant_name, node.all_input_nodes) if name in owners]
@@ -117,7 +117,7 @@ def measure_modules(program: Program, relations: Mapping[fx.Node, Relation | Dec
         for owner in (*map(owners.__getitem__, read), *[path] * bool(count)):
             parameters.setdefault(owner, 0)
         macs[path] = macs.get(path, 0) + count
-    for name, constant in _distinct(program).items():
+    for name, constant in _distinct_constants(program).items():
         if constant.parameter:
             path = owners[name]
             parameters[path] = parameters.get(path, 0) + constant.tensor.numel()
@@ -125,8 +125,7 @@ def measure_modules(program: Program, relations: Mapping[fx.Node, Relation | Dec
     return {path: row for path, row in rows.items() if any(row)}
 
 
-def _owner(name: str, constant: Constant) -> str:
-    """The path of the module that has a constant."""
+def _owning_module(name: str, constant: Constant) -> str:
     return next(iter(constant.aliases), name).rpartition(".")[0]
 
 
@@ -134,7 +133,7 @@ def _constant_name(node: fx.Node) -> str:
     return str(node.target) if node.op == "get_attr" else ""
 
 
-def _distinct(program: Program) -> dict[str, Constant]:
+def _distinct_constants(program: Program) -> dict[str, Constant]:
     """The constants that have elements, one of those that share memory, by name."""
     firsts: dict[int, str] = {}
     for name, constant in program.constants.items():

@@ -139,7 +139,7 @@ class _IndexRewriter(EmitContext):
         if pick is None:
             return
         support: RunTimeSupports = ((pick.axis, pick.index),)
-        small = self.adapter.adapt(self._output_node(node, k), _whole(value), run_time=support)
+        small = self.adapter.adapt(self._node_of_output(node, k), _whole(value), run_time=support)
         if isinstance(pick.fill, Tensor):
             shape = [1] * (value.ndim - pick.fill.ndim) + list(pick.fill.shape)
             emitted = EmittedValue(small, _whole(value), support, pick.fill.to(value.dtype).reshape(shape))
@@ -148,8 +148,7 @@ class _IndexRewriter(EmitContext):
             emitted = EmittedValue(self.adapter.scatter_at(small, pick.axis, pick.index, base), _whole(value))
         self.adapter.emitted[node, k] = emitted
 
-    def _output_node(self, node: fx.Node, k: int) -> fx.Node:
-        """A node of output k of a call."""
+    def _node_of_output(self, node: fx.Node, k: int) -> fx.Node:
         if not isinstance(node.meta.get("val"), (list, tuple)):
             return node
         return next(n for n in node.users if n.target is operator.getitem and key_of(n)[1] == k)

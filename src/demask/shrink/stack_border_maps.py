@@ -65,11 +65,11 @@ def _is_border(node: fx.Node) -> bool:
     """Whether a convolution reads a channel of ones, or of ones with pads, by a stored kernel."""
     arguments = schema.arguments(node)
     plain = arguments["bias"] is None and arguments["groups"] == 1
-    ones, _ = _ones(arguments["input"])
+    ones, _ = _unpadded_ones(arguments["input"])
     return plain and ones.target is aten.new_ones.default and arguments["weight"].op == "get_attr"
 
 
-def _ones(source: Any) -> tuple[Any, tuple[Any, ...]]:
+def _unpadded_ones(source: Any) -> tuple[Any, tuple[Any, ...]]:
     """The operand of a pad and its pads; any other value itself, without pads."""
     if source.target is aten.constant_pad_nd.default:
         return source.args[0], source.args[1:]
@@ -79,7 +79,7 @@ def _ones(source: Any) -> tuple[Any, tuple[Any, ...]]:
 def _geometry(node: fx.Node) -> Any:
     """What two calls must have in common to be stacked: all but their kernels."""
     arguments = schema.arguments(node)
-    ones, pads = _ones(arguments["input"])
+    ones, pads = _unpadded_ones(arguments["input"])
     rest = {k: v for k, v in arguments.items() if k not in ("input", "weight")}
     kernel = fake(arguments["weight"]).shape[2:]
     shape = repr((ones.args[1:], ones.kwargs, pads))
@@ -93,13 +93,12 @@ def _elements(node: fx.Node) -> int:
     return total
 
 
-def _axis(node: fx.Node) -> int:
-    """The axis of a kernel's output channels."""
+def _output_axis(node: fx.Node) -> int:
     return 1 if "output_padding" in schema.arguments(node) else 0
 
 
 def _stack(editor: GraphEditor, nodes: list[fx.Node]) -> None:
-    first, axis = nodes[0], _axis(nodes[0])
+    first, axis = nodes[0], _output_axis(nodes[0])
     weights = [schema.arguments(node)["weight"] for node in nodes]
     later = set(editor.graph.nodes)
     for node in editor.graph.nodes:
@@ -121,7 +120,7 @@ def _stack(editor: GraphEditor, nodes: list[fx.Node]) -> None:
 
 def _stacked_weights(node: fx.Node) -> list[fx.Node] | None:
     """The kernels of a stack, if the output of the call is split accordingly; else None."""
-    arguments, axis = schema.arguments(node), _axis(node)
+    arguments, axis = schema.arguments(node), _output_axis(node)
     weight, users = arguments["weight"], list(node.users)
     if weight.target is not aten.cat.default or arguments["groups"] != 1 or arguments["bias"] is not None:
         return None

@@ -207,7 +207,7 @@ def keep_parametrizations(own: nn.Module, model: nn.Module, cuts: Mapping[str, C
         if choice is None:
             continue
         sources = computed.sources()
-        computed.with_sources(_cut_all(sources, choice)).attach(module)
+        computed.with_sources(_cut_sources(sources, choice)).attach(module)
         for name, source in sources.items():
             if any(axis is not None for axis in choice[name]):
                 path = computed.source_name(name)
@@ -276,7 +276,7 @@ def _is_safe(computed: ComputedTensor, choice: Mapping[str, Axes], axes: Axes) -
     drawn = {n: _draw(source, choice.get(n), 1) for n, source in sources.items()}
     if not isinstance(sources[name], nn.Parameter):
         before = cut(computed.with_sources(drawn).value(), axes)
-        drawn[name] = torch.where(removed, _other(drawn[name]), drawn[name])
+        drawn[name] = torch.where(removed, _other_values(drawn[name]), drawn[name])
         return torch.equal(cut(computed.with_sources(drawn).value(), axes), before)
     with torch.enable_grad():
         value = cut(computed.with_sources(drawn).value(training=True), axes)
@@ -285,8 +285,7 @@ def _is_safe(computed: ComputedTensor, choice: Mapping[str, Axes], axes: Axes) -
     return grad is None or not grad[removed].any()
 
 
-def _other(buffer: Tensor) -> Tensor:
-    """Other values of a buffer."""
+def _other_values(buffer: Tensor) -> Tensor:
     return ~buffer if buffer.dtype == torch.bool else buffer + 1
 
 
@@ -296,11 +295,11 @@ def _commutes(computed: ComputedTensor, choice: Mapping[str, Axes], axes: Axes, 
     for training, k in itertools.product((False, True), range(DRAWS + 1)):
         drawn = {name: _draw(source, choice[name], k) for name, source in sources.items()}
         uncut = computed.with_sources(drawn)
-        part = computed.with_sources(_cut_all(drawn, choice))
+        part = computed.with_sources(_cut_sources(drawn, choice))
         with torch.no_grad():
             expected = cut(uncut.value(training=training), axes)
             actual = part.value(training=training)
-        after = _cut_all(uncut.sources(), choice)  # buffers may have changed
+        after = _cut_sources(uncut.sources(), choice)  # buffers may have changed
         pairs = [(expected, actual), *((after[n], t) for n, t in part.sources().items())]
         if (training, k) == (False, 0):
             pairs.append((expected.to(value.dtype), value))
@@ -334,8 +333,7 @@ def _remaining(source: Tensor, cuts: Axes) -> Tensor:
     return inside
 
 
-def _cut_all(sources: Mapping[str, Tensor], choice: Mapping[str, Axes]) -> dict[str, Tensor]:
-    """All sources, cut."""
+def _cut_sources(sources: Mapping[str, Tensor], choice: Mapping[str, Axes]) -> dict[str, Tensor]:
     parts = {name: cut(source.detach(), choice[name]) for name, source in sources.items()}
     return {
         name: nn.Parameter(part, sources[name].requires_grad) if isinstance(sources[name], nn.Parameter) else part

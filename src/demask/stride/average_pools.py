@@ -75,7 +75,7 @@ class AveragePool:
 
     def lengths(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Number of windows along each axis (ATen's pooling_output_shape)."""
-        return tuple(_length(*axis, self.ceil) for axis in self._axes(sizes))
+        return tuple(_length(*axis, self.ceil) for axis in self._axis_geometry(sizes))
 
     def counts(self, sizes: Sequence[int]) -> Tensor:
         """The divisor of each window: int64, with the output's spatial shape."""
@@ -85,7 +85,7 @@ class AveragePool:
 
     def counted(self, sizes: Sequence[int]) -> list[list[int]]:
         """The number of counted positions of each window, along each axis."""
-        axes = zip(self._axes(sizes), self.lengths(sizes), strict=True)
+        axes = zip(self._axis_geometry(sizes), self.lengths(sizes), strict=True)
         return [_counts(*axis, count, self.include) for axis, count in axes]
 
     def taps(self, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -96,15 +96,14 @@ class AveragePool:
 
     def pads(self, sizes: Sequence[int]) -> Pads:
         """Zeros before and after each axis, so that every window of `taps` is complete."""
-        axes = zip(self.taps(sizes), self._axes(sizes), self.lengths(sizes), strict=True)
+        axes = zip(self.taps(sizes), self._axis_geometry(sizes), self.lengths(sizes), strict=True)
         pads = [
             (p, p if (n + 2 * p - taps) // s + 1 == count else max((count - 1) * s + taps - n - p, 0))
             for taps, (n, _, s, p), count in axes
         ]
         return tuple(pads)
 
-    def _axes(self, sizes: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """Size, kernel, stride and padding of each axis."""
+    def _axis_geometry(self, sizes: Sequence[int]) -> list[tuple[int, int, int, int]]:
         return list(zip(sizes, self.kernel, self.stride, self.padding, strict=True))
 
 

@@ -121,7 +121,7 @@ def _by_table(reader: SpacedReader) -> SpacedRule | NotSpaced:
     letters = _letters(reader, relation)
     if isinstance(letters, NotSpaced):
         return letters
-    if (text := _stops(reader, letters)) is not None:
+    if (text := _reason_to_stop(reader, letters)) is not None:
         return NotSpaced(text)
     if letters.reduced:
         return _reduction(reader, letters)
@@ -206,7 +206,7 @@ def _plain(
     return short, tuple(node for node, one in fits.items() if one)
 
 
-def _stops(reader: SpacedReader, letters: _Letters) -> str | None:
+def _reason_to_stop(reader: SpacedReader, letters: _Letters) -> str | None:
     """Why a call may raise on invalid positions; None if it cannot."""
     name = op_name(reader.node.target)
     values = [o.value for o in letters.relation.operands if reader.plan.spacing(o.value)]
@@ -439,7 +439,7 @@ def _planned(editor: GraphEditor, seeds: Collection[fx.Node], plan: SpacedPlan) 
             plan.steps[node] = replace(step, non_finite=non_finite)
             continue
         if node is first or not _may_slice(plan, read):
-            return NotSpaced(_reason(node, step.text))
+            return NotSpaced(_message_of_call(node, step.text))
     return plan
 
 
@@ -457,8 +457,7 @@ def _step(editor: GraphEditor, node: fx.Node, plan: SpacedPlan) -> SpacedRule | 
     return rule_of(SpacedReader(editor, node, plan))
 
 
-def _reason(node: fx.Node, text: str) -> str:
-    """The message for a call without a rule."""
+def _message_of_call(node: fx.Node, text: str) -> str:
     if node.op == "output":
         return "every s-th position would be returned, and the target cannot slice"
     return f"{op_name(node.target)} ({node.name}) cannot read every s-th position: {text}"

@@ -55,7 +55,7 @@ def blocks(axis: ConvAxis) -> int:
 
 
 @cache
-def _met(axis: ConvAxis) -> tuple[bool, bool]:
+def _taps_that_read(axis: ConvAxis) -> tuple[bool, bool]:
     """Whether any tap of the kernel in blocks is multiplied by a position of the input, and whether
     an added zero tap is."""
     taps = range(blocks(axis) * axis.stride)
@@ -67,7 +67,7 @@ def _met(axis: ConvAxis) -> tuple[bool, bool]:
 
 def zero_taps(site: StridedConv) -> bool:
     """Whether a zero weight that space_to_depth adds is multiplied by a position of the input."""
-    met = [_met(axis) for axis in site.axes]
+    met = [_taps_that_read(axis) for axis in site.axes]
     return any(zero and all(any_tap for any_tap, _ in met[:k] + met[k + 1 :]) for k, (_, zero) in enumerate(met))
 
 
@@ -85,14 +85,14 @@ def _block_pads(site: StridedConv) -> list[int]:
     """Zeros before and after each axis, the last axis first, that complete its blocks."""
     pads = []
     for axis in reversed(site.axes):
-        length = _length(axis)
+        length = _padded_length(axis)
         after = length - axis.before - axis.size
         # A kernel that reads no position of the input: only padding remains.
         pads += [axis.before, after] if after >= -axis.size else [length, -axis.size]
     return pads
 
 
-def _length(axis: ConvAxis) -> int:
+def _padded_length(axis: ConvAxis) -> int:
     """Length of an axis in whole blocks."""
     return (axis.out - 1 + blocks(axis)) * axis.stride
 
@@ -100,7 +100,7 @@ def _length(axis: ConvAxis) -> int:
 def _as_channels(write: FormWriter, site: StridedConv, x: Any) -> Any:
     """(n, c, b0 s0, b1 s1) -> (n, c s0 s1, b0, b1)."""
     inner, rank = site.channels[0], site.rank
-    parts = [n for axis in site.axes for n in (_length(axis) // axis.stride, axis.stride)]
+    parts = [n for axis in site.axes for n in (_padded_length(axis) // axis.stride, axis.stride)]
     shape = list(x.shape) if isinstance(x, Tensor) else list(fake(x).shape)
     lead = [-1] if len(shape) == rank + 2 else []
     first = len(lead) + 1
@@ -203,7 +203,7 @@ class StrideForm:
             return lacking
         reasons = [self.refused(site, target, known) for known in site.ranges]
         first = next((k for k, reason in enumerate(reasons) if reason is None), None)
-        return _joined(reasons) if first is None else first
+        return _join_reasons(reasons) if first is None else first
 
     def refusal(self, site: StridedConv, target: Target) -> str | None:
         """Why the form cannot be used; None if it is sound."""
@@ -218,7 +218,7 @@ class StrideForm:
         return f"{LACKING} {' and no '.join(absent)}" if absent else None
 
 
-def _joined(reasons: list[str | None]) -> str:
+def _join_reasons(reasons: list[str | None]) -> str:
     """The distinct reasons, each with the first function after which it applies."""
     first = dict(reversed([(reason, k) for k, reason in enumerate(reasons)]))
     distinct = sorted((k, reason) for reason, k in first.items())
@@ -241,22 +241,22 @@ def _pool(site: StridedConv, target: Target, windows: list[int]) -> str | None:
         )
     if target.pool_windows == "stride" and windows != site.stride:
         return f"its pools have windows as large as their stride; needed are {windows}, {site.stride}"
-    if not target.pool_ceil and windows == site.stride and any(_excess(site)):
+    if not target.pool_ceil and windows == site.stride and any(_excess_of_last_window(site)):
         return None if "pad" in target.ops else ("its pools have no incomplete windows, and it cannot pad")
     return None
 
 
-def _excess(site: StridedConv) -> list[int]:
+def _excess_of_last_window(site: StridedConv) -> list[int]:
     """Positions by which the last window reaches beyond the value, along each axis."""
     return [axis.out * axis.stride - axis.wide for axis in site.axes]
 
 
-def _too_small(site: StridedConv) -> bool:
+def _is_below_window(site: StridedConv) -> bool:
     """Whether a volume is smaller than a window: torch's 3D average pool rejects it."""
     return site.rank == 3 and any(axis.wide < axis.stride for axis in site.axes)
 
 
-def _product(site: StridedConv, target: Target) -> str | None:
+def _reason_against_product(site: StridedConv, target: Target) -> str | None:
     """Why a value cannot be multiplied by a mask on a target without selections."""
     finite = target.finite or site.whole or not site.drops_input
     if "select" in target.ops or finite:
@@ -267,7 +267,7 @@ def _product(site: StridedConv, target: Target) -> str | None:
 def _largest_pool(site: StridedConv, target: Target, known: Range) -> str | None:
     if site.drops and known.low < 0:
         return f"values from {known} may be below the zeros of the mask"
-    return _pool(site, target, site.stride) or _product(site, target)
+    return _pool(site, target, site.stride) or _reason_against_product(site, target)
 
 
 def _two_masks(site: StridedConv, target: Target, known: Range) -> str | None:
@@ -282,7 +282,7 @@ def _two_masks(site: StridedConv, target: Target, known: Range) -> str | None:
     if a > 1 and not a * most <= torch.finfo(site.dtype).max:
         return f"{a:g} times values from {known} may overflow"
     multiplies = Target("", target.ops - {"select"}, finite=target.finite)
-    return _largest_pool(site, target, known) or _product(site, multiplies)
+    return _largest_pool(site, target, known) or _reason_against_product(site, multiplies)
 
 
 def _lowest_pool(site: StridedConv, target: Target, known: Range) -> str | None:
@@ -294,9 +294,9 @@ def _single_pool(site: StridedConv, target: Target, known: Range) -> str | None:
 
 
 def _sum_pool(site: StridedConv, target: Target, known: Range) -> str | None:
-    if _too_small(site) and "pad" not in target.ops:
+    if _is_below_window(site) and "pad" not in target.ops:
         return "torch has no pool with windows larger than a volume, and the target cannot pad"
-    return _pool(site, target, site.stride) or _product(site, target)
+    return _pool(site, target, site.stride) or _reason_against_product(site, target)
 
 
 def _avg_pool(site: StridedConv, target: Target, known: Range) -> str | None:
@@ -305,12 +305,12 @@ def _avg_pool(site: StridedConv, target: Target, known: Range) -> str | None:
         return "a mean of integers is rounded"
     if count > 1 and "multiply" not in target.ops:
         return f"the target cannot multiply by {count}"
-    if any(_excess(site)) and "pad" not in target.ops:
+    if any(_excess_of_last_window(site)) and "pad" not in target.ops:
         return "windows at the end are incomplete, and the target cannot pad"
     if count > 1 and not _stays_finite(site.dtype, count, known):
         return f"values from {known}, divided by {count} and multiplied, may overflow"
     within = Target("", target.ops, pool_size=target.pool_size, pool_stride=target.pool_stride)
-    return _pool(site, within, site.stride) or _product(site, target)
+    return _pool(site, within, site.stride) or _reason_against_product(site, target)
 
 
 def _stays_finite(dtype: torch.dtype, count: int, known: Range) -> bool:
@@ -323,7 +323,7 @@ def _stays_finite(dtype: torch.dtype, count: int, known: Range) -> bool:
 def _split(site: StridedConv, target: Target, known: Range) -> str | None:
     if site.whole and known.low <= torch.iinfo(site.dtype).min:
         return f"the negative of {known.low:g} is no {site.dtype}"
-    return _pool(site, target, site.stride) or _product(site, target)
+    return _pool(site, target, site.stride) or _reason_against_product(site, target)
 
 
 def _rotate(site: StridedConv, target: Target, known: Range) -> str | None:
@@ -375,47 +375,47 @@ def _masked(write: FormWriter, site: StridedConv, target: Target, y: Any, fill: 
     if "select" in target.ops:
         other = write.constant("fill", torch.tensor(fill, dtype=site.dtype))
         return write.call(aten.where.self, write.constant("mask", selected(site)), y, other)
-    return _scaled(write, site, y, 1)
+    return _scale_selected(write, site, y, 1)
 
 
-def _scaled(write: FormWriter, site: StridedConv, y: Any, factor: float) -> Any:
+def _scale_selected(write: FormWriter, site: StridedConv, y: Any, factor: float) -> Any:
     """The value times `factor` at selected positions, times 0 elsewhere."""
     mask = (selected(site) * factor).to(site.dtype)
     return write.call(aten.mul.Tensor, y, write.constant("mask", mask))
 
 
-def _pooled(
+def _pool_windows(
     write: FormWriter, site: StridedConv, target: Target, y: Any, pool: Mapping[int, Any], fill: float, *more: Any
 ) -> Any:
     """A pool over windows of the stride's size. The value is padded if the target has no incomplete
     windows."""
-    ceil, average = any(_excess(site)), pool is AVG_POOL
-    if ceil and (not target.pool_ceil or (average and _too_small(site))):
+    ceil, average = any(_excess_of_last_window(site)), pool is AVG_POOL
+    if ceil and (not target.pool_ceil or (average and _is_below_window(site))):
         y, ceil = _padded(write, site, y, fill), False
     dilation = [] if average else [[1] * site.rank]
     return write.call(pool[site.rank], y, site.stride, site.stride, [0] * site.rank, *dilation, ceil, *more)
 
 
 def _padded(write: FormWriter, site: StridedConv, y: Any, fill: float) -> Any:
-    pads = [n for left in reversed(_excess(site)) for n in (0, left)]
+    pads = [n for left in reversed(_excess_of_last_window(site)) for n in (0, left)]
     return write.call(aten.constant_pad_nd.default, y, pads, fill)
 
 
 def _build_mask_max_pool(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     y = _masked(write, site, target, write_dense(write, site, call, functions))
-    return _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
+    return _pool_windows(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
 
 
 def _build_two_masks(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
-    y = _scaled(write, site, write_dense(write, site, call, functions), target.mask)
-    y = _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
+    y = _scale_selected(write, site, write_dense(write, site, call, functions), target.mask)
+    y = _pool_windows(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
     return write.call(aten.mul.Tensor, y, 1 / target.mask)
 
 
 def _build_select(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     lowest = _lowest(site)
     y = _masked(write, site, target, write_dense(write, site, call, functions), lowest)
-    return _pooled(write, site, target, y, MAX_POOL, lowest)
+    return _pool_windows(write, site, target, y, MAX_POOL, lowest)
 
 
 def _lowest(site: StridedConv) -> float:
@@ -439,19 +439,19 @@ def _build_slice(write: FormWriter, site: StridedConv, target: Target, call: For
 def _build_sum_pool(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     y = _masked(write, site, target, write_dense(write, site, call, functions))
     if site.rank > 1:
-        return _pooled(write, site, target, y, AVG_POOL, 0, True, 1)
+        return _pool_windows(write, site, target, y, AVG_POOL, 0, True, 1)
     (axis,) = site.axes  # pools of one axis have no divisor
-    if any(_excess(site)) and not target.pool_ceil:
+    if any(_excess_of_last_window(site)) and not target.pool_ceil:
         y = _padded(write, site, y, 0)
     flat = write.call(aten.unsqueeze.default, y, -2)
-    windows, ceil = [1, axis.stride], target.pool_ceil and any(_excess(site))
+    windows, ceil = [1, axis.stride], target.pool_ceil and any(_excess_of_last_window(site))
     y = write.call(AVG_POOL[2], flat, windows, windows, [0, 0], ceil, True, 1)
     return write.call(aten.squeeze.dims, y, [-2])
 
 
 def _build_avg_pool(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
     y = _masked(write, site, target, write_dense(write, site, call, functions))
-    if any(_excess(site)):
+    if any(_excess_of_last_window(site)):
         y = _padded(write, site, y, 0)
     y = write.call(AVG_POOL[site.rank], y, site.stride, site.stride)
     count = math.prod(site.stride)
@@ -462,7 +462,7 @@ def _build_split(write: FormWriter, site: StridedConv, target: Target, call: For
     y = _masked(write, site, target, write_dense(write, site, call, functions))
     signs = (y, write.call(aten.neg.default, y))
     parts = [write.call(aten.relu.default, part) for part in signs]
-    above, below = (_pooled(write, site, target, part, MAX_POOL, 0) for part in parts)
+    above, below = (_pool_windows(write, site, target, part, MAX_POOL, 0) for part in parts)
     return write.call(aten.sub.Tensor, above, below)
 
 
@@ -476,8 +476,8 @@ def _build_rotate(write: FormWriter, site: StridedConv, target: Target, call: Fo
             step = (axis.stride - 1) << bit
             positions = numbers * axis.stride - (axis.stride - 1) * (numbers & ((1 << bit) - 1))
             moves = (numbers >> bit) & 1 == 1
-            rests = write.call(aten.mul.Tensor, y, _line(write, site, k, positions[~moves]))
-            moved = write.call(aten.mul.Tensor, y, _line(write, site, k, positions[moves]))
+            rests = write.call(aten.mul.Tensor, y, _axis_mask(write, site, k, positions[~moves]))
+            moved = write.call(aten.mul.Tensor, y, _axis_mask(write, site, k, positions[moves]))
             moved = write.call(aten.roll.default, moved, [-step], [site.axis(k)])
             y = write.call(aten.add.Tensor, rests, moved)
         if axis.out < axis.wide:
@@ -485,7 +485,7 @@ def _build_rotate(write: FormWriter, site: StridedConv, target: Target, call: Fo
     return y
 
 
-def _line(write: FormWriter, site: StridedConv, k: int, positions: Tensor) -> Any:
+def _axis_mask(write: FormWriter, site: StridedConv, k: int, positions: Tensor) -> Any:
     """A mask of positions along one spatial axis, 1 elsewhere 0."""
     mask = torch.zeros(site.axes[k].wide, dtype=site.dtype)
     mask[positions] = 1

@@ -174,12 +174,12 @@ def lowered(
     _check_ops(program.graph, wanted)
     editor = GraphEditor(program)
     reshape_views(editor.graph)
-    known, constants, choices = _ranges(editor, table), {}, []
-    while (node := _next(editor, wanted)) is not None:
+    known, constants, choices = _value_ranges(editor, table), {}, []
+    while (node := _next_strided(editor, wanted)) is not None:
         choice = _lowered(editor, node, wanted, known, constants, table)
         choices.append(choice)
         if choice.form == DILATION:
-            known = _ranges(editor, table)
+            known = _value_ranges(editor, table)
     return editor.finish(), tuple(choices)
 
 
@@ -200,13 +200,11 @@ def _check_ops(graph: fx.Graph, target: Target) -> None:
             raise BadInput(f"the target {target.name!r} has no {kind}, which {node.name} calls ({name})")
 
 
-def _ranges(editor: GraphEditor, table: Table) -> Ranges:
-    """The ranges of all values."""
+def _value_ranges(editor: GraphEditor, table: Table) -> Ranges:
     return compute_ranges(editor.graph.nodes, {name: c.tensor for name, c in editor.constants.items()}, table)
 
 
-def _next(editor: GraphEditor, target: Target) -> fx.Node | None:
-    """The first convolution whose stride the target does not have."""
+def _next_strided(editor: GraphEditor, target: Target) -> fx.Node | None:
     convolutions = editor.calls(*CONVOLUTIONS_ANY_PADDING)
     return next((node for node in convolutions if has_stride(node, target.conv_stride)), None)
 
@@ -218,38 +216,38 @@ def _lowered(
     chain = chain_of(node, table)
     site = site_of(editor, chain, known, target.largest)
     if isinstance(site, str):
-        raise NoSoundForm(f"{_named(editor, node)}: {site}", {})
+        raise NoSoundForm(f"{_name_with_module(editor, node)}: {site}", {})
     call = call_of(editor, chain)
     if not site.drops:
-        value = write_dense(_writing(editor, node, node, constants), site, call, 0)
+        value = write_dense(_graph_writer(editor, node, node, constants), site, call, 0)
         editor.replace(node, value)
-        return Choice(node.name, _module(editor, node), STRIDE_1, "there is only one window")
+        return Choice(node.name, _owning_module(editor, node), STRIDE_1, "there is only one window")
     names = target.forms or tuple(FORMS)
     outcomes = {name: FORMS[name].first_sound(site, target) for name in names if name in FORMS}
     refused = {name: reason for name, reason in outcomes.items() if isinstance(reason, str)}
     sound = {name: functions for name, functions in outcomes.items() if isinstance(functions, int)}
     costs = {name: cost_of(FORMS[name], site, target, node, call, functions) for name, functions in sound.items()}
     order = names if target.forms else (*sorted(costs, key=lambda name: costs[name]), DILATION)
-    module = _module(editor, node)
+    module = _owning_module(editor, node)
     for name in order:
         if name == DILATION:
-            text = _dilated(editor, node, target, table)
+            text = _push_stride(editor, node, target, table)
             if text is None:
                 return Choice(node.name, module, DILATION, "all calls after it are dilated", None, refused)
             refused[DILATION] = text
         elif name in sound:
-            why = _why(site, sound[name], costs[name], len(sound))
-            write = _writing(editor, chain[0], chain[sound[name]], constants)
+            why = _describe_choice(site, sound[name], costs[name], len(sound))
+            write = _graph_writer(editor, chain[0], chain[sound[name]], constants)
             value = FORMS[name].built(write, site, target, call, sound[name])
-            _replace(editor, chain[: sound[name] + 1], value)
+            _replace_chain(editor, chain[: sound[name] + 1], value)
             return Choice(node.name, module, name, why, costs[name], refused)
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
     raise NoSoundForm(
-        f"{_named(editor, node)} has no form that is sound on the target {target.name!r}:{reasons}", refused
+        f"{_name_with_module(editor, node)} has no form that is sound on the target {target.name!r}:{reasons}", refused
     )
 
 
-def _dilated(editor: GraphEditor, node: fx.Node, target: Target, table: Table) -> str | None:
+def _push_stride(editor: GraphEditor, node: fx.Node, target: Target, table: Table) -> str | None:
     """Push a stride downstream: None on success, else why it cannot be."""
     if DILATION not in target.ops:
         return "the target has no dilation"
@@ -271,8 +269,7 @@ def cost_of(
     return count.cost(rounds=form.rounds)
 
 
-def _why(site: StridedConv, functions: int, cost: Cost, sound: int) -> str:
-    """Description of why a form was chosen: the range of values, and the cost."""
+def _describe_choice(site: StridedConv, functions: int, cost: Cost, sound: int) -> str:
     known = site.ranges[functions]
     where = f" after {functions} function{'s' * (functions > 1)}" if functions else ""
     values = f"values from {known}{where}; " if known != ANY else ""
@@ -280,27 +277,25 @@ def _why(site: StridedConv, functions: int, cost: Cost, sound: int) -> str:
     return f"{cheapest} ({values}{cost.macs} multiply-adds, {cost.elements} elements written)"
 
 
-def _replace(editor: GraphEditor, chain: Sequence[fx.Node], value: fx.Node) -> None:
-    """Replace a chain of nodes by one value."""
+def _replace_chain(editor: GraphEditor, chain: Sequence[fx.Node], value: fx.Node) -> None:
     editor.replace(chain[-1], value)
     for node in reversed(chain[:-1]):
         editor.graph.erase_node(node)
 
 
-def _writing(editor: GraphEditor, node: fx.Node, reader: fx.Node, constants: dict[Any, str]) -> GraphWriter:
-    """A writer of calls that replace `node`, before `reader`."""
+def _graph_writer(editor: GraphEditor, node: fx.Node, reader: fx.Node, constants: dict[Any, str]) -> GraphWriter:
     meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    return GraphWriter(editor, reader, _module(editor, node), constants, meta)
+    return GraphWriter(editor, reader, _owning_module(editor, node), constants, meta)
 
 
-def _module(editor: GraphEditor, node: fx.Node) -> str:
+def _owning_module(editor: GraphEditor, node: fx.Node) -> str:
     """Name of the module that owns a convolution's weight; "" if it is computed."""
     weight = node.args[1]
-    constant = isinstance(weight, fx.Node) and weight.op == "get_attr"
-    return editor.constants[str(weight.target)].name.rpartition(".")[0] if constant else ""  # type: ignore[union-attr]
+    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+        return ""
+    return editor.constants[str(weight.target)].name.rpartition(".")[0]
 
 
-def _named(editor: GraphEditor, node: fx.Node) -> str:
-    """A convolution and its module, for messages."""
-    module = _module(editor, node)
+def _name_with_module(editor: GraphEditor, node: fx.Node) -> str:
+    module = _owning_module(editor, node)
     return f"the convolution {node.name}" + (f" ({module})" if module else "")

@@ -93,19 +93,19 @@ def raise_strides(
 def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, ...]]:
     """The program with raised strides, and a description of each strided convolution."""
     best = fold_constants(rewrite(program, CANONICAL))
-    start, weight = rewrite_as_slices(best, table), _weight(best, table)
+    start, weight = rewrite_as_slices(best, table), _work(best, table)
     for _ in range(PASSES):
-        pulled = _absorbed(fold_constants(rewrite(start, CANONICAL)), table)
+        pulled = _absorb_slices(fold_constants(rewrite(start, CANONICAL)), table)
         start = rewrite_as_slices(pulled, table)  # may compute more until its slices are pulled back in turn
-        lightest = min(((_weight(one, table), k, one) for k, one in enumerate((pulled, start))))
+        lightest = min(((_work(one, table), k, one) for k, one in enumerate((pulled, start))))
         if lightest[0] >= weight:
             break
         weight, best = lightest[0], lightest[2]
     best = convs_to_pools(best, means=True)
-    return best, _described(best, table)
+    return best, _describe_strided(best, table)
 
 
-def _absorbed(program: Program, table: Table) -> Program:
+def _absorb_slices(program: Program, table: Table) -> Program:
     """The program with slices moved back to convolutions and absorbed there."""
     hidden = program.with_graph(program.graph, {})
     analysis = LayoutAnalysis.of(hidden, table)
@@ -114,15 +114,14 @@ def _absorbed(program: Program, table: Table) -> Program:
     return fold_constants(rewritten.program)
 
 
-def _weight(program: Program, table: Table) -> tuple[int, int]:
+def _work(program: Program, table: Table) -> tuple[int, int]:
     """Multiply-adds, and written elements."""
     relations = Analysis(program, table).relations
     macs = sum(count_macs(r) for r in relations.values() if isinstance(r, Relation))
     return macs, count_elements_written(program)
 
 
-def _described(program: Program, table: Table) -> tuple[str, ...]:
-    """The strided convolutions of a program, with their strides."""
+def _describe_strided(program: Program, table: Table) -> tuple[str, ...]:
     relations = Analysis(program, table).relations
     convolutions = [r.node for r in relations.values() if isinstance(r, Relation) and strided_axes(r)]
     strided = [n for n in convolutions if any(s > 1 for s in schema.arguments(n)["stride"])]

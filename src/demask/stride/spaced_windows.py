@@ -408,7 +408,7 @@ def _maximum(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     if isinstance(placed, NotSpaced):
         return placed
     gaps = [w.dilation * gap for w, gap in zip(windows, placed.gaps, strict=True)]
-    own = _is_own(placed.pads, [w.kernel for w in windows])
+    own = _can_pad_itself(placed.pads, [w.kernel for w in windows])
     spans = [gap * (w.kernel - 1) + 1 for w, gap in zip(windows, gaps, strict=True)]
     if max(spans) > (most := reader.plan.target.pool_size):
         return NotSpaced(f"its windows would cover {spans} positions, the target's at most {most:g}")
@@ -434,7 +434,7 @@ def _is_empty(window: SpacedWindow, size: int, pads: tuple[int, int], gap: int, 
     return any(all(not 0 <= n < size for n in positions) for positions in reads)
 
 
-def _is_own(pads: Pads, kernel: Sequence[int]) -> bool:
+def _can_pad_itself(pads: Pads, kernel: Sequence[int]) -> bool:
     """Whether a pool can pad by itself: symmetrically, by at most half a window."""
     return all(before == after and 2 * before <= n for (before, after), n in zip(pads, kernel, strict=True))
 
@@ -457,7 +457,7 @@ def average_rule(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpa
     if isinstance(placed, NotSpaced):
         return placed
     fits = max(pool.kernel) <= reader.plan.target.pool_size
-    if _stays(node, pool, placed) and reader.plan.target.pool_windows == "any" and fits:
+    if _stays_a_pool(node, pool, placed) and reader.plan.target.pool_windows == "any" and fits:
         return SpacedRule((placed.spacing,), lambda here: here.again(stride=[1] * rank, ceil_mode=False))
     if not value.is_floating_point():
         return NotSpaced("an average of integers is rounded, unlike a convolution")
@@ -489,7 +489,7 @@ def average_rule(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpa
     return SpacedRule((placed.spacing,), emit)
 
 
-def _stays(node: fx.Node, pool: AveragePool, placed: _SpacedWindows) -> bool:
+def _stays_a_pool(node: fx.Node, pool: AveragePool, placed: _SpacedWindows) -> bool:
     """Whether an average pool of an unspaced value is the same pool with stride 1."""
     own = all(pair == (p, p) for pair, p in zip(placed.pads, pool.padding, strict=True))
     return node.target in traits.AVERAGE_POOLS and own and set(placed.gaps) == {1} and not pool.ceil

@@ -237,11 +237,10 @@ def has_stride(node: fx.Node, largest: int = 1) -> bool:
     """Whether a call is a convolution with a stride larger than `largest`."""
     if node.op != "call_function" or node.target not in CONVOLUTIONS_ANY_PADDING:
         return False
-    return any(n > largest for n in _each(node, "stride"))
+    return any(n > largest for n in _one_per_axis(node, "stride"))
 
 
-def _each(node: fx.Node, name: str) -> list[int]:
-    """An argument of a convolution as one number per axis."""
+def _one_per_axis(node: fx.Node, name: str) -> list[int]:
     rank, value = CONVOLUTIONS_ANY_PADDING[node.target], schema.arguments(node)[name]
     if isinstance(value, str):  # "valid": strided convolutions accept no other string
         return [0] * rank
@@ -268,14 +267,13 @@ def _follows(reader: fx.Node, source: fx.Node, rank: int, table: Table) -> bool:
         return False
     output, value = fake(reader), fake(source)
     others = [n for n in reader.all_input_nodes if n is not source]
-    plain = all(n.op == "get_attr" for n in others) and not schema.is_dynamic(_rest(reader))
+    plain = all(n.op == "get_attr" for n in others) and not schema.is_dynamic(_other_arguments(reader))
     flat = norm or all(set(fake(n).shape[-rank:]) <= {1} for n in others)
     same = output.dtype == value.dtype and output.ndim == value.ndim
     return plain and flat and same and all(map(schema.same_size, output.shape, value.shape))
 
 
-def _rest(node: fx.Node) -> list[Any]:
-    """Arguments that are no operands."""
+def _other_arguments(node: fx.Node) -> list[Any]:
     names = {o.name for o in schema.operands(node)}
     return [v for name, v in schema.arguments(node).items() if name not in names]
 
@@ -291,7 +289,7 @@ def site_of(editor: GraphEditor, chain: Sequence[fx.Node], known: Ranges, larges
         return "its spatial sizes are dynamic; they have to be static"
     if fake(node).is_complex():
         return "no form is defined for complex numbers"
-    each = {name: _each(node, name) for name in ("stride", "padding", "dilation")}
+    each = {name: _one_per_axis(node, name) for name in ("stride", "padding", "dilation")}
     axes = tuple(
         ConvAxis(
             x.shape[k - rank],

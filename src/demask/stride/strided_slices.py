@@ -48,14 +48,15 @@ def gaps_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Gaps]:
     """
     gaps_by_node: dict[fx.Node, Gaps] = {}
     for node in reversed(graph.nodes):
-        for operand, gaps in _read(node, gaps_by_node, table):
+        for operand, gaps in _gaps_of_operands(node, gaps_by_node, table):
             before = gaps_by_node.get(operand, (0,) * len(gaps))
             gaps_by_node[operand] = tuple(map(math.gcd, before, gaps))
     return gaps_by_node
 
 
-def _read(node: fx.Node, gaps_by_node: Mapping[fx.Node, Gaps], table: Table) -> Iterator[tuple[fx.Node, Gaps]]:
-    """The operands of a node, with the gaps of the positions that it reads."""
+def _gaps_of_operands(
+    node: fx.Node, gaps_by_node: Mapping[fx.Node, Gaps], table: Table
+) -> Iterator[tuple[fx.Node, Gaps]]:
     known = dict(_window_reads(node) or _slice(node, gaps_by_node) or _carried(node, gaps_by_node, table))
     for operand in node.all_input_nodes:
         value = operand.meta.get("val")
@@ -68,9 +69,8 @@ def _window_reads(node: fx.Node) -> list[tuple[fx.Node, Gaps]] | None:
     axes = window_gaps(node)
     if axes is None:
         return None
-    x = node.args[0]
-    lead = fake(x).ndim - len(axes)
-    return [(x, (*[1] * lead, *axes))]  # type: ignore[list-item]
+    x = schema.source_of(node)
+    return [(x, (*[1] * (fake(x).ndim - len(axes)), *axes))]
 
 
 def window_gaps(node: fx.Node) -> Gaps | None:
@@ -140,7 +140,7 @@ def skippable_axes(graph: fx.Graph, table: Table) -> dict[fx.Node, tuple[bool, .
 def _skips(node: fx.Node, flags_by_node: Mapping[fx.Node, tuple[bool, ...]], table: Table) -> tuple[bool, ...]:
     """Whether positions can be skipped, for each axis of a call that carries or shifts it."""
     if node.target in PADS | {aten.slice.Tensor}:
-        return flags_by_node.get(node.args[0], ())  # type: ignore[arg-type]
+        return flags_by_node.get(schema.source_of(node), ())
     relation = bind(node, table) if node.op == "call_function" else None
     if not isinstance(relation, Relation) or len(relation.outs) != 1:
         return ()
@@ -175,7 +175,7 @@ def cuts_of(node: fx.Node) -> Iterator[fx.Node]:
     """The consecutive slices that end at a node, the last one first."""
     while node.target is aten.slice.Tensor:
         yield node
-        node = node.args[0]  # type: ignore[assignment]
+        node = schema.source_of(node)
 
 
 def root_of(node: Any) -> Any:
@@ -201,7 +201,7 @@ def share_slices(editor: GraphEditor, table: Table) -> bool:
     gaps, optional = gaps_of(editor.graph, table), skippable_axes(editor.graph, table)
     changed = False
     for x in [node for node in editor.graph.nodes if node in optional]:
-        readers = [_last(node) for node in x.users]
+        readers = [_last_slice(node) for node in x.users]
         steppers = [n for n in readers if window_gaps(n) is not None or n.target is aten.slice.Tensor]
         if len(steppers) > 1 or any(window_gaps(node) is not None for node in steppers):
             some = tuple(g if free else 1 for g, free in zip(gaps[x], optional[x], strict=True))
@@ -209,12 +209,12 @@ def share_slices(editor: GraphEditor, table: Table) -> bool:
     return changed
 
 
-def _last(node: fx.Node) -> fx.Node:
+def _last_slice(node: fx.Node) -> fx.Node:
     """The last of consecutive slices, if each is the only reader of the one before it; other nodes
     themselves."""
     reader = only_reader(node) if node.target is aten.slice.Tensor else None
     more = reader is not None and reader.target is aten.slice.Tensor
-    return _last(reader) if more and reader is not None else node
+    return _last_slice(reader) if more and reader is not None else node
 
 
 def _shared(editor: GraphEditor, x: fx.Node, gaps: Gaps, readers: Sequence[fx.Node]) -> bool:
@@ -230,7 +230,7 @@ def _shared(editor: GraphEditor, x: fx.Node, gaps: Gaps, readers: Sequence[fx.No
         return False
     steps = [step for _, step, _ in where]
     less = {node: _less(node, [*[1] * first, *steps]) for node in readers}
-    if not all(less.values()) or all(_cuts_alike(node, x, where) for node in readers):
+    if not all(less.values()) or all(_is_shared_slice(node, x, where) for node in readers):
         return False
     reader = next(node for node in editor.graph.nodes if node in x.users)
     small = insert_slices(editor, reader, x, where)
@@ -263,7 +263,7 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
         for name in names
     }
     counts = [
-        _windows(-(-sizes[k] // steps[k]), *(less[name][k] for name in names), kernel[k])  # type: ignore[call-arg]
+        _count_windows(-(-sizes[k] // steps[k]), *(less[name][k] for name in names), kernel[k])  # type: ignore[call-arg]
         for k in range(rank)
     ]
     if counts != list(fake(node).shape[-rank:]):
@@ -277,7 +277,7 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
 
 def _less_slices(node: fx.Node, every: Sequence[int]) -> Again:
     """A function that repeats consecutive slices on every g-th position of their operand."""
-    cuts, shape = _cuts(node), fake(node).shape
+    cuts, shape = _slices_by_axis(node), fake(node).shape
 
     def again(editor: GraphEditor, x: fx.Node) -> fx.Node:
         where: list[Progression] = [(0, 1, n) for n in fake(x).shape]
@@ -288,7 +288,7 @@ def _less_slices(node: fx.Node, every: Sequence[int]) -> Again:
     return again
 
 
-def _cuts(node: fx.Node) -> dict[int, tuple[int, int]]:
+def _slices_by_axis(node: fx.Node) -> dict[int, tuple[int, int]]:
     """First position and step of consecutive slices, by axis."""
     cuts: dict[int, tuple[int, int]] = {}
     for axis, start, _, step in reversed([cut_of(cut) for cut in cuts_of(node)]):
@@ -297,13 +297,12 @@ def _cuts(node: fx.Node) -> dict[int, tuple[int, int]]:
     return cuts
 
 
-def _cuts_alike(node: fx.Node, x: fx.Node, where: Sequence[Progression]) -> bool:
-    """Whether a reader already is the slice that would be shared."""
+def _is_shared_slice(node: fx.Node, x: fx.Node, where: Sequence[Progression]) -> bool:
     first = fake(x).ndim - len(where)
     wanted = {
         first + k: (start, step) for k, (start, step, count) in enumerate(where) if count != fake(x).shape[first + k]
     }
-    return node.target is aten.slice.Tensor and _cuts(node) == wanted
+    return node.target is aten.slice.Tensor and _slices_by_axis(node) == wanted
 
 
 def slice_before_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
@@ -321,14 +320,13 @@ def slice_before_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if before < 0 or before % step:
         return None
     less = -(-size // step)
-    small = insert_slices(editor, node, inner, [(0, step, less), *_whole(inner, axis)])
+    small = insert_slices(editor, node, inner, [(0, step, less), *_all_positions_after(inner, axis)])
     flat[k : k + 2] = [before // step, count - less - before // step]
     args, kwargs = schema.bind_arguments(x.target, arguments | {"self": small, "pad": flat})
     return editor.insert(node, node, x.target, *args, **kwargs)
 
 
-def _whole(x: fx.Node, axis: int) -> list[Progression]:
-    """All positions of the axes after one."""
+def _all_positions_after(x: fx.Node, axis: int) -> list[Progression]:
     return [(0, 1, n) for n in fake(x).shape[axis + 1 :]]
 
 
@@ -354,7 +352,7 @@ def absorb_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     kernel = per_axis(arguments["kernel_size"], rank)
     steps = per_axis(arguments["stride"] or kernel, rank)
     axes = zip(sizes, steps, before, per_axis(arguments["dilation"], rank), kernel, strict=True)
-    counts = [_windows(*axis) for axis in axes]
+    counts = [_count_windows(*axis) for axis in axes]
     small = all(0 <= b <= k // 2 for b, k in zip(before, kernel, strict=True))
     if not small or arguments["ceil_mode"] or counts != list(fake(node).shape[-rank:]):
         return None
@@ -398,13 +396,12 @@ def absorb_slices(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if arguments["ceil_mode"] or not all(isinstance(n, int) for n in sizes):
         return None
     axes = zip(sizes, step, per_axis(arguments["padding"], rank), dilation, kernel, strict=True)
-    counts = [_windows(*axis) for axis in axes]
+    counts = [_count_windows(*axis) for axis in axes]
     if counts != list(fake(node).shape[-rank:]):
         return None
     args, kwargs = schema.bind_arguments(pool.target, arguments | {"stride": step})
     return editor.insert(node, node, pool.target, *args, **kwargs)
 
 
-def _windows(size: int, stride: int, padding: int, dilation: int, kernel: int) -> int:
-    """Number of windows along an axis."""
+def _count_windows(size: int, stride: int, padding: int, dilation: int, kernel: int) -> int:
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1

@@ -75,7 +75,7 @@ def undo_blocks(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     arguments = schema.arguments(node)
     weight = editor.tensor(arguments["weight"])
-    if weight is None or _moves(arguments):
+    if weight is None or _has_stride_padding_or_dilation(arguments):
         return None
     rank = weight.ndim - 2
     blocks = _blocks(arguments["input"], rank)
@@ -97,18 +97,15 @@ def undo_phases(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     addends = list(_addends(node))
     if len(addends) < 2 or any(addend.target not in CONVOLUTIONS for addend in addends):
         return None
-    phases = [_phase(editor, addend) for addend in addends]
-    if any(p is None for p in phases):
+    phases = [phase for addend in addends if (phase := _phase(editor, addend)) is not None]
+    if len(phases) < len(addends):
         return None
-    first: Any = phases[0]
+    first = phases[0]
     x, step, rank = first[0], first[1], len(first[1])
-    reach = [
-        max(p[2][k] + (p[3].shape[2 + k] - 1) * p[4][k] for p in phases) + 1  # type: ignore[index]
-        for k in range(rank)
-    ]
+    reach = [max(p[2][k] + (p[3].shape[2 + k] - 1) * p[4][k] for p in phases) + 1 for k in range(rank)]
     dense = first[3].new_zeros(*first[3].shape[:2], *reach)
     for phase in phases:
-        source, steps, start, weight, gaps = phase  # type: ignore[misc]
+        source, steps, start, weight, gaps = phase
         if source is not x or steps != step or weight.shape[:2] != dense.shape[:2]:
             return None
         taps = tuple(slice(a, a + (n - 1) * d + 1, d) for a, n, d in zip(start, weight.shape[2:], gaps, strict=True))
@@ -155,8 +152,7 @@ def _phase(editor: GraphEditor, conv: fx.Node) -> tuple[Any, ...] | None:
     return x, tuple(step), tuple(start), weight, tuple(gaps)
 
 
-def _moves(arguments: Any) -> bool:
-    """Whether a convolution has a stride, padding or dilation."""
+def _has_stride_padding_or_dilation(arguments: Any) -> bool:
     return any(n != 1 for n in (*arguments["stride"], *arguments["dilation"])) or (
         isinstance(arguments["padding"], str) or any(arguments["padding"])
     )
@@ -166,7 +162,8 @@ def _blocks(node: fx.Node, rank: int) -> tuple[fx.Node, tuple[int, ...]] | None:
     """The value before a rearrangement of blocks into channels, and the block sizes; None for
     other nodes."""
     if node.target is aten.pixel_unshuffle.default and rank == 2:
-        return node.args[0], (node.args[1],) * 2  # type: ignore[return-value]
+        arguments = schema.arguments(node)
+        return arguments["self"], (arguments["downscale_factor"],) * 2
     if node.target not in VIEW_OR_RESHAPE:
         return None
     permuted: Any = node.args[0]
@@ -200,7 +197,7 @@ def _unpadded(strided: _Strided) -> _Strided:
     before = [0] * rank
     for k in range(len(pads) // 2):
         before[rank - 1 - k] = pads[2 * k]
-    return _Strided(x.args[0], strided.weight, strided.step, tuple(before))  # type: ignore[arg-type]
+    return _Strided(schema.source_of(x), strided.weight, strided.step, tuple(before))
 
 
 def _emit(
@@ -236,13 +233,12 @@ def _emit(
         padding = [0] * rank
     conv = like or node
     name = str(schema.arguments(conv)["weight"].target)
-    read = editor.add_constant(_named(editor, name), weight, node, parameter=True)
+    read = editor.add_constant(_constant_path(editor, name), weight, node, parameter=True)
     groups = schema.arguments(conv)["groups"]
     return editor.insert(node, node, conv.target, x, read, bias, list(strided.step), padding, dilation, groups)
 
 
-def _named(editor: GraphEditor, name: str) -> str:
-    """The module path of a constant."""
+def _constant_path(editor: GraphEditor, name: str) -> str:
     return editor.constants[name].name
 
 
@@ -322,7 +318,7 @@ def _select(editor: GraphEditor, node: fx.Node) -> _Masked | None:
     if keep is None:
         return None
     for value, other, mask in ((yes, no, keep), (no, yes, ~keep)):
-        fill = _number(editor, other)
+        fill = _scalar_value(editor, other)
         if fill is not None and isinstance(value, fx.Node) and value.op != "get_attr":
             return _Masked(value, mask, fill)
     return None
@@ -370,7 +366,7 @@ def _constant(editor: GraphEditor, node: Any) -> Tensor | None:
         order[top] = None
         if top.op not in ("call_function", "get_attr") or len(order) > 64:
             return None
-        if not isinstance(top.meta.get("val"), Tensor) or not _is_plain(fake(top)):
+        if not isinstance(top.meta.get("val"), Tensor) or not _is_small_and_static(fake(top)):
             return None
         stack += top.all_input_nodes
     values: dict[fx.Node, Any] = {}
@@ -379,12 +375,11 @@ def _constant(editor: GraphEditor, node: Any) -> Tensor | None:
     return values[node]
 
 
-def _is_plain(value: Tensor) -> bool:
-    """Whether the sizes of a value are known, and its elements few enough to compute it."""
+def _is_small_and_static(value: Tensor) -> bool:
     return all(isinstance(n, int) for n in value.shape) and value.numel() <= 2**24
 
 
-def _number(editor: GraphEditor, value: Any) -> float | None:
+def _scalar_value(editor: GraphEditor, value: Any) -> float | None:
     """A number, or the element of a constant with one; else None."""
     tensor = _constant(editor, value)
     if tensor is not None:
@@ -553,11 +548,11 @@ def _factor(editor: GraphEditor, node: fx.Node) -> tuple[Any, float] | None:
         return node.args[0], -1.0
     if node.target in MULTIPLICATIONS:
         for value, other in (node.args, node.args[::-1]):
-            number = _number(editor, other)
+            number = _scalar_value(editor, other)
             if number is not None and isinstance(value, fx.Node):
                 return value, number
     if node.target in DIVISIONS and not node.kwargs:
-        number = _number(editor, node.args[1])
+        number = _scalar_value(editor, node.args[1])
         if number and isinstance(node.args[0], fx.Node):
             return node.args[0], 1 / number
     return None
@@ -567,13 +562,13 @@ def _factors(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """The value itself in place of two consecutive factors whose product is 1."""
     second = _factor(editor, node)
     first = None if second is None else _factor(editor, second[0])
-    if second is None or first is None or not _inverse(first[1], second[1]):
+    if second is None or first is None or not _are_inverse(first[1], second[1]):
         return None
     same = fake(first[0]).dtype == fake(node).dtype
     return first[0] if same else None
 
 
-def _inverse(a: float, b: float) -> bool:
+def _are_inverse(a: float, b: float) -> bool:
     """Whether the product of two numbers is 1, up to the rounding of a quotient and products."""
     return math.isclose(a * b, 1, rel_tol=2.0**-50)
 

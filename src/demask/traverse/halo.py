@@ -193,13 +193,13 @@ def _tiles(
     """The tile of each output: computed from a crop, and cut from the full output."""
     pairs = []
     for k, (part, image) in enumerate(zip(outputs, references, strict=True)):
-        leaves = [cut.outputs[k] for cut in cuts]
-        if any(leaf is None for leaf in leaves):
+        leaves = [leaf for cut in cuts if (leaf := cut.outputs[k]) is not None]
+        if len(leaves) < len(cuts):
             continue
         for leaf, (start, end), (first, _) in zip(leaves, tile, crops, strict=True):
-            length = int((end - start) / leaf.scale)  # type: ignore[union-attr]
-            part = part.narrow(leaf.axis, int((start - first) / leaf.scale), length)  # type: ignore[union-attr]
-            image = image.narrow(leaf.axis, int(start / leaf.scale), length)  # type: ignore[union-attr]
+            length = int((end - start) / leaf.scale)
+            part = part.narrow(leaf.axis, int((start - first) / leaf.scale), length)
+            image = image.narrow(leaf.axis, int(start / leaf.scale), length)
         pairs.append((part, image))
     if not pairs:
         raise BadInput("no output has positions along the image's axes, so tiles have no curve")

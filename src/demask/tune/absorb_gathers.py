@@ -65,7 +65,7 @@ def _region(editor: GraphEditor, gather: fx.Node, table: Table) -> _GatherRegion
     while stack:
         node = stack.pop()
         for user in node.users:
-            if _absorbs(editor, user, node, axis):
+            if _can_absorb(editor, user, node, axis):
                 region.readers[user] = None
             elif _passes(editor, user, axis, table):
                 region.through[user] = None
@@ -86,7 +86,7 @@ def _positions(editor: GraphEditor, gather: fx.Node, count: int) -> Tensor | Non
     return torch.arange(count)[slice(*ends)]
 
 
-def _absorbs(editor: GraphEditor, user: fx.Node, node: fx.Node, axis: int) -> bool:
+def _can_absorb(editor: GraphEditor, user: fx.Node, node: fx.Node, axis: int) -> bool:
     """Whether a layer contracts the channels of `node`, so that its weight can absorb a gather."""
     weight = contraction_weight(editor, user)
     if weight is None or schema.arguments(user)["input"] is not node:

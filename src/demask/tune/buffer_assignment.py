@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -134,23 +134,23 @@ def assign_buffers(graph: fx.Graph) -> dict[fx.Node, InPlace | InArena]:
 
 def _over(node: fx.Node, buffers: _Buffers) -> tuple[fx.Node, InPlace] | None:
     """The operand that a call may write over, and how."""
-    pointwise = ops()._convolution_pointwise
+    pointwise, operands = ops()._convolution_pointwise, cast(Any, node.args)
     if node.target is pointwise.binary:
-        x, other, *rest = node.args
-        if _dies(node, other, buffers) and _alike(node, other):
+        x, other, *rest = operands
+        if _dies(node, other, buffers) and _are_interchangeable(node, other):
             target = ops()._convolution_pointwise_.binary
-            return other, InPlace(target, (other, x, *rest), node.kwargs)  # type: ignore[return-value]
+            return other, InPlace(target, (other, x, *rest), node.kwargs)
         return None
     target = _inplace(node.target)  # type: ignore[arg-type]
     if target is None:
         return None
-    orders = [node.args]
-    if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
-        orders.append((node.args[1], node.args[0]))
+    orders = [operands]
+    if node.target is aten.add.Tensor and len(operands) == 2 and not node.kwargs:
+        orders.append(operands[::-1])
     for args in orders:
-        base = args[0] if args else None
-        if _dies(node, base, buffers) and _alike(node, base):
-            return base, InPlace(target, tuple(args), node.kwargs)  # type: ignore[return-value]
+        base: Any = args[0] if args else None
+        if _dies(node, base, buffers) and _are_interchangeable(node, base):
+            return base, InPlace(target, tuple(args), node.kwargs)
     return None
 
 
@@ -164,7 +164,7 @@ def _dies(node: fx.Node, base: Any, buffers: _Buffers) -> bool:
     return buffers.last_read(base) == buffers.order[node] and reads == 1 and not members & set(others)
 
 
-def _alike(node: fx.Node, base: Any) -> bool:
+def _are_interchangeable(node: fx.Node, base: Any) -> bool:
     """Whether two values have the same shape, strides, dtype and device."""
     mine = node.meta.get("value")
     return isinstance(mine, TensorType) and mine == base.meta.get("value")

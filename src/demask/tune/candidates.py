@@ -124,11 +124,11 @@ def generate_candidates(
     yield CandidateBuilder(asker, lambda _: True, table).build("channels last", base)
     choice = {size: costs[True] < GAIN * costs[False] for size, costs in groups.items()}
     if len(set(choice.values())) > 1:
-        last = partial(_chosen, asker, choice)
+        last = partial(_is_faster_channels_last, asker, choice)
         yield CandidateBuilder(asker, last, table).build("channels last for some sizes", base)
 
 
-def _chosen(asker: LayerCosts, choice: dict[tuple[int, ...], bool], node: fx.Node) -> bool:
+def _is_faster_channels_last(asker: LayerCosts, choice: dict[tuple[int, ...], bool], node: fx.Node) -> bool:
     """Whether channels last was chosen for images of the size of a node's value."""
     return choice.get(asker.shape(node)[2:], False)
 
@@ -171,7 +171,7 @@ class CandidateBuilder:
         """The fastest way for a layer to write at its channels of a join: "grow" (rows for all
         channels), "place" (a 1 x 1 convolution after it), or None (keep scatter-adds and pads)."""
         layer, last = self.asker.of(branch), self.last(branch)
-        after = _after(join)
+        after = _relu_after_join(join)
         shape, count = self.asker.shape(join), self.asker.shape(branch)[terms.axis]
         rows = shape[terms.axis] - count
         grown = self.asker.layer(layer.wider(rows), last, after, other=True)[1]
@@ -183,7 +183,7 @@ class CandidateBuilder:
         if terms.axis == 1 and layer.convolves and "transpose" not in layer.target:
             seconds["place"] = alone + self._place(branch, layer, shape, last, after)
         best = min(seconds, key=seconds.__getitem__)
-        self.decisions.append(TuneDecision(f"the join after {_named(branch)}", best, seconds))
+        self.decisions.append(TuneDecision(f"the join after {_layer_name(branch)}", best, seconds))
         return None if best == "scatter-add" else best
 
     def _place(self, branch: fx.Node, layer: Layer, shape: tuple[int, ...], last: bool, after: Epilogue) -> float:
@@ -216,7 +216,7 @@ class CandidateBuilder:
         better = after < GAIN * before
         if better:
             first = next(iter(plan.rows), None)
-            where = name if first is None else f"{name} {_named(first)}"
+            where = name if first is None else f"{name} {_layer_name(first)}"
             self.decisions.append(TuneDecision(where, "wider", {"as it is": before, "wider": after}))
         return better
 
@@ -226,18 +226,16 @@ class CandidateBuilder:
         names = self.asker.implementations(layer)
         seconds = {name: self.asker.seconds(layer, name, last, after, other) for name in names}
         best = min(seconds, key=seconds.__getitem__)
-        self.decisions.append(TuneDecision(_named(node), best, seconds))
+        self.decisions.append(TuneDecision(_layer_name(node), best, seconds))
         return best != PLAIN
 
 
-def _named(node: fx.Node) -> str:
-    """Name of a layer: of the module that owns its weight."""
+def _layer_name(node: fx.Node) -> str:
     name = str(schema.arguments(node)["weight"].target)
     return name.rpartition(".")[0] or name
 
 
-def _after(join: fx.Node) -> Epilogue:
-    """The ReLU that alone reads a join, as an epilogue."""
+def _relu_after_join(join: fx.Node) -> Epilogue:
     readers = list(join.users)
     relu = len(readers) == 1 and readers[0].target is aten.relu.default
     return Epilogue("relu") if relu else Epilogue()

@@ -85,7 +85,7 @@ def apply_activation(after: Epilogue, x: Tensor) -> Tensor:
     """The activation of a tensor, computed in place if torch has such an op."""
     if after.name == "none":
         return x
-    target, args, kwargs = _activation(after.name, after.scalars, after.algorithm)
+    target, args, kwargs = _aten_activation(after.name, after.scalars, after.algorithm)
     over = getattr(aten, f"{base_name(target)}_", None)
     return (target if over is None else over.default)(x, *args, **kwargs)
 
@@ -132,11 +132,11 @@ def _plain(arguments: Mapping[str, Any], call: Callable[..., Any], check: Callab
         name, scalars, algorithm = arguments.get("unary_attr"), (), ""
     if name in (None, "none"):
         return output
-    target, args, kwargs = _activation(name, scalars or (), algorithm)
+    target, args, kwargs = _aten_activation(name, scalars or (), algorithm)
     return call(target, output, *args, **kwargs)
 
 
-def _activation(name: Any, scalars: Any, algorithm: str | None) -> tuple[Any, list[Any], dict[str, Any]]:
+def _aten_activation(name: Any, scalars: Any, algorithm: str | None) -> tuple[Any, list[Any], dict[str, Any]]:
     """An activation in ATen: op, arguments after the first, keyword arguments."""
     activation = find_onednn_activation(name, algorithm)
     if activation is None:

@@ -40,7 +40,7 @@ def fuse_epilogues(program: Program, wanted: Wanted) -> Program:
         value = fake(node)
         if weight is None or node not in live or not available(weight.dtype, weight.device):
             continue
-        if value.dtype is not weight.dtype or not all(type(n) is int for n in _numbers(node)):
+        if value.dtype is not weight.dtype or not all(type(n) is int for n in _geometry(node)):
             continue
         convolves = node.target is not aten.linear.default
         if convolves and value.ndim != weight.ndim:
@@ -49,7 +49,7 @@ def fuse_epilogues(program: Program, wanted: Wanted) -> Program:
     return editor.finish()
 
 
-def _numbers(node: fx.Node) -> list[Any]:
+def _geometry(node: fx.Node) -> list[Any]:
     """Strides, paddings and dilations of a convolution; none of a linear layer."""
     arguments = schema.arguments(node)
     return [n for key in ("stride", "padding", "dilation") for n in arguments.get(key, ())]

@@ -63,20 +63,19 @@ def rewrite_joins(program: Program, choose: Chooser) -> Program:
     editor = GraphEditor(program)
     live = input_dependent(editor.graph)
     for node in reversed(editor.calls(*JOINS)):
-        if node.users and node in live and not _inside(node):
+        if node.users and node in live and not _is_inside_larger_tree(node):
             total = _read(editor, node, live)
-            if total is not None and _overlaps(total):
+            if total is not None and _share_channels(total):
                 _emit(editor, total, node, live, choose)
     return editor.finish()
 
 
-def _inside(node: fx.Node) -> bool:
-    """Whether only a larger tree reads a call."""
+def _is_inside_larger_tree(node: fx.Node) -> bool:
     reader = only_reader(node)
     return reader is not None and reader.target in JOINS
 
 
-def _overlaps(total: Sum) -> bool:
+def _share_channels(total: Sum) -> bool:
     """Whether two terms share a channel, unlike those of a plain cat."""
     count = sum((where >= 0).long() for _, where in total.terms)
     return bool((torch.as_tensor(count) > 1).any()) and len(total.terms) > 1
@@ -222,7 +221,7 @@ def _scattered(
 
 def _emit(editor: GraphEditor, total: Sum, root: fx.Node, live: set[fx.Node], choose: Chooser) -> None:
     """Replace the root by a chain of additions: other terms first, then each layer."""
-    owned = [node in live and _owned(editor, node, total) for node, _ in total.terms]
+    owned = [node in live and _is_owned_layer(editor, node, total) for node, _ in total.terms]
     branches = [term for term, mine in zip(total.terms, owned, strict=True) if mine]
     others = [term for term, mine in zip(total.terms, owned, strict=True) if not mine]
     forms = [choose(editor, total, node, root) for node, _ in branches]
@@ -235,14 +234,14 @@ def _emit(editor: GraphEditor, total: Sum, root: fx.Node, live: set[fx.Node], ch
         constant = None
     fixed = [(node, where) for node, where in others if node not in live]
     if fixed:
-        terms.insert(1, _offsets(editor, fixed, total.axis, root))
+        terms.insert(1, _constant_sum(editor, fixed, total.axis, root))
     partial_sum = terms[0]
     for term in terms[1:]:
         partial_sum = editor.insert(root, root, aten.add.Tensor, partial_sum, term)
     editor.replace(root, partial_sum)
 
 
-def _owned(editor: GraphEditor, node: fx.Node, total: Sum) -> bool:
+def _is_owned_layer(editor: GraphEditor, node: fx.Node, total: Sum) -> bool:
     """Whether a term is a layer that only the tree reads. Rows of a grouped convolution cannot
     move: they are bound to their columns."""
     if contraction_weight(editor, node) is None or schema.arguments(node).get("groups", 1) != 1:
@@ -271,7 +270,7 @@ def _placed(
     return editor.insert(root, None, aten.index_select.default, node, axis, read)
 
 
-def _offsets(editor: GraphEditor, terms: list[tuple[fx.Node, Tensor]], axis: int, root: fx.Node) -> fx.Node:
+def _constant_sum(editor: GraphEditor, terms: list[tuple[fx.Node, Tensor]], axis: int, root: fx.Node) -> fx.Node:
     """The sum of terms that depend on no input, which is computed once per size."""
     placed = [_placed(editor, node, where, axis, root) for node, where in terms]
     total = placed[0]

@@ -66,7 +66,7 @@ class Layer:
     def work(self, other: bool) -> tuple[float, float]:
         """Operations of the layer, and bytes that it moves. other: whether a tensor is added."""
         outputs = math.prod(self.out)
-        products = outputs * math.prod(self.weight) // max(_outputs(self), 1)
+        products = outputs * math.prod(self.weight) // max(_count_output_channels(self), 1)
         elements = math.prod(self.x) + outputs * (2 if other else 1) + math.prod(self.weight)
         return 2.0 * products, 4.0 * elements
 
@@ -136,7 +136,7 @@ class LayerCosts:
 
         def make() -> Callable[[], object]:
             draw = _drawn()
-            tensors = [_formatted(draw(*s, dtype=dtype), last) for s in shapes]
+            tensors = [_in_layout(draw(*s, dtype=dtype), last) for s in shapes]
             if index:
                 tensors.insert(1, torch.arange(index))
                 return lambda: target(tensors[0], *args, *tensors[1:])
@@ -159,8 +159,7 @@ def _in_turns(make: Callable[[], Callable[[], object]], size: float) -> Any:
     return several
 
 
-def _outputs(layer: Layer) -> int:
-    """The number of output channels."""
+def _count_output_channels(layer: Layer) -> int:
     return layer.weight[1 if "transpose" in layer.target else 0]
 
 
@@ -190,8 +189,7 @@ def _shape_of_output(layer: Layer) -> tuple[int, ...]:
         return tuple(_call(layer, PLAIN, False, torch.empty)().shape)
 
 
-def _formatted(tensor: Tensor, last: bool) -> Tensor:
-    """An image tensor in channels last if `last`, else the tensor itself."""
+def _in_layout(tensor: Tensor, last: bool) -> Tensor:
     if last and tensor.ndim in FORMATS:
         return tensor.contiguous(memory_format=FORMATS[tensor.ndim])
     return tensor
@@ -209,12 +207,12 @@ def _call(
     options: Any = {"dtype": layer.dtype}
     if draw is not torch.empty:
         options["device"] = layer.device
-    x, weight = _formatted(draw(*layer.x, **options), last), draw(*layer.weight, **options)
-    bias = draw(_outputs(layer), **options) if layer.bias else None
+    x, weight = _in_layout(draw(*layer.x, **options), last), draw(*layer.weight, **options)
+    bias = draw(_count_output_channels(layer), **options) if layer.bias else None
     if implementation == PLAIN:
-        product = _plain(layer, x, _formatted(weight, last), bias)
-        added = _formatted(draw(*layer.out, **options), last) if other else None
-        return partial(_activated, product, added, after)
+        product = _plain(layer, x, _in_layout(weight, last), bias)
+        added = _in_layout(draw(*layer.out, **options), last) if other else None
+        return partial(_activate_output, product, added, after)
     if not layer.convolves:
         return _linear(x, weight, bias, draw, options, after, other)
     stride, padding, dilation, groups = layer.geometry
@@ -224,7 +222,7 @@ def _call(
     target, args = convolution(x, weight, bias, geometry, after)
     if not other:
         return lambda: target(*args)
-    buffer = _formatted(draw(*layer.out, **options), last)
+    buffer = _in_layout(draw(*layer.out, **options), last)
     target, args = convolution(x, weight, bias, geometry, after, buffer)
     target = ops()._convolution_pointwise_.binary
     return lambda: target(args[1], args[0], *args[2:])
@@ -245,7 +243,7 @@ def _plain(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Call
     return lambda: target(x, weight, bias)
 
 
-def _activated(product: Callable[[], Tensor], added: Tensor | None, after: Epilogue) -> Tensor:
+def _activate_output(product: Callable[[], Tensor], added: Tensor | None, after: Epilogue) -> Tensor:
     """The activation of a layer's output, after a sum with `added` if there is one."""
     y = product()
     if added is not None:

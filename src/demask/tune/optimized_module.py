@@ -135,34 +135,32 @@ class Optimized(Demasked):
         return apply_pass(self, unfuse).plain()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        before = _kinds(self)
+        before = _dtypes_and_devices(self)
         super()._apply(fn, recurse)
         self.refresh()
-        if _kinds(self) != before:
+        if _dtypes_and_devices(self) != before:
             self._becomes(self.plain())
         return self
 
     def _becomes(self, other: Demasked) -> None:
         """Adopt the graph of another network, with the tensors that it reads."""
-        before, graph = _read(self.graph), other.graph
+        before, graph = _names_of_tensors(self.graph), other.graph
         for node in graph.nodes:
             node.meta.pop("value", None)  # memory was planned for the former dtype and device
-        for name in _read(graph) - before:
+        for name in _names_of_tensors(graph) - before:
             attach(self, name, operator.attrgetter(name)(other))
-        for name in before - _read(graph):
+        for name in before - _names_of_tensors(graph):
             path, _, leaf = name.rpartition(".")
             delattr(self.get_submodule(path), leaf)
         graph.set_codegen(codegen_of(self.graph))
         self.graph = graph
 
 
-def _read(graph: fx.Graph) -> set[str]:
-    """Names of the tensors that a graph reads."""
+def _names_of_tensors(graph: fx.Graph) -> set[str]:
     return {str(node.target) for node in graph.find_nodes(op="get_attr")}
 
 
-def _kinds(module: nn.Module) -> set[Any]:
-    """The dtypes and devices of a module's floating tensors."""
+def _dtypes_and_devices(module: nn.Module) -> set[Any]:
     tensors = [*module.parameters(), *module.buffers()]
     return {(t.dtype, t.device) for t in tensors if t.is_floating_point()}
 
@@ -205,7 +203,7 @@ def _copied(
     """A node copied into the fast graph, in place or into a view of the arena if `call` says so.
     new: copies of the nodes before it."""
     if call is None:
-        return _bound(quick, node, new) or quick.node_copy(node, lambda n: new[n])
+        return _bind_to_function(quick, node, new) or quick.node_copy(node, lambda n: new[n])
     if isinstance(call, InPlace):
         args, kwargs = map_arg((call.args, dict(call.kwargs)), lambda n: new[n])
         return quick.call_function(call.target, args, kwargs)
@@ -216,7 +214,7 @@ def _copied(
     return quick.call_function(call.target, args, {**kwargs, out: views[node]})
 
 
-def _bound(quick: fx.Graph, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node | None:
+def _bind_to_function(quick: fx.Graph, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node | None:
     """A call of one of demask's ops as a call of a faster function, if the op has one."""
     custom = custom_op_of(node.target)
     if custom is None or custom.bind is None:
@@ -291,7 +289,7 @@ def _run(
                 results[arguments["W"]] = pack_weight(node, weight, x)
         else:
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-            values[node] = _called(module, node)(*args, **kwargs)
+            values[node] = _called_function(module, node)(*args, **kwargs)
         if node in wanted and not is_pack(node):
             value = values[node]
             results[node] = (tuple(value.shape), value.stride(), value.dtype) if node in live else value
@@ -302,10 +300,10 @@ def _run(
     return results
 
 
-def _called(module: nn.Module, node: fx.Node) -> Callable[..., Any]:
-    """The function that a node calls."""
+def _called_function(module: nn.Module, node: fx.Node) -> Callable[..., Any]:
     if node.op == "call_module":
         return module.get_submodule(str(node.target))
     if node.op == "call_method":
         return lambda self, *args, **kwargs: getattr(self, str(node.target))(*args, **kwargs)
-    return node.target  # type: ignore[return-value]
+    function: Any = node.target
+    return function

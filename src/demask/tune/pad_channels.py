@@ -122,7 +122,7 @@ def plan_widening(
         stack += sources
         stack += [user for user in node.users if _follows(editor, user, node, table)]
         for user in node.users:
-            if _reads(editor, user, node, axis):
+            if _contracts_axis(editor, user, node, axis):
                 plan.columns[user] = None
     return plan
 
@@ -210,8 +210,7 @@ def _follows(editor: GraphEditor, user: fx.Node, node: fx.Node, table: Table) ->
     return contraction_weight(editor, user) is not None and is_depthwise(editor, user)
 
 
-def _reads(editor: GraphEditor, user: fx.Node, node: fx.Node, axis: int) -> bool:
-    """Whether a layer contracts the axis of `node`."""
+def _contracts_axis(editor: GraphEditor, user: fx.Node, node: fx.Node, axis: int) -> bool:
     if contraction_weight(editor, user) is None or schema.arguments(user)["input"] is not node:
         return False
     return channel_axis(user) == axis and schema.arguments(user).get("groups", 1) == 1
@@ -235,8 +234,9 @@ def apply_widening(editor: GraphEditor, plan: Widening) -> None:
             args, kwargs = schema.bind_arguments(node.target, schema.arguments(node) | {"groups": count + plan.more})
             node.args, node.kwargs = args, kwargs
         if node.target is aten.constant_pad_nd.default:
-            pads = [n + plan.more if n else 0 for n in node.args[1]]  # type: ignore[union-attr]
-            node.args = (node.args[0], pads, *node.args[2:])
+            padded = schema.arguments(node)
+            pads = [n + plan.more if n else 0 for n in padded["pad"]]
+            node.args, node.kwargs = schema.bind_arguments(node.target, padded | {"pad": pads})
         if others:
             with editor.graph.inserting_after(node):
                 cut = editor.graph.call_function(aten.slice.Tensor, (node, plan.axis, 0, count))

@@ -167,10 +167,11 @@ class Generation(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The result of `generate`, without its warnings."""
+        network: Any = self.network
         disabled = logging.root.manager.disable
         logging.disable(logging.WARNING)
         try:
-            return self.network.generate(*args, **kwargs, max_new_tokens=TOKENS, do_sample=False)  # type: ignore[operator]
+            return network.generate(*args, **kwargs, max_new_tokens=TOKENS, do_sample=False)
         finally:
             logging.disable(disabled)
 

@@ -49,12 +49,12 @@ def count_writes(module: nn.Module) -> None:
         for tensors in tables:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_inference():
-                    tensors[name] = normal.setdefault(id(tensor), _normal(tensor))
+                    tensors[name] = normal.setdefault(id(tensor), _without_inference_mode(tensor))
                 if type(tensors[name]) is nn.Parameter:
                     tensors[name].__class__ = CountedParameter
 
 
-def _normal(tensor: Tensor) -> Tensor:
+def _without_inference_mode(tensor: Tensor) -> Tensor:
     """A copy of an inference tensor as a normal one; of a parameter, a parameter."""
     with torch.inference_mode(False), torch.no_grad():
         copy = tensor.clone()

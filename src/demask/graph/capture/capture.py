@@ -173,11 +173,11 @@ def export_with_grouped_experts(model: nn.Module, exports: Iterator[Export]) -> 
         yield export[0], (*export[1], NOTE)
 
 
-def _loops_over_experts(model: nn.Module) -> bool:
+def _loops_over_experts(model: Any) -> bool:
     """Whether a model runs its experts in a loop and can use grouped products. (A model without
     experts has the setting, too, and refuses to change it.)"""
     settings = getattr(model, "get_experts_implementation", None)
-    if not callable(settings) or "eager" not in settings().values():  # type: ignore[union-attr]
+    if settings is None or "eager" not in settings().values():
         return False
     try:
         with _grouped(model):
@@ -187,15 +187,15 @@ def _loops_over_experts(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _grouped(model: nn.Module) -> Iterator[None]:
+def _grouped(model: Any) -> Iterator[None]:
     """Experts run by grouped products in the block. The model's settings, which copies share, are
     restored after it."""
-    before = model.get_experts_implementation()  # type: ignore[operator]
-    model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+    before = model.get_experts_implementation()
+    model.set_experts_implementation("grouped_mm")
     try:
         yield
     finally:
-        model.set_experts_implementation(before)  # type: ignore[operator]
+        model.set_experts_implementation(before)
 
 
 _Export = tuple[ExportedProgram, tuple[str, ...]]  # and notes
@@ -330,7 +330,7 @@ def _as_declared(work: nn.Module, args: Any, kwargs: Any, interface: Interface) 
     kinds = [names, batch, names - batch] if batch < names else [names]
     for dynamic in filter(None, kinds):
         sized = _sized(args, kwargs, interface, dynamic)
-        marks = functools.partial(_marks, sized, interface, dynamic)
+        marks = functools.partial(_dynamic_dims, sized, interface, dynamic)
         shapes = _dynamic(work, *sized, marks)
         exported = None
         with contextlib.suppress(NotExportable, BadInput):
@@ -371,7 +371,7 @@ def _sized(args: Any, kwargs: Any, interface: Interface, dynamic: set[str]) -> t
     return pytree.tree_unflatten(leaves, spec)
 
 
-def _marks(example: Any, interface: Interface, dynamic: set[str], leaf: Tensor) -> Any:
+def _dynamic_dims(example: Any, interface: Interface, dynamic: set[str], leaf: Tensor) -> Any:
     """The dynamic axes of one tensor of the example, for torch.export."""
     leaves = pytree.tree_leaves(example)
     port = next(p for t, p in zip(leaves, interface.inputs, strict=True) if t is leaf)
@@ -397,7 +397,7 @@ def _dynamically(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> Exp
     """The export with a dynamic first dimension of every input, or all dimensions dynamic. Batches
     of one are doubled, unless the model needs a size of one next to other batch sizes (positions
     for all texts)."""
-    wide = pytree.tree_map(_doubled, (args, kwargs))
+    wide = pytree.tree_map(_double_batch_of_one, (args, kwargs))
     pairs = zip(pytree.tree_leaves(wide), pytree.tree_leaves((args, kwargs)), strict=True)
     if any(a is not b for a, b in pairs):
         with contextlib.suppress(NotExportable, BadInput):
@@ -423,7 +423,7 @@ def _fits(exported: ExportedProgram, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _doubled(leaf: Any) -> Any:
+def _double_batch_of_one(leaf: Any) -> Any:
     """A leaf; a batch of one is doubled: torch.export specializes size 1."""
     one = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == 1
     return torch.cat([leaf, leaf]) if one else leaf

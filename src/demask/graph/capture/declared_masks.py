@@ -56,7 +56,7 @@ def apply_masks(model: nn.Module | ExportedProgram, masks: Masks) -> nn.Module |
     if not isinstance(masks, Mapping):
         if masks not in ("zeros", "declared"):
             text = "expected masks to be 'zeros', 'declared' or a mapping from names of parameters"
-            raise BadInput(f"{text} to tensors of 0 and 1, got {_described(masks)}")
+            raise BadInput(f"{text} to tensors of 0 and 1, got {_describe_value(masks)}")
         return model
     if not isinstance(model, (nn.Module, ExportedProgram)):
         return model  # capture raises an error
@@ -107,7 +107,7 @@ def _check(name: Any, mask: Any, parameters: Mapping[str, Tensor], model: Any) -
         raise BadInput(f"masks: {name!r} is {description}; {hint}")
     if not isinstance(mask, Tensor):
         raise BadInput(
-            f"masks[{name!r}]: expected a tensor of 0 and 1, got {_described(mask)}: pass torch.as_tensor(mask)"
+            f"masks[{name!r}]: expected a tensor of 0 and 1, got {_describe_value(mask)}: pass torch.as_tensor(mask)"
         )
     shape, parameter = tuple(mask.shape), parameters[name]
     try:
@@ -128,6 +128,6 @@ def _check(name: Any, mask: Any, parameters: Mapping[str, Tensor], model: Any) -
         raise BadInput(f"masks[{name!r}]: expected only 0 (remove) and 1, got other numbers: pass mask != 0")
 
 
-def _described(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """A value for a message: a string as it is, the type of others."""
     return repr(value) if isinstance(value, str) else type(value).__name__

@@ -176,19 +176,19 @@ def _translate(tree: ast.expr, size: Callable[[str, int], str], depth: int = 0) 
             raise _Unknown("a power that is no small number")
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, NODES):
             both = ast.BinOp(ast.Name("a"), op, ast.Name("b"))
-            return _filled(both, a=inner(left), b=inner(right))
+            return _fill_pattern(both, a=inner(left), b=inner(right))
         case ast.UnaryOp(op=op, operand=operand) if isinstance(op, NODES):
-            return _filled(ast.UnaryOp(op, ast.Name("a")), a=inner(operand))
+            return _fill_pattern(ast.UnaryOp(op, ast.Name("a")), a=inner(operand))
         case ast.Compare(left=left, ops=[op], comparators=[right]) if isinstance(op, NODES):
             both = ast.Compare(ast.Name("a"), [op], [ast.Name("b")])
-            return _filled(both, a=inner(left), b=inner(right))
+            return _fill_pattern(both, a=inner(left), b=inner(right))
         case ast.BoolOp(op=op, values=values):
             word = " and " if isinstance(op, ast.And) else " or "
             return f"({word.join(map(inner, values))})"
     raise _Unknown(ast.unparse(tree)[:40])
 
 
-def _filled(pattern: ast.expr, **parts: str) -> str:
+def _fill_pattern(pattern: ast.expr, **parts: str) -> str:
     """A pattern over `a` and `b` with these replaced by `parts`."""
     return re.sub(r"\b[ab]\b", lambda m: f"({parts[m[0]]})", ast.unparse(pattern))
 

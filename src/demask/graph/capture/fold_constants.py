@@ -46,7 +46,7 @@ def fold_constants(program: Program, *, parameters: bool = True) -> Program:
     constants = {
         str(n.target): program.constants[str(n.target)]
         for n in graph.nodes
-        if n.op == "get_attr" and _outlives(n, values)
+        if n.op == "get_attr" and _is_read_by_live_node(n, values)
     }
     editor.constants, constants_by_node = constants, {}
     for node in frontier:
@@ -90,7 +90,7 @@ def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
     computed from: folding never expands a row to a matrix, or a kernel to an image."""
     frontier: list[fx.Node] = []
     for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or node not in values or not _outlives(node, values):
+        if node.op != "call_function" or node not in values or not _is_read_by_live_node(node, values):
             continue
         value, leaves = values[node], _leaves(node)
         stored = leaves
@@ -129,7 +129,7 @@ def _share(editor: GraphEditor) -> None:
             editor.replace(node, twin)
 
 
-def _outlives(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+def _is_read_by_live_node(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
     """Whether a node that is not constant reads a constant."""
     return any(user not in values for user in node.users)
 

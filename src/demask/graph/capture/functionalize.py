@@ -46,7 +46,7 @@ def squeeze_static_axes(program: Program) -> Program:
         shape = fake(x).shape
         with editor.graph.inserting_before(node):
             value = x
-            for dim in sorted(_dims(node), reverse=True):
+            for dim in sorted(_squeezed_dims(node), reverse=True):
                 size = shape[dim]
                 if isinstance(size, int):
                     value = editor.call(aten.squeeze.dim, value, dim) if size == 1 else value
@@ -63,7 +63,7 @@ def squeeze_static_axes(program: Program) -> Program:
     return replace(program, graph=editor.graph, guards=tuple(guards))
 
 
-def _dims(node: fx.Node) -> list[int]:
+def _squeezed_dims(node: fx.Node) -> list[int]:
     """The axes that a squeeze drops if their size is one."""
     rank = fake(node.args[0]).ndim
     dims: Any = schema.arguments(node).get("dim", range(rank))
@@ -75,7 +75,7 @@ def _is_dynamic(node: fx.Node) -> bool:
     if node.target not in SQUEEZES:
         return False
     shape = fake(node.args[0]).shape
-    return any(not isinstance(shape[dim], int) for dim in _dims(node))
+    return any(not isinstance(shape[dim], int) for dim in _squeezed_dims(node))
 
 
 _SAME = {"alias", "detach", "contiguous", "dropout", "feature_dropout", "lift_fresh", "to"}
@@ -124,7 +124,7 @@ def _laid_out(program: Program) -> Program:
     editor = GraphEditor(program)
     for node in editor.calls(aten.as_strided.default):
         x: Any = node.args[0]
-        straight = _sized(fake(x), _symbols(node)).is_contiguous()
+        straight = _with_static_sizes(fake(x), _symbols(node)).is_contiguous()
         if not straight or fake(x).storage_offset() != 0:
             raise NotExportable(
                 "as_strided of a tensor that is not contiguous",
@@ -152,11 +152,11 @@ def _pieces(program: Program) -> fx.Graph:
             else:
                 start, length = 0, 0
                 for k, output in enumerate(fake(source)[: index + 1]):
-                    start, length = _plus(editor, start, length), output.shape[dim]
+                    start, length = _add_sizes(editor, start, length), output.shape[dim]
                     if not isinstance(length, int):
                         piece = editor.call(operator.getitem, source, k)
                         length = editor.call(aten.sym_size.int, piece, dim)
-                stop = _plus(editor, start, length)
+                stop = _add_sizes(editor, start, length)
                 part = editor.call(aten.slice.Tensor, x, dim, start, stop)
         editor.replace(node, part)
     return editor.graph
@@ -206,23 +206,23 @@ def _shares_memory(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = Non
     at = _symbols(node) | dict(sizes or {})
     with FakeTensorMode():
         try:
-            values = {n: _sized(fake(n), at) for n in node.all_input_nodes}
+            values = {n: _with_static_sizes(fake(n), at) for n in node.all_input_nodes}
             output = schema.call_on(node, values.__getitem__)
         except (RuntimeError, ZeroDivisionError):
             return None
-    operand = values[node.args[0]]  # type: ignore[index]
+    operand = values[schema.source_of(node)]
     return output.untyped_storage()._cdata == operand.untyped_storage()._cdata
 
 
-def _sized(value: Any, at: Mapping[sympy.Symbol, int]) -> Any:
+def _with_static_sizes(value: Any, at: Mapping[sympy.Symbol, int]) -> Any:
     """A fake value with static sizes and strides: the symbols `at` these values."""
     if not isinstance(value, Tensor):
-        return _number(value, at)
-    sizes, strides = ([_number(n, at) for n in ns] for ns in (value.shape, value.stride()))
+        return _size_at(value, at)
+    sizes, strides = ([_size_at(n, at) for n in ns] for ns in (value.shape, value.stride()))
     return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
 
-def _number(size: Any, at: Mapping[sympy.Symbol, int]) -> Any:
+def _size_at(size: Any, at: Mapping[sympy.Symbol, int]) -> Any:
     """The value of a size, the symbols `at` these values."""
     return int(size.node.expr.subs(at)) if isinstance(size, torch.SymInt) else size
 
@@ -408,25 +408,25 @@ def _narrow(editor: GraphEditor, view: fx.Node, whole: fx.Node, value: fx.Node) 
     args: Any = view.args[1:]
     dim, start, length = args
     if isinstance(start, int) and start < 0:
-        start = _plus(editor, editor.sizes(whole)[dim], start)
-    end = _plus(editor, start, length)
+        start = _add_sizes(editor, editor.sizes(whole)[dim], start)
+    end = _add_sizes(editor, start, length)
     return editor.call(aten.slice_scatter.default, whole, value, dim, start, end)
 
 
 def _select(editor: GraphEditor, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
     dim, index = view.args[1:]
-    end = None if index == -1 else _plus(editor, index, 1)
+    end = None if index == -1 else _add_sizes(editor, index, 1)
     value = editor.call(aten.unsqueeze.default, value, dim)
     return editor.call(aten.slice_scatter.default, whole, value, dim, index, end)
 
 
-def _plus(editor: GraphEditor, a: Any, b: Any) -> Any:
-    """The sum of two sizes, each an int or a node."""
+def _add_sizes(editor: GraphEditor, a: Any, b: Any) -> Any:
     return a + b if isinstance(a, int) and isinstance(b, int) else editor.call(operator.add, a, b)
 
 
 def _permute(editor: GraphEditor, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
-    dims = [dim % len(view.args[1]) for dim in view.args[1]]  # type: ignore[arg-type,union-attr]
+    axes: Any = view.args[1]
+    dims = [dim % len(axes) for dim in axes]
     return editor.call(aten.permute.default, value, [dims.index(k) for k in range(len(dims))])
 
 

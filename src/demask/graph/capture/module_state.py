@@ -70,7 +70,7 @@ def keeps_equal_state(model: nn.Module, own: nn.Module, inputs: Inputs, attribut
     """
     networks = copy_with_state(model), copy_with_state(own)
     states: list[list[tuple[Any, Any]]] = []
-    for call in _sequence(inputs):
+    for call in _drawn_sequence(inputs):
         try:
             outputs = [pytree.tree_leaves(run_seeded(network, call)) for network in networks]
         except Exception:
@@ -130,7 +130,7 @@ def watch_attributes(work: nn.Module) -> dict[Attribute, None]:
         before.update(_attributes_of(work))
 
     def leave(*_: Any) -> None:
-        changed.update(dict.fromkeys(_changed(before, _attributes_of(work))))
+        changed.update(dict.fromkeys(_changed_attributes(before, _attributes_of(work))))
 
     work.register_forward_pre_hook(enter)
     work.register_forward_hook(leave)
@@ -178,8 +178,7 @@ def _is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) in (bool, int, str, bytes, type) and a == b)
 
 
-def _changed(before: Mapping[Attribute, Any], after: Mapping[Attribute, Any]) -> Iterator[Attribute]:
-    """The attributes that are new or have changed."""
+def _changed_attributes(before: Mapping[Attribute, Any], after: Mapping[Attribute, Any]) -> Iterator[Attribute]:
     for attribute, value in after.items():
         if attribute not in before or not _is_same(before[attribute], value):
             yield attribute
@@ -202,7 +201,7 @@ def _depends_on_earlier_calls(model: nn.Module, inputs: Inputs, set_by_calls: di
     """Whether one of a sequence of calls returns something else than the same call of a new copy.
     set_by_calls: filled with the attributes that calls set to other values."""
     called, changing = copy_with_state(model), set[Attribute]()
-    for k, call in enumerate(_sequence(inputs)):
+    for k, call in enumerate(_drawn_sequence(inputs)):
         try:
             expected = run_seeded(copy_with_state(model), call)
         except Exception:
@@ -215,7 +214,7 @@ def _depends_on_earlier_calls(model: nn.Module, inputs: Inputs, set_by_calls: di
         except Exception:
             return True
         after = _attributes_of(called)
-        changes = list(_changed(before, after))
+        changes = list(_changed_attributes(before, after))
         if k:  # what the first call alone sets is a cache
             changing |= set(changes)
         if k < CALLS - 1:  # the last one sets enlarged numbers back
@@ -235,7 +234,7 @@ def _is_recomputed(before: Any, after: Any) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and equal_outputs(a, b)
 
 
-def _sequence(inputs: Inputs) -> Iterator[Inputs]:
+def _drawn_sequence(inputs: Inputs) -> Iterator[Inputs]:
     """The example, twice, then normally distributed numbers."""
     draw = torch.Generator().manual_seed(0)
     for k in range(CALLS):

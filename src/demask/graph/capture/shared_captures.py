@@ -180,7 +180,7 @@ class Anatomy:
     def _input(self, leaf: Any) -> Any:
         return self._tensor(leaf) if type(leaf) is Tensor else self._value(leaf)
 
-    def _again(self, value: Any) -> int | None:
+    def _visited_index(self, value: Any) -> int | None:
         """The index of a value that was visited before; None for a new one, which gets an index."""
         number = self._seen.get(id(value))
         if number is None:
@@ -195,7 +195,7 @@ class Anatomy:
             return kind, repr(value)
         if kind in (tuple, torch.Size):
             return kind, [self._value(item) for item in value]
-        if (number := self._again(value)) is not None:
+        if (number := self._visited_index(value)) is not None:
             return "again", number
         if isinstance(value, nn.Module):
             return self._module(value)
@@ -230,12 +230,12 @@ class Anatomy:
             elif name in ("_parameters", "_buffers"):
                 parts.append((name, [(key, self._own(key, t)) for key, t in value.items()]))
             elif name in _HOOKS:
-                parts.append((name, self._hooks(module, value)))
+                parts.append((name, self._numbered_hooks(module, value)))
             else:
                 parts.append((name, self._value(value)))
         return _Same(kind) if isinstance(kind, type) else kind, parts
 
-    def _hooks(self, module: nn.Module, hooks: Mapping[int, Any] | None) -> Any:
+    def _numbered_hooks(self, module: nn.Module, hooks: Mapping[int, Any] | None) -> Any:
         """The hooks of a module, with keys numbered within the module."""
         ids = sorted({key for name in _HOOKS for key in getattr(module, name) or ()})
         return [(ids.index(key), self._value(hook)) for key, hook in (hooks or {}).items()]
@@ -249,7 +249,7 @@ class Anatomy:
 
     def _tensor(self, tensor: Tensor) -> Any:
         """All of a tensor except its data; the index of the tensor that it shares memory with."""
-        if (number := self._again(tensor)) is not None:
+        if (number := self._visited_index(tensor)) is not None:
             return "again", number
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return _Same(tensor)

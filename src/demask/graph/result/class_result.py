@@ -38,13 +38,12 @@ def record_call(module: nn.Module, provenance: Provenance, args: Any, kwargs: Ma
     """Record the provenance (`.demasked`) and the call of a module of any class, in place."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     specs = iter(provenance.inputs)
-    call_leaves = [next(specs, _spec(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    call_leaves = [next(specs, _spec_of_input(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     vars(module)[_CALL] = CallSpec(*pytree.tree_unflatten(call_leaves, spec))
     vars(module)["demasked"] = provenance
 
 
-def _spec(leaf: Tensor) -> InputSpec:
-    """The spec of an input without one in the provenance."""
+def _spec_of_input(leaf: Tensor) -> InputSpec:
     sizes = tuple(leaf.shape)
     return InputSpec("input", sizes, str(leaf.dtype).removeprefix("torch."), sizes)
 

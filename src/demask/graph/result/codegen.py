@@ -51,7 +51,7 @@ class Codegen(PyTreeCodeGen):
 
     def __reduce__(self) -> tuple[Any, ...]:
         names, *specs = self.pytree_info
-        return _unpickled, (type(self), names, [_plain(spec) for spec in specs], self.provenance)
+        return _unpickled, (type(self), names, [_spec_as_tuples(spec) for spec in specs], self.provenance)
 
     def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
         """Lines that assign the flat inputs from the arguments: none if they are the arguments."""
@@ -92,22 +92,21 @@ class Codegen(PyTreeCodeGen):
 
 
 def _unpickled(kind: type[Codegen], names: list[str], specs: Sequence[Any], provenance: Provenance) -> Codegen:
-    return kind(PyTreeInfo(names, *map(_spec, specs)), provenance)
+    return kind(PyTreeInfo(names, *map(_spec_from_tuples, specs)), provenance)
 
 
-def _plain(spec: Any) -> Any:
+def _spec_as_tuples(spec: Any) -> Any:
     """A pytree spec as nested tuples, None for leaves: torch 2.13 warns if specs are pickled."""
     if spec.is_leaf():
         return None
-    return spec.type, spec.context, [_plain(spec.child(k)) for k in range(spec.num_children)]
+    return spec.type, spec.context, [_spec_as_tuples(spec.child(k)) for k in range(spec.num_children)]
 
 
-def _spec(plain: Any) -> Any:
-    """The inverse of `_plain`."""
+def _spec_from_tuples(plain: Any) -> Any:
     if plain is None:
         return pytree.tree_structure(0)
     kind, context, children = plain
-    return pytree.TreeSpec(kind, context, [_spec(child) for child in children])
+    return pytree.TreeSpec(kind, context, [_spec_from_tuples(child) for child in children])
 
 
 def binding(name: str, overload: str = "default") -> str | None:
@@ -150,7 +149,7 @@ def _lookups(lines: Iterable[str], nodes: Sequence[fx.Node], root: str) -> Itera
             parents = path if name in called else path[:-1]
             for k in range(len(parents) + 1):
                 if tuple(parents[:k]) not in dictionaries:
-                    short = dictionaries[tuple(parents[:k])] = _short(parents[:k], taken)
+                    short = dictionaries[tuple(parents[:k])] = _local_module_name(parents[:k], taken)
                     taken.add(short)
                     last = f"{dictionaries[tuple(parents[: k - 1])]}[{parents[k - 1]!r}]" if k else root
                     yield f"{short} = {last}._modules\n"
@@ -161,7 +160,7 @@ def _lookups(lines: Iterable[str], nodes: Sequence[fx.Node], root: str) -> Itera
         yield line
 
 
-def _short(path: Sequence[str], taken: Container[str]) -> str:
+def _local_module_name(path: Sequence[str], taken: Container[str]) -> str:
     """A local name for the `_modules` of the module at a path."""
     name = "_".join(["at", *(re.sub(r"\W", "_", step) for step in path)])
     while name in taken:

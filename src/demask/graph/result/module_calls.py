@@ -309,7 +309,7 @@ def _spell(node: fx.Node, module: nn.Module, row: EvalCall) -> None:
 
     with node.graph.inserting_before(node):
         if row.inputs[-1] == STATE:
-            state = operands.get(STATE) or create_zero_state(node.args[0], module)  # type: ignore[arg-type]
+            state = operands.get(STATE) or create_zero_state(schema.source_of(node), module)
             operands[STATE] = list(state) if isinstance(state, tuple) else state
         operands |= {name: read(leaf) for name, leaf in row.tensors.items()}
         for name, names in row.lists.items():

@@ -54,7 +54,7 @@ def originals_of(model: Any, program: Program) -> Originals | None:
         return None
     calls: dict[tuple[str, str], list[fx.Node]] = {}
     for node in program.graph.nodes:
-        if node.op == "call_function" and (path := _scope(node)[0]):
+        if node.op == "call_function" and (path := _containing_module(node)[0]):
             call_key = list(node.meta["nn_module_stack"])[-1]  # of several calls: "L__self__act@1"
             calls.setdefault((path.partition("@")[0], call_key), []).append(node)
     candidates: dict[str, nn.Module] = {}
@@ -72,7 +72,7 @@ def originals_of(model: Any, program: Program) -> Originals | None:
     return Originals(model, {name: module for name, module in modules if id(module) in observed})
 
 
-def _scope(node: fx.Node) -> tuple[str, str]:
+def _containing_module(node: fx.Node) -> tuple[str, str]:
     """Path and class of the module that contains a call: ("conv@1", "torch.nn...Conv2d")."""
     stack = node.meta.get("nn_module_stack")
     path, kind = list(stack.values())[-1] if stack else ("", "")
@@ -132,7 +132,7 @@ def _is_taken(root: nn.Module, path: str, network: type[nn.Module]) -> bool:
 def _place_of(node: fx.Node, root: nn.Module, originals: Mapping[str, nn.Module]) -> tuple[str, type[nn.Module] | None]:
     """The path and class of the module that a call is restored to: from the module that contains
     it, or from the names of its tensors. The class is None if there is none."""
-    path, text = _scope(node)
+    path, text = _containing_module(node)
     path = path.partition("@")[0]
     kind = _QUALIFIED.get(text)
     if kind is None and path in originals:
@@ -146,11 +146,11 @@ def _place_of(node: fx.Node, root: nn.Module, originals: Mapping[str, nn.Module]
         return "", None
     if node.target is aten.batch_norm.default:
         kind = _BATCH_NORMS.get(fake(node.args[0]).ndim, nn.BatchNorm1d)
-    path = _above(node, kind)
+    path = _common_module(node, kind)
     return (path, kind) if path else ("", None)
 
 
-def _above(node: fx.Node, kind: type[nn.Module]) -> str:
+def _common_module(node: fx.Node, kind: type[nn.Module]) -> str:
     """The path of the module that all tensors of a call belong to; "" if there are several."""
     row = row_for(kind, node.target)
     reads = row.leaves(schema.arguments(node)).values() if row is not None else ()
@@ -161,7 +161,7 @@ def _above(node: fx.Node, kind: type[nn.Module]) -> str:
 def _first_name(node: fx.Node, path: str, kind: type[nn.Module], originals: Mapping[str, nn.Module]) -> str:
     """The first name of a module with several names, by which its tensors are read. Modules that
     share running statistics are one."""
-    first = _above(node, kind)
+    first = _common_module(node, kind)
     same = path in originals and originals.get(first) is originals[path]
     unknown = not originals and node.target is aten.batch_norm.default
     return first if first and (same or unknown) else path
@@ -267,7 +267,7 @@ def _new_module(
     """A module of a class that computes a call: a copy of the model's own module, or a new one;
     None if it would compute something else."""
     has_own = own is not None and kind_of(own) is kind
-    module = _copy_of(own) if has_own and own is not None else _blank(kind)
+    module = _copy_of(own) if has_own and own is not None else _create_minimal(kind)
     arguments = row.call_arguments(call)
     for leaf, tensor in tensors.items():
         if not _take(module, leaf, tensor, tensors):
@@ -312,7 +312,7 @@ def _copy_of(module: nn.Module) -> nn.Module:
     return copy
 
 
-def _blank(kind: type[nn.Module]) -> Any:
+def _create_minimal(kind: type[nn.Module]) -> Any:
     """A module of a class with minimal sizes and without memory for tensors."""
     known = constructor_parameters(kind)
     least = [
@@ -392,6 +392,6 @@ def set_module(root: nn.Module, path: str, module: nn.Module) -> None:
     for step in parents:
         if step not in root._modules:
             root.add_module(step, nn.Module())
-        root = root._modules[step]  # type: ignore[assignment]
+        root = root.get_submodule(step)
     root._modules.pop(leaf, None)
     root.add_module(leaf, module)

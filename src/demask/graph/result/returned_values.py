@@ -42,7 +42,7 @@ def read_from_module(node: fx.Node, pattern: Any) -> None:
         return
     path_of_output = paths(pattern)
     if "val" in node.meta:
-        node.meta["val"] = _ordered(pattern, fake(node))
+        node.meta["val"] = _in_module_order(pattern, fake(node))
     inner: dict[Path, fx.Node] = {(): node}
     for user in list(node.users):
         *parents, last = path_of_output[schema.output_of(user)] or (None,)
@@ -60,11 +60,10 @@ def read_from_module(node: fx.Node, pattern: Any) -> None:
             user.args = (inner[tuple(parents)], last)
 
 
-def _ordered(pattern: Any, outputs: Any) -> Any:
-    """Outputs of a call, as the module returns them."""
+def _in_module_order(pattern: Any, outputs: Any) -> Any:
     if isinstance(pattern, int):
         return outputs[pattern]
-    return tuple(_ordered(part, outputs) for part in pattern)
+    return tuple(_in_module_order(part, outputs) for part in pattern)
 
 
 def has_separate_reads(node: fx.Node, pattern: Any) -> bool:

@@ -37,7 +37,7 @@ def _rank(node: fx.Node, name: str) -> int:
     return len(schema.sizes(fake(schema.arguments(node)[name])))
 
 
-def _parts(node: fx.Node) -> tuple[int, Any, str, str, str]:
+def _convolution_axes(node: fx.Node) -> tuple[int, Any, str, str, str]:
     """Of a convolution: groups, the weight's value, and the batch, space and kernel axes of its
     line."""
     call_arguments = schema.arguments(node)
@@ -48,7 +48,7 @@ def _parts(node: fx.Node) -> tuple[int, Any, str, str, str]:
 
 def _conv(node: fx.Node) -> str | SizedLine | Declined:
     """n i ~s.., o i ~k.. -> n o ~s..; with groups n (g i), (g o) i; depthwise n g, (g o) 1."""
-    groups, weight, batch, space, kernel = _parts(node)
+    groups, weight, batch, space, kernel = _convolution_axes(node)
     if schema.is_dynamic(groups):
         return Declined("a convolution whose number of groups is known only at run time")
     if groups == 1:
@@ -61,7 +61,7 @@ def _conv(node: fx.Node) -> str | SizedLine | Declined:
 
 def _conv_transpose(node: fx.Node) -> str | SizedLine | Declined:
     """As a convolution, with the weight's input axis first."""
-    groups, weight, batch, space, kernel = _parts(node)
+    groups, weight, batch, space, kernel = _convolution_axes(node)
     if schema.is_dynamic(groups):
         return Declined("a convolution whose number of groups is known only at run time")
     if groups == 1:
@@ -80,8 +80,7 @@ def _padded(node: fx.Node) -> bool:
     return any(pad != 0 for pad in padding)
 
 
-def _groups(node: fx.Node, sizes: Any) -> dict[str, Any]:
-    """The groups of a depthwise convolution: as many as channels remain."""
+def _depthwise_groups(node: fx.Node, sizes: Any) -> dict[str, Any]:
     weight = fake(schema.arguments(node)["weight"])
     is_depthwise = schema.arguments(node)["groups"] > 1 and weight.shape[1] == 1
     is_depthwise = is_depthwise and weight.shape[0] == schema.arguments(node)["groups"]
@@ -154,7 +153,7 @@ def _convs() -> list[tuple[str, Entry]]:
         transposed_case = Case((S((2, 4, *tail)), S((4, 6, *k), True), S((6,), True), [2] * d, pad, [1] * d), {})
         strided = Case((S((2, 4, *tail)), S((4, 3, *([1] * d)), True), None, [2] * d), {})
         transposed_grouped = Case((S((2, 4, *tail)), S((4, 3, *k), True), None, [2] * d, pad, [0] * d, 2), {})
-        entry = {"fill": "sum", "pads": _padded, "args": _groups, "region": "conv"}
+        entry = {"fill": "sum", "pads": _padded, "args": _depthwise_groups, "region": "conv"}
         entries += [
             (f"aten.conv{d}d.default", Entry(_conv, **entry, cases=(dense, no_bias, grouped, depthwise))),
             (f"aten.conv{d}d.padding", Entry(_conv, **entry, cases=(same,))),
@@ -186,8 +185,7 @@ def _attention(node: fx.Node) -> str | SizedLine | Declined:
     return SizedLine(line, {"h": shared, "r": heads // shared})
 
 
-def _scale(node: fx.Node, sizes: Any) -> dict[str, Any]:
-    """The scale of the original head size, for a call on fewer features."""
+def _original_scale(node: fx.Node, sizes: Any) -> dict[str, Any]:
     call_arguments = schema.arguments(node)
     scale = call_arguments["scale"]
     return {"scale": fake(call_arguments["query"]).shape[-1] ** -0.5 if scale is None else scale}
@@ -232,7 +230,7 @@ ENTRIES = [
     ("aten.addmm.default", Entry(_addmm, fill="sum", cases=(
         Case((S((5,), True), S((3, 4)), S((4, 5), True)), {}),))),
     ("aten.scaled_dot_product_attention.default", Entry(
-        _attention, fill="mix", main=2, args=_scale, cases=(
+        _attention, fill="mix", main=2, args=_original_scale, cases=(
         Case((S((2, 3, 4, 5)), S((2, 3, 7, 5)), S((2, 3, 7, 6))), {}),
         Case((S((2, 3, 4, 5)), S((2, 3, 7, 5)), S((2, 3, 7, 6)), S((4, 7))), {}),
         Case((S((2, 4, 5)), S((2, 4, 5)), S((2, 4, 6)), None, 0.0, True), {}),

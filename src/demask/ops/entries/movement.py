@@ -15,7 +15,7 @@ from demask.ops.entry import Shape as S
 from demask.ops.schema import fake
 
 
-def _shape(node: fx.Node) -> list[Any]:
+def _first_operand_sizes(node: fx.Node) -> list[Any]:
     """The sizes of the first operand; dynamic ones as SymInt."""
     return list(fake(schema.operands(node)[0].value).shape)
 
@@ -26,7 +26,7 @@ def _letters(rank: int) -> list[str]:
 
 def view(node: fx.Node) -> SizedLine | Declined:
     """The common refinement of the two shapes: `n 12 -> n 3 4` is `n (a b) -> n a b`."""
-    old, new = _shape(node), list(schema.outputs(node)[0].shape)
+    old, new = _first_operand_sizes(node), list(schema.outputs(node)[0].shape)
     refinement = common_refinement(old, new)
     if isinstance(refinement, Declined):
         return refinement
@@ -58,7 +58,7 @@ def common_refinement(
         else:
             step = _split(left[i], right[j])
             if step is None:
-                return Declined(f"view from {_shown(old)} to {_shown(new)} has no common refinement")
+                return Declined(f"view from {_shape_text(old)} to {_shape_text(new)} has no common refinement")
             letter = f"a{len(sizes)}"
             size, left[i], right[j] = step
             sizes[letter] = size if isinstance(size, int) else None
@@ -71,7 +71,7 @@ def _expr(size: Any) -> Any:
     return size if isinstance(size, int) else size.node.expr
 
 
-def _shown(sizes: Any) -> str:
+def _shape_text(sizes: Any) -> str:
     """A shape as text; long expressions of dynamic sizes as `?`."""
     texts = [str(size) for size in sizes]
     return f"({', '.join(text if len(text) <= 8 else '?' for text in texts)})"
@@ -120,18 +120,18 @@ def _sizes_as(name: str) -> Callable[[fx.Node, Any], dict[str, Any]]:
 
 def _unflattened(node: fx.Node, sizes: Any) -> dict[str, Any]:
     call_arguments = schema.arguments(node)
-    start = call_arguments["dim"] % len(_shape(node))
+    start = call_arguments["dim"] % len(_first_operand_sizes(node))
     return {"sizes": sizes[0][start : start + len(call_arguments["sizes"])]}
 
 
 def _permute(node: fx.Node) -> str:
-    before = _letters(len(_shape(node)))
+    before = _letters(len(_first_operand_sizes(node)))
     after = [before[dim % len(before)] for dim in schema.arguments(node)["dims"]]
     return f"{' '.join(before)} -> {' '.join(after)}"
 
 
 def _transpose(node: fx.Node) -> str:
-    before, call_arguments = _letters(len(_shape(node))), schema.arguments(node)
+    before, call_arguments = _letters(len(_first_operand_sizes(node))), schema.arguments(node)
     after = list(before)
     if before:
         i, j = (dim % len(before) for dim in list(call_arguments.values())[1:])
@@ -140,13 +140,13 @@ def _transpose(node: fx.Node) -> str:
 
 
 def _matrix_transpose(node: fx.Node) -> str:
-    before = _letters(len(_shape(node)))
+    before = _letters(len(_first_operand_sizes(node)))
     return f"{' '.join(before)} -> {' '.join([*before[:-2], before[-1], before[-2]])}"
 
 
 def _axes_moved(node: fx.Node) -> str:
     """`movedim`: some axes to other places, the others in order."""
-    before, call_arguments = _letters(len(_shape(node))), schema.arguments(node)
+    before, call_arguments = _letters(len(_first_operand_sizes(node))), schema.arguments(node)
     source, destination = (
         [d % len(before) for d in ([dims] if isinstance(dims, int) else dims)]
         for dims in (call_arguments["source"], call_arguments["destination"])
@@ -158,18 +158,18 @@ def _axes_moved(node: fx.Node) -> str:
 
 
 def _reverse(node: fx.Node) -> str:
-    before = _letters(len(_shape(node)))
+    before = _letters(len(_first_operand_sizes(node)))
     return f"{' '.join(before)} -> {' '.join(before[::-1])}"
 
 
 def _unsqueeze(node: fx.Node) -> str:
-    before = _letters(len(_shape(node)))
+    before = _letters(len(_first_operand_sizes(node)))
     dim = schema.arguments(node)["dim"] % (len(before) + 1)
     return f"{' '.join(before)} -> {' '.join([*before[:dim], '1', *before[dim:]])}"
 
 
 def _expand(node: fx.Node) -> str:
-    old, new = _shape(node), list(schema.outputs(node)[0].shape)
+    old, new = _first_operand_sizes(node), list(schema.outputs(node)[0].shape)
     added = len(new) - len(old)
     after = [f"e{k}" for k in range(len(new))]
     is_expanded = [schema.same_size(n, 1) and not schema.same_size(new[k + added], 1) for k, n in enumerate(old)]
@@ -179,7 +179,7 @@ def _expand(node: fx.Node) -> str:
 
 def _dims(node: fx.Node) -> set[int]:
     """The axes along which positions move."""
-    call_arguments, rank = schema.arguments(node), len(_shape(node))
+    call_arguments, rank = schema.arguments(node), len(_first_operand_sizes(node))
     if "pad" in call_arguments or "padding" in call_arguments:
         count = len(call_arguments["pad"] if "pad" in call_arguments else call_arguments["padding"]) // 2
         return set(range(rank - count, rank))
@@ -193,7 +193,7 @@ def _moved(node: fx.Node, drops: bool = False) -> str | Declined:
     dims, tensors = _dims(node), schema.operands(node, ("index",))
     if any(not isinstance(o.value, fx.Node) for o in tensors):
         return Declined("positions of a number in the place of a tensor")
-    marked = [f"@a{k}" if k in dims else f"a{k}" for k in range(len(_shape(node)))]
+    marked = [f"@a{k}" if k in dims else f"a{k}" for k in range(len(_first_operand_sizes(node)))]
     after = [axis for axis in marked if not (drops and axis.startswith("@"))]
     before = ", ".join([" ".join(marked)] * len(tensors))
     return f"{before} -> {', '.join([' '.join(after)] * len(schema.outputs(node)))}"
@@ -209,7 +209,7 @@ def _adds_number(node: fx.Node) -> bool:
 def _slice(node: fx.Node) -> str | Declined:
     """x[:] along a dynamic axis is the whole axis; torch.export emits one per ellipsis."""
     call_arguments = schema.arguments(node)
-    new, old = schema.outputs(node)[0].shape, _shape(node)
+    new, old = schema.outputs(node)[0].shape, _first_operand_sizes(node)
     dim = call_arguments["dim"] % len(old)
     if call_arguments["step"] == 1 and schema.same_size(new[dim], old[dim]):
         return "... -> ..."
@@ -218,7 +218,7 @@ def _slice(node: fx.Node) -> str | Declined:
 
 def _chosen(node: fx.Node) -> str | Declined:
     """x[i, :, j]: indexed axes must be complete; the others are carried."""
-    call_arguments, rank = schema.arguments(node), len(_shape(node))
+    call_arguments, rank = schema.arguments(node), len(_first_operand_sizes(node))
     indexed = [k for k, index in enumerate(call_arguments["indices"]) if index is not None]
     dtypes = {fake(call_arguments["indices"][k]).dtype for k in indexed}
     if not dtypes <= {torch.int64, torch.int32}:
@@ -234,7 +234,7 @@ def _chosen(node: fx.Node) -> str | Declined:
 
 def _gathered(node: fx.Node) -> str | Declined:
     """Axis `dim` must be complete; the other axes must have equal sizes, and are carried."""
-    call_arguments, old = schema.arguments(node), _shape(node)
+    call_arguments, old = schema.arguments(node), _first_operand_sizes(node)
     dim = call_arguments["dim"] % max(len(old), 1)
     new = schema.outputs(node)[0].shape
     if any(k != dim and not schema.same_size(a, b) for k, (a, b) in enumerate(zip(old, new, strict=True))):
@@ -250,7 +250,7 @@ def _dropped(node: fx.Node) -> str | Declined:
 
 def _pixel_shuffle(node: fx.Node) -> SizedLine:
     r = schema.arguments(node)["upscale_factor"]
-    height, width = _shape(node)[-2:]
+    height, width = _first_operand_sizes(node)[-2:]
     sizes = {"r": r, "s": r, "h": _static(height), "w": _static(width)}
     return SizedLine("... (c !r !s) h w -> ... c (h !r) (w !s)", sizes)
 

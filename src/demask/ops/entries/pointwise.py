@@ -81,7 +81,7 @@ def _unary() -> list[tuple[str, Entry]]:
             Entry(
                 "... -> ...",
                 free=n in free,
-                total=_total(n),
+                total=_total_of_unary(n),
                 range=_RANGES.get(n, ""),
                 cases=(Case((S((2, 3, 4)),), {}),),
             ),
@@ -101,7 +101,7 @@ def _unary() -> list[tuple[str, Entry]]:
             Entry(
                 "... -> ...",
                 free=n in free,
-                total=_total(n),
+                total=_total_of_unary(n),
                 range=_RANGES.get(n, ""),
                 cases=(Case((S((2, 3, 4)), value), {}),),
             ),
@@ -111,8 +111,7 @@ def _unary() -> list[tuple[str, Entry]]:
     return plain + positive + scalar
 
 
-def _total(name: str) -> str:
-    """Column `total` of an op with one operand."""
+def _total_of_unary(name: str) -> str:
     return "" if name in _PARTIAL else "all"
 
 

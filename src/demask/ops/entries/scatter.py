@@ -19,7 +19,7 @@ from demask.ops.entry import Shape as S
 from demask.ops.schema import fake
 
 
-def _marked(rank: int, dim: int, letter: str) -> str:
+def _mark_dim(rank: int, dim: int, letter: str) -> str:
     """Axes of which `dim` is complete, under another letter."""
     return " ".join(f"!{letter}" if k == dim else f"a{k}" for k in range(rank))
 
@@ -30,7 +30,7 @@ def _along_index(node: fx.Node) -> str | Declined:
     rank = fake(call_arguments["self"]).ndim
     if not rank or fake(call_arguments["index"]).ndim != 1:
         return Declined("values combined at one position without an axis")
-    nodes, edges = (_marked(rank, call_arguments["dim"] % rank, letter) for letter in "ne")
+    nodes, edges = (_mark_dim(rank, call_arguments["dim"] % rank, letter) for letter in "ne")
     return f"{nodes}, !e, {edges} -> {nodes}"
 
 
@@ -47,7 +47,7 @@ def _by_element(node: fx.Node) -> str | Declined:
     if any(k != dim and not schema.same_size(a, b) for k, a, b in sizes):
         return Declined("a scatter to a part of its other axes, or of a part of its source")
     # The index may be shorter than the source.
-    nodes, *edges = (_marked(x.ndim, dim, letter) for letter in ("n", "e", "s")[: len(values) + 1])
+    nodes, *edges = (_mark_dim(x.ndim, dim, letter) for letter in ("n", "e", "s")[: len(values) + 1])
     return f"{nodes}, {', '.join(edges)} -> {nodes}"
 
 
@@ -90,7 +90,7 @@ _INDEX, _EACH = S((6,), of=4), S((6, 3), of=4)
 _REDUCE = ("sum", "prod", "mean", "amax", "amin")
 
 
-def _drawn(rows: int, how: str) -> S:
+def _draw_operand(rows: int, how: str) -> S:
     """An operand of a case. Factors of products are not 0: then others would not matter."""
     return S((rows, 3), of="positive" if how == "prod" else "normal")
 
@@ -99,13 +99,13 @@ _CASES: dict[str, Any] = {
     "index_add.default": (_along_index, [((_X, 0, _INDEX, _Y), {}), (
         (S((2, 4, 3)), 1, _INDEX, S((2, 6, 3))), {"alpha": 2})]),
     "index_reduce.default": (_along_index, [
-        ((_drawn(4, how), 0, _INDEX, _drawn(6, how), how), {"include_self": include})
+        ((_draw_operand(4, how), 0, _INDEX, _draw_operand(6, how), how), {"include_self": include})
         for how in _REDUCE[1:] for include in (True, False)]),
     "index_copy.default": (_along_index, [((_X, 0, S((3,), True, of=4), S((3, 3))), {})]),
     "scatter_add.default": (_by_element, [((_X, 0, _EACH, _Y), {}), (
         (S((3, 4)), 1, S((3, 6), of=4), S((3, 6))), {})]),
     "scatter_reduce.two": (_by_element, [
-        ((_drawn(4, how), 0, _EACH, _drawn(6, how), how), {"include_self": include})
+        ((_draw_operand(4, how), 0, _EACH, _draw_operand(6, how), how), {"include_self": include})
         for how in _REDUCE for include in (True, False)]),
     "scatter.src": (_by_element, [((_X, 0, S((1, 3), of=4), S((1, 3))), {})]),
     "scatter.value": (_by_element, [((_X, 0, _EACH, 0.5), {})]),

@@ -32,7 +32,7 @@ def check_flow_law(name: str, case: Case, seed: int, table: Table) -> list[str] 
         return relation
     broken = []
     for out, axes in enumerate(relation.outs):
-        for operand, value in _tensors(relation):
+        for operand, value in _tensor_operands(relation):
             broken += [
                 f"{name}: {part} of operand {operand} in output {out}"
                 for part in _parts(relation, operand, value)
@@ -46,7 +46,7 @@ def check_flow_law(name: str, case: Case, seed: int, table: Table) -> list[str] 
     return broken
 
 
-def _tensors(relation: Relation) -> Iterator[tuple[int, Tensor]]:
+def _tensor_operands(relation: Relation) -> Iterator[tuple[int, Tensor]]:
     """The operands that are tensors: number and value."""
     for k, operand in enumerate(relation.operands):
         value = getattr(operand.value, "meta", {}).get("val")

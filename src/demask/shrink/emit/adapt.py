@@ -127,7 +127,7 @@ class Adapter:
         if isinstance(fill, fx.Node):
             base = fill
         else:
-            sizes = self._sizes(node)
+            sizes = self._size_expressions(node)
             sizes[axis] = index.length
             base = self._filled(node, sizes, fill)
         args = (base, axis, self.positions(index), node)
@@ -228,7 +228,7 @@ class Adapter:
             return self._pad_missing(node, axis, available, wanted, flat[0].item())
         distinct, which = torch.unique(filler, dim=axis, return_inverse=True)
         columns = self.store.constant(distinct, "fill")
-        shape = [distinct.shape[axis] if k == axis else n for k, n in enumerate(self._sizes(node))]
+        shape = [distinct.shape[axis] if k == axis else n for k, n in enumerate(self._size_expressions(node))]
         both = self.editor.call(aten.cat.default, [node, self.editor.call(aten.expand.default, columns, shape)], axis)
         column = {k: len(available) + int(c) for k, c in zip(missing, which.tolist(), strict=True)}
         take = [column[k] if k in column else offsets[p] for k, p in enumerate(wanted)]
@@ -262,8 +262,7 @@ class Adapter:
         wanted = [offsets.get(k, len(positions) + k) for k in range(size)]
         return self._pad_missing(node, axis, list(range(len(positions))), wanted, value)
 
-    def _sizes(self, node: fx.Node) -> list[object]:
-        """The sizes of a new node's value, dynamic ones as expressions."""
+    def _size_expressions(self, node: fx.Node) -> list[object]:
         return [self.store.size(size) for size in value_of(node).shape]
 
 

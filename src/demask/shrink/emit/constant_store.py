@@ -65,7 +65,7 @@ class ConstantStore:
         equal constants, for two calls of one module, are stored once."""
         name, k = constant.name, 1
         while name in self.constants or name in self._modules or self._is_inside_tensor(name):
-            if name in self.constants and _is_equal(self.constants[name], constant):
+            if name in self.constants and _are_equal_constants(self.constants[name], constant):
                 return name
             name, k = f"{constant.name}_{k}", k + 1
         self.constants[name] = replace(constant, name=name)
@@ -217,8 +217,7 @@ def _symbols(inputs: Sequence[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
     return symbols
 
 
-def _is_equal(a: Constant, b: Constant) -> bool:
-    """Whether two constants are equal tensors that are trained in the same way."""
+def _are_equal_constants(a: Constant, b: Constant) -> bool:
     if (a.parameter, a.requires_grad) != (b.parameter, b.requires_grad) or a.tensor.dtype != b.tensor.dtype:
         return False
     return a.tensor.shape == b.tensor.shape and torch.equal(a.tensor, b.tensor)

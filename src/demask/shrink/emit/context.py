@@ -6,7 +6,7 @@ import operator
 import types
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -90,7 +90,7 @@ class EmitContext:
         """
         like = self._output_like(node, args, layouts[0] if layouts else None)
         if same:
-            new = self._copy(node, args, kwargs)
+            new = self._copy_call(node, args, kwargs)
         elif like is None:
             new = self.editor.call(target, *args, **kwargs)
         else:
@@ -152,12 +152,11 @@ class EmitContext:
         if node not in self.numbers:
             args, kwargs = self.argument(node.args), self.argument(node.kwargs)
             is_symbol = _run_time_symbol(node) is not None
-            number = self._copy(node, args, kwargs) if is_symbol else None
+            number = self._copy_call(node, args, kwargs) if is_symbol else None
             self.numbers[node] = number or self.editor.call(node.target, *args, **kwargs)
         return self.numbers[node]
 
-    def _copy(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        """A copy of the call of a node, with the same value."""
+    def _copy_call(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         copy = self.editor.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         copy.meta = dict(node.meta)
         return copy
@@ -211,8 +210,8 @@ class EmitContext:
 
     def _output(self, node: fx.Node) -> None:
         """Append the outputs, whose shapes do not change."""
-        values = []
-        for value in node.args[0]:  # type: ignore[union-attr]
+        values, outputs = [], cast(Any, node.args[0])
+        for value in outputs:
             values.append(self.argument(value) if isinstance(value, fx.Node) else value)
             removed = self.removed(value) if isinstance(value, fx.Node) else None
             if removed is not None:

@@ -202,7 +202,7 @@ def emit_plain(context: EmitContext, relation: Relation, live: list[int]) -> Non
             sizes = fake(node).shape
             both = zip(layouts[0], whole_input, sizes, strict=True)
             # A position live for others but not for the norm is known: readers fill it in.
-            layout = tuple(_within(want, have, size) for want, have, size in both)
+            layout = tuple(_available_positions(want, have, size) for want, have, size in both)
             value = emit_cut_norm(context, relation, layout)
             value.meta = {**node.meta, **value.meta}
             context.emit(node, 0, value, layout)
@@ -227,8 +227,7 @@ def emit_created(context: EmitContext, relation: Relation) -> None:
     context.emit(node, 0, value, layout)
 
 
-def _within(want: Positions, have: Positions, size: Any) -> Positions:
-    """The wanted positions of an axis that are available."""
+def _available_positions(want: Positions, have: Positions, size: Any) -> Positions:
     if have is None:
         return want
     available = set(have)

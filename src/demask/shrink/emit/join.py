@@ -75,10 +75,10 @@ def _emit_sum(context: EmitContext, relation: Relation, layout: Layout) -> fx.No
     if not isinstance(alpha, (int, float)):
         return None
     signs = [1, alpha * SUM_SIGNS[relation.node.target]]
-    layouts = [_layout_of(context, relation, k) for k in range(2)]
-    if not _same_shape(relation) or any(h is None or not _has_any(h, layout) for h in layouts):
+    layouts = [h for k in range(2) if (h := _layout_of(context, relation, k)) is not None]
+    if not _same_shape(relation) or len(layouts) < 2 or not all(_has_output_position(h, layout) for h in layouts):
         return None
-    differing = [[a for a in range(len(layout)) if h[a] != layout[a]] for h in layouts]  # type: ignore[index]
+    differing = [[a for a in range(len(layout)) if h[a] != layout[a]] for h in layouts]
     axes = {axis for axes in differing for axis in axes}
     if len(axes) != 1 or signs[0] == 0 or 0 in signs:
         return None
@@ -96,10 +96,10 @@ def _concatenate_disjoint(context: EmitContext, relation: Relation, layout: Layo
         return None
     if not all(isinstance(s, fx.Node) and s.op != "get_attr" for s in sources):
         return None
-    layouts = [_layout_of(context, relation, k) for k in range(2)]
-    if any(h is None or len(h) != len(layout) for h in layouts):
+    layouts = [h for k in range(2) if (h := _layout_of(context, relation, k)) is not None and len(h) == len(layout)]
+    if len(layouts) < 2:
         return None
-    differing = {a for h in layouts for a in range(len(layout)) if h[a] != layout[a]}  # type: ignore[index]
+    differing = {a for h in layouts for a in range(len(layout)) if h[a] != layout[a]}
     if len(differing) != 1:
         return None
     (axis,) = differing
@@ -107,7 +107,7 @@ def _concatenate_disjoint(context: EmitContext, relation: Relation, layout: Layo
     if any(len(axes[axis]) == 0 for axes in relation.ins) or not isinstance(size, int):
         return None
     wanted = list(range(size)) if layout[axis] is None else list(layout[axis] or ())
-    present = [set(wanted) if h[axis] is None else set(h[axis]) for h in layouts]  # type: ignore[index,arg-type]
+    present = [set(wanted if (positions := h[axis]) is None else positions) for h in layouts]
     parts = [[p for p in wanted if p in positions] for positions in present]
     if not all(parts) or sorted(parts[0] + parts[1]) != sorted(wanted):
         return None
@@ -139,7 +139,7 @@ def _layout_of(context: EmitContext, relation: Relation, k: int) -> Layout | Non
     return context.adapter.have(key_of(relation.operands[k].value))
 
 
-def _has_any(available: Layout, layout: Layout) -> bool:
+def _has_output_position(available: Layout, layout: Layout) -> bool:
     """Whether an operand has any position of the output. If not, it is a constant here."""
     pairs = zip(available, layout, strict=True)
     return all(h is None or w is None or bool(set(h) & set(w)) for h, w in pairs)

@@ -31,8 +31,8 @@ def emit_recurrent(context: EmitContext, relation: Relation, *, zeros: bool = Tr
     values: list[fx.Node] = []
     created: dict[str, fx.Node] = {}
     for k, fact in enumerate(facts):
-        if zeros and k in (0, *role.states) and _is_zero(context, relation, k, fact.zero):
-            sizes = _sizes(context, relation, k)
+        if zeros and k in (0, *role.states) and _is_read_as_zero(context, relation, k, fact.zero):
+            sizes = _sizes_as_arguments(context, relation, k)
             if str(sizes) not in created:
                 # Dtype and device are those of a weight, which may be moved.
                 created[str(sizes)] = context.editor.call(aten.new_zeros.default, weight, sizes)
@@ -46,7 +46,7 @@ def emit_recurrent(context: EmitContext, relation: Relation, *, zeros: bool = Tr
     context.finish(node, node.target, args, kwargs, layouts)
 
 
-def _is_zero(context: EmitContext, relation: Relation, operand: int, zero: Tensor) -> bool:
+def _is_read_as_zero(context: EmitContext, relation: Relation, operand: int, zero: Tensor) -> bool:
     """Whether all that the call reads of an operand is known to be 0 (or it reads nothing)."""
     for axis, positions in enumerate(context.placement.slot[relation.node, operand]):
         if positions is not None and (zero.shape[axis] != 1 or not positions):
@@ -54,8 +54,7 @@ def _is_zero(context: EmitContext, relation: Relation, operand: int, zero: Tenso
     return bool(zero.all())
 
 
-def _sizes(context: EmitContext, relation: Relation, operand: int) -> list[Any]:
-    """The sizes of an operand as it is read, as call arguments."""
+def _sizes_as_arguments(context: EmitContext, relation: Relation, operand: int) -> list[Any]:
     slot = context.placement.slot[relation.node, operand]
     shape = fake(relation.operands[operand].value).shape
     return [context.store.size(n) if p is None else len(p) for n, p in zip(shape, slot, strict=True)]

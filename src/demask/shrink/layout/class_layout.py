@@ -87,7 +87,7 @@ class FixedSizes:
         path = path_of(node)
         if path in self.modules or EVERYTHING in self.modules:
             return True
-        return path in self.sized and _has_sizes(node)
+        return path in self.sized and _has_size_argument(node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class ClassPlacer(Placer):
             self.joined.append(_Joined(out, parts, move))
         elif out is not None and len(parts) == 1 and (step := self._step_of_part(move, parts, out)):
             ((_, cells),) = parts.items()
-            number = self.cells.new(math.prod(self._sizes(cells)) // len(move.source))
+            number = self.cells.new(math.prod(self._cell_sizes(cells)) // len(move.source))
             self.cells.force([number])
             self._unify((number, *out) if step == 1 else (*out, number), cells)
         else:
@@ -215,15 +215,15 @@ class ClassPlacer(Placer):
         """The distance between positions that an output takes: 1 if it is one of several equal
         parts of an axis, as of a chunk; n if it is every n-th position; 0 if it is neither."""
         ((_, cells),) = parts.items()
-        sizes, n, position = self._sizes(cells), len(move.source), move.position
-        if not all(sizes) or not all(self._sizes(out)) or n < 2 or bool((move.source != 0).any()):
+        sizes, n, position = self._cell_sizes(cells), len(move.source), move.position
+        if not all(sizes) or not all(self._cell_sizes(out)) or n < 2 or bool((move.source != 0).any()):
             return 0
         first, step = int(position[0]), int(position[1] - position[0])
         is_even = first % n == 0 if step == 1 else first < step and n * step == math.prod(sizes)
         is_even = is_even and math.prod(sizes) % n == 0 and step > 0
         return step if is_even and torch.equal(position, first + step * torch.arange(n)) else 0
 
-    def _sizes(self, cells: Sequence[int]) -> list[int]:
+    def _cell_sizes(self, cells: Sequence[int]) -> list[int]:
         """The sizes of an axis's cells, 0 for a dynamic one."""
         return [self.cells.size(cell) or 0 for cell in self.cells.leaves(cells)]
 
@@ -346,8 +346,7 @@ def _is_opaque(node: fx.Node) -> bool:
     )
 
 
-def _has_sizes(node: fx.Node) -> bool:
-    """Whether a call has sizes among its arguments."""
+def _has_size_argument(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and bool(_SIZES & schema.arguments(node).keys())
 
 

@@ -306,7 +306,7 @@ class Placer:
         soft = relation.window | relation.complete | relation.moved
         for k, (mine, theirs) in enumerate(zip(axes, self.value[key], strict=True)):
             letters = relation.ins[operand][k]
-            rigid = mine and not set(letters) & soft and self._needs_all(key, k, along(read, k))
+            rigid = mine and not set(letters) & soft and self._needs_full_axis(key, k, along(read, k))
             if rigid and not self._is_outgrown(relation, key, k, letters):
                 self.cells.unify(mine, theirs)
 
@@ -318,9 +318,9 @@ class Placer:
         if not combines or letters not in relation.outs[0]:
             return False
         live = along(self.needs.live[relation.node, 0], relation.outs[0].index(letters))
-        return not self._needs_all(key, axis, live)
+        return not self._needs_full_axis(key, axis, live)
 
-    def _needs_all(self, key: Key, axis: int, read: Tensor) -> bool:
+    def _needs_full_axis(self, key: Key, axis: int, read: Tensor) -> bool:
         """Whether the reader needs everything that the value has along an axis."""
         available = self._available(key, axis)
         return bool((read.expand(max(len(available), len(read))) == available).all())
@@ -411,7 +411,7 @@ class Placer:
                 read |= leaves
                 written |= set(self.cells.leaves(mine))
 
-    def _free_cell(self, key: Key, axis: int, taken: Mapping[int, list[int]]) -> int | None:
+    def _single_free_cell(self, key: Key, axis: int, taken: Mapping[int, list[int]]) -> int | None:
         """The single cell of an axis, if its order is still free; else None."""
         leaves = self.cells.leaves(self.value[key][axis])
         free = len(leaves) == 1 and leaves[0] not in taken and not self.cells.ordered(leaves[0])
@@ -422,7 +422,7 @@ class Placer:
         for key, axes in reversed(self.value.items()):
             users = [u for u in key[0].users if u.op == "output" or (u, 0) in self.value]
             for k in range(len(axes)):
-                leaf = self._free_cell(key, k, orders)
+                leaf = self._single_free_cell(key, k, orders)
                 leaf = None if leaf in above else leaf
                 parts = [] if leaf is None else [self._positions_taken(u, key[0], k, orders) for u in users]
                 if leaf is None or not parts or None in parts:
@@ -461,7 +461,7 @@ class Placer:
             for axis, letters in enumerate(relation.outs[0]):
                 base = "".join(letters).partition(">")[0]
                 move = relation.moves[0].get(base) if set(letters) & relation.moved else None
-                leaf = None if move is None else self._free_cell((node, 0), axis, orders)
+                leaf = None if move is None else self._single_free_cell((node, 0), axis, orders)
                 if move is None or leaf is None or leaf in below or len(move.source) != self.cells.size(leaf):
                     continue
                 ranks = [self._ranks(o.value, axis, orders) for o in relation.operands]

@@ -69,7 +69,7 @@ def count_saved(program: Program, shapes: Sequence[PreservedShape]) -> int:
 def _count_saved(program: Program, layers: frozenset[str]) -> int:
     read = {node: _parameters(program, node) for node in program.graph.nodes}
     rows = [
-        _size(node, 1 if w.ndim > 2 else -1)
+        _axis_size(node, 1 if w.ndim > 2 else -1)
         for node, weights in read.items()
         if path_of(node) in layers
         for w in weights.values()
@@ -88,7 +88,7 @@ def _count_saved(program: Program, layers: frozenset[str]) -> int:
             continue
         share = min(before, default=1.0)
         if is_join and isinstance(axis := schema.arguments(node).get("dim"), int):
-            share = min(1.0, stays / max(_size(node, axis), 1))
+            share = min(1.0, stays / max(_axis_size(node, axis), 1))
         matrices = {name: w for name, w in weights.items() if w.ndim > 1}
         for name, weight in (matrices or weights).items():
             saved[name] = max(saved.get(name, 0.0), (1 - share) * weight.numel())
@@ -103,7 +103,7 @@ def _parameters(program: Program, node: fx.Node) -> dict[str, Tensor]:
     return {name: program.constants[name].tensor for name in names if program.constants[name].parameter}
 
 
-def _size(node: fx.Node, axis: int) -> int:
+def _axis_size(node: fx.Node, axis: int) -> int:
     """The size of an axis of a value; 0 if it is dynamic, or there is none."""
     shape = getattr(node.meta.get("val"), "shape", ())
     size = shape[axis] if -len(shape) <= axis < len(shape) else 0

@@ -97,7 +97,7 @@ def _choices(network: nn.Module, proof: Proof) -> list[_NumberChoice]:
         if has_numbers(module) or not numbers:
             continue
         sizes = _sizes(path, old, new, proof.cuts)
-        options = [_options(value, sizes) for value in numbers.values()]
+        options = [_possible_values(value, sizes) for value in numbers.values()]
         if all(
             len(values) == 1 and values[0] == value for values, value in zip(options, numbers.values(), strict=True)
         ):
@@ -158,9 +158,9 @@ def _shapes(node: fx.Node) -> list[tuple[Any, ...]]:
     return [tuple(v.shape) for v in values if isinstance(v, Tensor)]
 
 
-def _options(value: Any, sizes: Mapping[int, list[int]]) -> list[Any]:
+def _possible_values(value: Any, sizes: Mapping[int, list[int]]) -> list[Any]:
     """Possible values of a number: what its size became, and itself if some size stayed."""
     if isinstance(value, int):
         return sorted({value, *sizes.get(value, ())}, reverse=True)
-    each = itertools.product(*(_options(v, sizes) for v in value))
+    each = itertools.product(*(_possible_values(v, sizes) for v in value))
     return [type(value)(row) for row in itertools.islice(each, 4)]

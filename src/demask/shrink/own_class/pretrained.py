@@ -73,9 +73,9 @@ def find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
             return None
         best, config, fresh = least, other, candidate
     plain = copies.deepcopy(config)
-    for place, part in _configs(original):
+    for place, part in _nested_configs(original):
         if "head_dim" not in vars(part):
-            vars(dict(_configs(plain))[place]).pop("head_dim", None)
+            vars(dict(_nested_configs(plain))[place]).pop("head_dim", None)
     if plain.to_dict() != config.to_dict():
         candidate = try_config(model, plain)
         if _count_misfits(model, candidate) == 0:
@@ -104,12 +104,12 @@ def _computes_otherwise(model: nn.Module, fresh: nn.Module, first: nn.Module) ->
     )
 
 
-def _configs(config: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+def _nested_configs(config: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
     """A config and those in it, as of the encoders of images and of texts, by place."""
     yield place, config
     for name, value in vars(config).items():
         if _is_config(value):
-            yield from _configs(value, (*place, name))
+            yield from _nested_configs(value, (*place, name))
 
 
 def _is_config(value: Any) -> bool:
@@ -120,7 +120,7 @@ def _with_width_of_heads(config: Any) -> Any:
     """A config that says how wide heads are: many derive it from the width and the number of heads,
     which no longer holds where heads were removed."""
     other = copies.deepcopy(config)
-    for _, part in _configs(other):
+    for _, part in _nested_configs(other):
         names = ("hidden_size", "num_attention_heads", "head_dim")
         match [getattr(part, name, None) for name in names]:
             case [int(width), int(heads), None] if heads and width % heads == 0:
@@ -192,7 +192,7 @@ def _options(config: Any, pairs: set[tuple[int, int]]) -> dict[Place, list[int]]
     """Possible values of numbers of a config: those that axes of their size became; for heads, also
     the same share as of any axis."""
     options: dict[Place, list[int]] = {}
-    for part, holder in _configs(config):
+    for part, holder in _nested_configs(config):
         for name, value in vars(holder).items():
             if _NO_SIZE.search(name):
                 continue

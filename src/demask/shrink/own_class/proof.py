@@ -95,7 +95,7 @@ class ValueNumbers:
         elif node.op == "output":
             key = ("output", self._plain(node.args, walk))
         elif isinstance(node.meta.get("val"), torch.SymInt):
-            key = ("size", _expression(fake(node), walk))
+            key = ("size", _size_expression(fake(node), walk))
         elif (source := _same(node)) is not None:
             walk.moved[node] = walk.moved.get(source)
             return walk.numbers[source]
@@ -128,7 +128,7 @@ class ValueNumbers:
         if isinstance(value, fx.Node):
             return ("value", walk.numbers[value])
         if isinstance(value, torch.SymInt):
-            return ("size", _expression(value, walk))
+            return ("size", _size_expression(value, walk))
         if isinstance(value, (list, tuple)):
             return tuple(self._plain(item, walk) for item in value)
         if isinstance(value, dict):
@@ -174,8 +174,7 @@ def _symbols(graph: fx.Graph) -> Iterator[tuple[Any, int]]:
                     yield symbol, int(hints.get(symbol, 2))
 
 
-def _expression(size: Any, walk: _ProgramWalk) -> str:
-    """A size as an expression of the inputs' sizes."""
+def _size_expression(size: Any, walk: _ProgramWalk) -> str:
     if isinstance(size, int):
         return str(size)
     return str(size.node.expr.subs({s: _named(name) for s, name in walk.names.items()}))
@@ -187,13 +186,13 @@ def _named(name: str) -> Any:
     return sympy.Symbol(name, integer=True, positive=True)
 
 
-def _value(size: Any, sizes: dict[Any, int]) -> int:
+def _size_value(size: Any, sizes: dict[Any, int]) -> int:
     """The value of a size for an assignment. Raises TypeError if it depends on other symbols."""
     return size if isinstance(size, int) else int(size.node.expr.subs(sizes))
 
 
 def _shape(node: fx.Node, walk: _ProgramWalk) -> tuple[str, ...]:
-    return tuple(_expression(size, walk) for size in fake(node).shape)
+    return tuple(_size_expression(size, walk) for size in fake(node).shape)
 
 
 def _digest(positions: Tensor) -> bytes:
@@ -206,7 +205,7 @@ def _is_whole(moved: _MovedElements, node: fx.Node, walk: _ProgramWalk) -> bool:
     if not isinstance(root, Tensor) or root.ndim != fake(node).ndim:
         return False
     return all(
-        positions.shape == tuple(_value(n, sizes) for n in root.shape)
+        positions.shape == tuple(_size_value(n, sizes) for n in root.shape)
         and torch.equal(positions.reshape(-1), torch.arange(positions.numel()))
         for positions, sizes in zip(moved.positions, walk.sizes, strict=True)
     )
@@ -216,9 +215,8 @@ def _moved(node: fx.Node, walk: _ProgramWalk) -> Any:
     """_MovedElements, or a list of them per output, if a call only moves the elements of one value;
     else None."""
     if node.target is operator.getitem:
-        source, part = node.args
-        several = walk.moved.get(source)  # type: ignore[arg-type]
-        return several[part] if isinstance(several, (list, tuple)) else None  # type: ignore[index]
+        several = walk.moved.get(schema.source_of(node))
+        return several[schema.output_of(node)] if isinstance(several, (list, tuple)) else None
     if op_name(node.target) not in MOVES:
         return None
     source, *others = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
@@ -230,7 +228,7 @@ def _moved(node: fx.Node, walk: _ProgramWalk) -> Any:
     try:
         for k, sizes in enumerate(walk.sizes):
             if positions is None:
-                shape = [_value(n, sizes) for n in fake(source).shape]
+                shape = [_size_value(n, sizes) for n in fake(source).shape]
                 count = torch.Size(shape).numel()
                 if count > MOST:
                     return None
@@ -243,7 +241,7 @@ def _moved(node: fx.Node, walk: _ProgramWalk) -> Any:
                     return start
                 if n.op == "get_attr":
                     return walk.program.constants[str(n.target)].tensor
-                return _value(fake(n), sizes)
+                return _size_value(fake(n), sizes)
 
             results.append(schema.call_on(node, put))
     except (TypeError, RuntimeError, ValueError):

@@ -112,8 +112,7 @@ def _value_after(reader: fx.Node, pad: fx.Node, value: float, table: Table) -> f
     if not alone or relation.complete or relation.window or relation.entry.free:
         return None
     dtype, rank = fake(pad).dtype, fake(pad).ndim
-    args = [torch.full([1] * rank, value, dtype=dtype) if a is pad else a for a in reader.args]
-    result = reader.target(*args, **reader.kwargs)  # type: ignore[operator]
+    result = schema.call_on(reader, lambda _: torch.full([1] * rank, value, dtype=dtype))
     number = float(result) if isinstance(result, Tensor) and result.numel() == 1 else inf
     return number if abs(number) < inf else None
 
@@ -121,7 +120,7 @@ def _value_after(reader: fx.Node, pad: fx.Node, value: float, table: Table) -> f
 def _has_constant_input(node: fx.Node, facts: Any) -> bool:
     """Whether a known position with another value than the pad's enters a pad."""
     pads, value = _constant_pad(node) or ([], 0.0)
-    fact = facts[key_of(node.args[0])]  # type: ignore[arg-type]
+    fact = facts[key_of(schema.source_of(node))]
     rank = fact.known.ndim
     space = {str(k) for k in range(rank - len(pads) // 2, rank)}
     fact = uniform_over(fact, [str(k) for k in range(rank)], space)

@@ -51,19 +51,19 @@ def partition(head_groups: Sequence[HeadGroup]) -> list[list[int]]:
     """Groups of heads with the fewest live positions; [] where a single group has about as few."""
     counts = torch.stack([member.live.sum(1) for member in head_groups], 1)
     order = sorted(range(len(counts)), key=lambda head: (int(counts[head].sum()), head))
-    alone = _cost(counts, [order])
+    alone = _padded_positions(counts, [order])
     best, least = [], float(alone)
     for more in range(1, min(_MOST, len(order))):
         for ends in itertools.combinations(range(1, len(order)), more):
             cuts = [0, *ends, len(order)]
             groups = [sorted(order[a:b]) for a, b in itertools.pairwise(cuts)]
-            cost = _cost(counts, groups) + more * alone * _SHARE
+            cost = _padded_positions(counts, groups) + more * alone * _SHARE
             if cost < least:
                 best, least = groups, cost
     return best
 
 
-def _cost(counts: Tensor, groups: Sequence[Sequence[int]]) -> int:
+def _padded_positions(counts: Tensor, groups: Sequence[Sequence[int]]) -> int:
     """Live positions if every live head of a group is as large as the largest."""
     total = 0
     for group in groups:
@@ -95,20 +95,20 @@ class _Grouper:
             self._join(node, cell, groups, parts, set(inside))
         return True
 
-    def _axis(self, axes: Any, cell: int) -> int | None:
+    def _only_head_axis(self, axes: Any, cell: int) -> int | None:
         """The one axis that heads are on, or None."""
         matching = [k for k, axis in enumerate(axes or ()) if cell in axis]
         return matching[0] if len(matching) == 1 else None
 
     def _head_axis(self, node: fx.Node, cell: int) -> int:
         """The axis of a call's output that heads are on, for a call inside."""
-        axis = self._axis(self.head_groups.value[node, 0], cell)
+        axis = self._only_head_axis(self.head_groups.value[node, 0], cell)
         assert axis is not None
         return axis
 
     def _is_inside(self, node: fx.Node, cell: int) -> bool:
         relation = self.relations.get(node)
-        axis = self._axis(self.head_groups.value.get((node, 0)), cell)
+        axis = self._only_head_axis(self.head_groups.value.get((node, 0)), cell)
         if axis is None or not isinstance(relation, Relation):
             return False
         return not self.head_groups.is_raw(relation, relation.outs[0][axis])
@@ -120,7 +120,7 @@ class _Grouper:
             return False
         axis = self._head_axis(node, cell)
         letters = set(relation.outs[0][axis])
-        own = [self._axis(self.head_groups.slot.get((node, k)), cell) for k in range(len(relation.ins))]
+        own = [self._only_head_axis(self.head_groups.slot.get((node, k)), cell) for k in range(len(relation.ins))]
         read = [set(relation.ins[k][d]) & letters for k, d in enumerate(own) if d is not None]
         plain = not letters & (relation.complete | relation.window)
         return bool(read) and all(read) and plain
@@ -131,24 +131,23 @@ class _Grouper:
         copy, values = self.copies[node], []
         for number, operand in enumerate(relation.operands):
             slot, value = self.head_groups.slot.get((node, number)), operand.value
-            axis = self._axis(slot, cell)
+            axis = self._only_head_axis(slot, cell)
             if not isinstance(value, fx.Node) or slot is None or axis is None:
                 values.append(self.copies.get(value, value))
             elif value in parts and self.head_groups.value[key_of(value)][axis] == slot[axis]:
                 values.append(parts[value][k])
             else:
-                rows = self._rows(slot[axis], cell, groups[k])
+                rows = self._positions_of_heads(slot[axis], cell, groups[k])
                 values.append(self._select(self.copies[value], axis, rows))
         arguments = schema.replace_operands(schema.arguments(copy), relation.operands, values)
         if relation.entry.args is not None:
             axis = self._head_axis(node, cell)
             sizes = self.editor.sizes(copy)
-            sizes[axis] = len(self._rows(self.head_groups.value[node, 0][axis], cell, groups[k]))
+            sizes[axis] = len(self._positions_of_heads(self.head_groups.value[node, 0][axis], cell, groups[k]))
             arguments |= relation.entry.args(node, [sizes])
         return self.editor.call_named(node.target, arguments, node)
 
-    def _rows(self, cells: Sequence[int], cell: int, heads: Sequence[int]) -> Tensor:
-        """The positions of an axis that belong to some heads."""
+    def _positions_of_heads(self, cells: Sequence[int], cell: int, heads: Sequence[int]) -> Tensor:
         sizes = [self.head_groups.placer.cells.size(c) or 1 for c in cells]
         every = torch.arange(int(torch.tensor(sizes).prod())).view(sizes)
         return every.index_select(list(cells).index(cell), torch.tensor(heads)).reshape(-1)
@@ -166,7 +165,7 @@ class _Grouper:
         if not readers:
             return
         cells = self.head_groups.value[node, 0][axis]
-        rows = torch.cat([self._rows(cells, cell, heads) for heads in groups])
+        rows = torch.cat([self._positions_of_heads(cells, cell, heads) for heads in groups])
         with self.graph.inserting_before(max(parts[node]).next):
             both = self.editor.call(aten.cat.default, parts[node], axis)
             ordered = self._select(both, axis, torch.argsort(rows))

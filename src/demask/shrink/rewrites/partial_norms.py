@@ -125,7 +125,7 @@ class _Condenser:
 
     def visit(self, node: fx.Node, axis: _CompleteAxis) -> bool:
         """Replace a call by one on the live positions of its axis; returns whether it can be."""
-        kind = self.relations[node].entry.rest  # type: ignore[union-attr]
+        kind = self._relation(node).entry.rest
         with self.graph.inserting_before(self.copies[node]):
             if kind in _REDUCED:
                 self._replace(node, self._reduction(node, axis, kind))
@@ -144,8 +144,13 @@ class _Condenser:
         self.editor.replace(self.copies[node], new, inherit=True)
         self.copies[node] = new
 
+    def _relation(self, node: fx.Node) -> Relation:
+        relation = self.relations[node]
+        assert isinstance(relation, Relation)
+        return relation
+
     def _source(self, node: fx.Node) -> fx.Node:
-        source = self.relations[node].operands[0].value  # type: ignore[union-attr]
+        source = self._relation(node).operands[0].value
         return self.copies[source]
 
     def _select_live(self, node: fx.Node, axis: _CompleteAxis) -> fx.Node:
@@ -155,7 +160,7 @@ class _Condenser:
     def _reduction(self, node: fx.Node, axis: _CompleteAxis, kind: str) -> fx.Node:
         """The sum, mean, maximum or minimum of the live positions and of the known values."""
         arguments = schema.arguments(self.copies[node])
-        arguments[self.relations[node].operands[0].name] = self._select_live(node, axis)  # type: ignore[union-attr]
+        arguments[self._relation(node).operands[0].name] = self._select_live(node, axis)
         reduced = self.editor.call_named(node.target, arguments)
         if kind == "max":
             return self.editor.call(aten.clamp_min.default, reduced, float(axis.fill.max()))
@@ -223,7 +228,7 @@ class _Condenser:
         self, node: fx.Node, axis: _CompleteAxis, normalized: fx.Node, shift: fx.Node | None, scale: fx.Node
     ) -> _Shared:
         """What known positions depend on, -m/s and 1/s, and their factors g and g · f."""
-        gains = self._gains(node)[list(axis.dead)]
+        gains = self._norm_scale(node)[list(axis.dead)]
         pairs = [(shift, gains), (scale, gains * axis.fill)]
         pairs = [(v, c) for v, c in pairs if v is not None and bool((c != 0).any())]
         values = [v for v, _ in pairs]
@@ -233,7 +238,7 @@ class _Condenser:
         columns = torch.stack([c for _, c in pairs], 1) if pairs else torch.zeros(len(axis.dead), 0)
         return _Shared(self._scatter(normalized, axis), both, columns)
 
-    def _gains(self, node: fx.Node) -> Tensor:
+    def _norm_scale(self, node: fx.Node) -> Tensor:
         """The norm's scale, float64."""
         weight = schema.arguments(node).get("weight")
         size = fake(node).shape[-1]
@@ -243,8 +248,8 @@ class _Condenser:
 
     def _is_scaled_away(self, node: fx.Node, axis: _CompleteAxis) -> bool:
         """Whether the known positions become 0 for all statistics."""
-        gains = self._gains(node)[list(axis.dead)]
-        layer = self.relations[node].entry.rest == "layer"  # type: ignore[union-attr]
+        gains = self._norm_scale(node)[list(axis.dead)]
+        layer = self._relation(node).entry.rest == "layer"
         return bool((gains == 0).all()) or (not layer and bool((gains * axis.fill == 0).all()))
 
     def _apply_scale(self, node: fx.Node, shared: _Shared) -> fx.Node:
@@ -308,7 +313,7 @@ class _Condenser:
             return
         old = self.copies[reader.product]
         with self.graph.inserting_before(old):
-            name = _sibling(constant.name)
+            name = _rest_name(constant.name)
             tensor = rest.to(constant.tensor.dtype)
             factors = Constant(tensor, name, constant.parameter, constant.requires_grad)
             read = self.editor.read_constant(self.store.add(factors))
@@ -342,7 +347,7 @@ class _Condenser:
 _REDUCED = ("sum", "mean", "max", "min")
 
 
-def _sibling(name: str) -> str:
+def _rest_name(name: str) -> str:
     """`fc.weight` -> `fc.rest`: the name of the factors of shared values."""
     prefix, _, last = name.rpartition(".")
     leaf = "rest" if last == "weight" else f"{last}_rest"

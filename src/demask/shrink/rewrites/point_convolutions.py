@@ -35,15 +35,15 @@ def carry_positions(analysis: LayoutAnalysis) -> LayoutAnalysis | None:
         for node, relation in analysis.relations.items()
         if isinstance(relation, Relation) and is_point_convolution(relation)
     }
-    space = {node: _positions(mask, node) for node, mask in live.items()}
+    space = {node: _needed_positions(mask, node) for node, mask in live.items()}
     images = [node for node, mask in space.items() if not _is_product(mask)]
-    if not images and not any(_is_irregular(mask) for mask in space.values()):
+    if not images and not any(_has_irregular_axis(mask) for mask in space.values()):
         return None
     carrying = replace(analysis, carries_points=True)
     return carrying.again(_merge_images(carrying, images).finish() if images else analysis.program)
 
 
-def _positions(mask: Tensor, node: fx.Node) -> Tensor:
+def _needed_positions(mask: Tensor, node: fx.Node) -> Tensor:
     """The needed positions of an image: a mask over its axes."""
     rank = fake(schema.arguments(node)["weight"]).ndim - 2
     names = [str(k) for k in range(mask.ndim)]
@@ -64,7 +64,7 @@ def _is_product(mask: Tensor) -> bool:
     return torch.equal(product, mask)
 
 
-def _is_irregular(mask: Tensor) -> bool:
+def _has_irregular_axis(mask: Tensor) -> bool:
     """Whether the positions along some axis are no progression."""
     positions = [line.nonzero().flatten().tolist() for line in _projections(mask)]
     return any(len({b - a for a, b in itertools.pairwise(line)}) > 1 for line in positions)
@@ -92,14 +92,13 @@ def _merge_images(analysis: LayoutAnalysis, images: list[fx.Node]) -> GraphEdito
         copy = editor.copies[node]
         for user in list(copy.users):
             if user.target in RESHAPES and user.op == "call_function":
-                _reshape(editor, user, merged[node])
+                _replace_reshaped(editor, user, merged[node])
         if copy.users:
-            _reshape(editor, copy, merged[node])
+            _replace_reshaped(editor, copy, merged[node])
     return editor
 
 
-def _reshape(editor: GraphEditor, node: fx.Node, value: fx.Node) -> None:
-    """Replace a node by a value that has its elements in the same order."""
+def _replace_reshaped(editor: GraphEditor, node: fx.Node, value: fx.Node) -> None:
     with editor.graph.inserting_before(node):
         shaped = editor.call(aten.reshape.default, value, editor.sizes(node))
     editor.replace(node, shaped, inherit=True)

@@ -45,7 +45,7 @@ def _reorder(group: HeadGroup, editor: GraphEditor, store: ConstantStore) -> Non
     assert order is not None
     inverse = torch.argsort(order, dim=1)
     for (node, k), axis in group.enters:
-        for value in _values(copies[node], k):
+        for value in _nodes_of_output(copies[node], k):
             with editor.graph.inserting_before(value.next):
                 gathered = _gather(value, axis, order, editor, store)
             value.replace_all_uses_with(gathered, delete_user_cb=lambda user, gathered=gathered: user is not gathered)
@@ -55,8 +55,7 @@ def _reorder(group: HeadGroup, editor: GraphEditor, store: ConstantStore) -> Non
         _gather_operand(copies[node], k, axis, order, editor, store)
 
 
-def _values(node: fx.Node, k: int) -> list[fx.Node]:
-    """The nodes of output k of a call."""
+def _nodes_of_output(node: fx.Node, k: int) -> list[fx.Node]:
     if not isinstance(fake(node), (list, tuple)):
         return [node]
     return [user for user in node.users if user.args[1] == k]

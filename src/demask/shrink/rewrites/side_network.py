@@ -192,11 +192,11 @@ class _Splitter:
         live, side = (self.store.constant(m.to(dtype), "mask") for m in (~mask, mask))
         self.splits[node] = (
             self.editor.call_for(node, aten.mul.Tensor, self.copies[node], live),
-            self.editor.call_for(node, aten.mul.Tensor, self._side(node), side),
+            self.editor.call_for(node, aten.mul.Tensor, self._value_for_one_image(node), side),
         )
         return self.splits[node]
 
-    def _side(self, node: fx.Node) -> fx.Node:
+    def _value_for_one_image(self, node: fx.Node) -> fx.Node:
         """A value for one image, correct wherever it is input-independent."""
         if node.op == "get_attr":
             return self.copies[node]
@@ -240,7 +240,7 @@ class _Splitter:
         def one(node: fx.Node) -> Any:
             fake = node.meta.get("val")
             if isinstance(fake, (Tensor, list, tuple)):
-                return self._side(node)
+                return self._value_for_one_image(node)
             return self._size(fake) if isinstance(fake, torch.SymInt) else self.copies[node]
 
         return map_arg(value, one)

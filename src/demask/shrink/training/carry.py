@@ -61,7 +61,7 @@ def _cut_state(where: str, key: str, value: Any, piece: Piece, own: Tensor) -> A
         )
     positions = tuple(None if axis is None else piece.positions[axis] for axis in axes)
     part = cut(value, positions)
-    return part * _fewer(AVERAGED[key], piece) if key in AVERAGED else part
+    return part * _average_factor(AVERAGED[key], piece) if key in AVERAGED else part
 
 
 def _axes_of(key: str, value: Tensor, piece: Piece) -> list[int | None] | None:
@@ -79,7 +79,7 @@ def _axes_of(key: str, value: Tensor, piece: Piece) -> list[int | None] | None:
     return [axis if n > 1 else None for axis, n in zip(axes, value.shape, strict=True)]
 
 
-def _fewer(axis: int, piece: Piece) -> float:
+def _average_factor(axis: int, piece: Piece) -> float:
     """The factor of an average over an axis that has fewer positions now: those that were removed
     added nothing to the sum."""
     return piece.shape[axis] / max(sliced_shape(piece.shape, piece.positions)[axis], 1)
@@ -264,7 +264,7 @@ def carry(slim: nn.Module, optimizer: Any, *, ema: Any = None, model: Any = None
     _check_names(names, origin)
     plan = _Plan(origin, own, names)
     states = optimizer["state"] if is_dict else optimizer.state
-    cut = plan.states({name: states[key] for name, key in _members(names, groups) if key in states})
+    cut = plan.states({name: states[key] for name, key in _keyed_parameters(names, groups) if key in states})
     commit = None if ema is None else carry_average(slim, ema, origin)
     if is_dict:
         result: Any = _new_dict(optimizer, plan, cut)
@@ -346,7 +346,7 @@ def _check_names(names: Names, origin: Origin) -> None:
         )
 
 
-def _members(names: Names, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _keyed_parameters(names: Names, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The original's parameters in an optimizer, each with its key among the states."""
     for row, group in zip(names, groups, strict=True):
         for name, key in zip(row, group["params"], strict=True):

@@ -143,7 +143,7 @@ def _find_piece(
         return Piece(source, shape, (None,) * value.ndim, raw) if raw else None
     orders = (positions, _ascending(positions))
     parts = [(order, select(value, order).reshape(tensor.shape)) for order in dict.fromkeys(orders)]
-    agreeing = [(order, part) for order, part in parts if _agree(tensor, part)]
+    agreeing = [(order, part) for order, part in parts if _agrees_where_nonzero(tensor, part)]
     carries = is_new and not agreeing and value.ndim > 1 and how is not None
     is_shifted = not agreeing and (value.ndim == 1 or carries) and tensor.is_floating_point()
     positions, part = (agreeing or parts)[0]
@@ -151,7 +151,7 @@ def _find_piece(
     is_masked = (
         stored is not None
         and stored.shape == value.shape
-        and _agree(part, select(stored, positions).reshape(tensor.shape))
+        and _agrees_where_nonzero(part, select(stored, positions).reshape(tensor.shape))
     )
     offset = torch.where(tensor == 0, torch.zeros_like(part), tensor - part) if is_shifted else None
     fits = bool(agreeing) or is_shifted
@@ -170,7 +170,7 @@ def _ascending(positions: Sequence[Positions]) -> tuple[Positions, ...]:
     return tuple(None if axis is None else tuple(sorted(axis)) for axis in positions)
 
 
-def _agree(masked: Tensor, whole: Tensor) -> bool:
+def _agrees_where_nonzero(masked: Tensor, whole: Tensor) -> bool:
     """Whether a tensor has another's elements, or zeros in their place."""
     return torch.equal(masked, whole) or bool(((masked == whole) | (masked == 0)).all())
 

@@ -176,7 +176,7 @@ def emit(program: Program, rules: Mapping[Any, Rule]) -> Listing:
         except CannotEmit as reason:
             kind = "" if node.op == "placeholder" else f" ({node.target})"
             refused.append(f"{node.name}{kind}: {reason}")
-            emitter.refs[node] = _guess(node)
+            emitter.refs[node] = _placeholder_result(node)
     results = _results(program, emitter, refused)
     if refused:
         more = f"; and {len(refused) - MOST} more" if len(refused) > MOST else ""
@@ -188,7 +188,7 @@ def emit(program: Program, rules: Mapping[Any, Rule]) -> Listing:
         )
     loads = [_load(name, tuple(tensor.shape), WEIGHTS) for name, tensor in emitter.weights.items()]
     loads += [_load(node.name, shape_of(node), ACTIVATIONS) for node in inputs]
-    outputs = list(zip(_named(results, emitter), results, strict=True))
+    outputs = list(zip(_unused_names(results, emitter), results, strict=True))
     stores = [UnitStep("store", (ref,), ValueRef(name, HOST, ref.shape), {}) for name, ref in outputs]
     return Listing(
         (*loads, *emitter.steps, *stores),
@@ -207,8 +207,7 @@ def _check_sizes(inputs: Sequence[fx.Node]) -> None:
             )
 
 
-def _named(results: list[ValueRef], emitter: InstructionEmitter) -> list[str]:
-    """Unused names for the outputs on the host."""
+def _unused_names(results: list[ValueRef], emitter: InstructionEmitter) -> list[str]:
     taken, start = {*emitter.weights, *emitter.ports}, "output_"
     while any(name.startswith(start) for name in taken):
         start += "_"
@@ -292,7 +291,7 @@ def _evaluated(emitter: InstructionEmitter, node: fx.Node) -> Any:
         return schema.call_on(node, known)
 
 
-def _guess(node: fx.Node) -> NodeRefs:
+def _placeholder_result(node: fx.Node) -> NodeRefs:
     """A placeholder for the result of a refused call, so that later calls are checked, too."""
     values = node.meta.get("val")
     if isinstance(values, (list, tuple)):

@@ -189,7 +189,7 @@ class MachineMemory:
         for regions, value in ((self.words, result), (self.tags, self.numbers[operand.value])):
             region = self._region(regions, operand).view(operand.shape)
             if instruction.op == "move":
-                region = _block(region, instruction)
+                region = _written_block(region, instruction)
             region[...] = value
 
     def _region(self, regions: Mapping[str, Tensor], operand: BufferOperand) -> Tensor:
@@ -227,7 +227,7 @@ def _check_overlap(instruction: Instruction, *, inplace: bool) -> None:
             raise BadInput(f"expected disjoint result and operands, got {y} over {x}")
 
 
-def _block(region: Tensor, instruction: Instruction) -> Tensor:
+def _written_block(region: Tensor, instruction: Instruction) -> Tensor:
     """The part of a region that a move writes."""
     settings = {name: value for name, value in instruction.settings.items() if isinstance(value, tuple)}
     for axis, (start, source) in enumerate(zip(settings["at"], settings["order"], strict=True)):

@@ -178,7 +178,7 @@ def _vector_work(i: Instruction, machine: Machine) -> InstructionWork:
     return InstructionWork(-(-elements // machine.lanes), tuple(x.bytes for x in i.reads), i.writes.bytes)
 
 
-def _unary(function: Callable[..., Tensor], **settings: str) -> Ability:
+def _unary_unit(function: Callable[..., Tensor], **settings: str) -> Ability:
     """The entry of a function of one operand and of numbers, passed by keyword."""
 
     def run(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
@@ -298,8 +298,7 @@ def _moves(i: Instruction) -> None:
         _need(i, 0 <= at <= m - s["size"][axis], "a block within the result")
 
 
-def _moved(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
-    """The block, its axes in the order of the result."""
+def _permuted_block(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
     settings, x = _tuples(s), reads[0]
     for axis, (start, size) in enumerate(zip(settings["start"], settings["size"], strict=True)):
         x = x.narrow(axis, start, size)
@@ -359,9 +358,9 @@ ABILITIES: Mapping[str, Ability] = {
     "max_pool": _pool(_max_pool),
     "sum_pool": _pool(_sum_pool),
     "average_pool": _pool(_average_pool),
-    "move": Ability("move", (1,), _moves, _moved, _move_work, dict.fromkeys(_MOVE, INTS)),
+    "move": Ability("move", (1,), _moves, _permuted_block, _move_work, dict.fromkeys(_MOVE, INTS)),
     "fill": Ability("vector", (0,), _broadcasts, _fill, _vector_work, {"value": FLOAT}),
-    "repeat": _unary(lambda x: x),
+    "repeat": _unary_unit(lambda x: x),
     "select": Ability("vector", (3,), _broadcasts, _select, _vector_work, inplace=True),
     "add": _binary(torch.add),
     "subtract": _binary(torch.sub),
@@ -370,32 +369,32 @@ ABILITIES: Mapping[str, Ability] = {
     "maximum": _binary(torch.maximum),
     "minimum": _binary(torch.minimum),
     "power": _binary(torch.pow),
-    "relu": _unary(torch.relu),
+    "relu": _unary_unit(torch.relu),
     "clamp": Ability(
         "vector", (1,), _broadcasts, _clamp, _vector_work, optional={"low": FLOAT, "high": FLOAT}, inplace=True
     ),
-    "leaky_relu": _unary(lambda x, slope: F.leaky_relu(x, slope), slope=FLOAT),
-    "elu": _unary(lambda x, alpha: F.elu(x, alpha), alpha=FLOAT),
-    "softplus": _unary(F.softplus),
-    "sigmoid": _unary(torch.sigmoid),
-    "tanh": _unary(torch.tanh),
-    "silu": _unary(F.silu),
-    "gelu": _unary(F.gelu),
-    "gelu_tanh": _unary(lambda x: F.gelu(x, approximate="tanh")),
-    "mish": _unary(F.mish),
-    "hard_swish": _unary(F.hardswish),
-    "hard_sigmoid": _unary(F.hardsigmoid),
-    "erf": _unary(torch.erf),
-    "exp": _unary(torch.exp),
-    "log": _unary(torch.log),
-    "sqrt": _unary(torch.sqrt),
-    "rsqrt": _unary(torch.rsqrt),
-    "reciprocal": _unary(torch.reciprocal),
-    "negate": _unary(torch.neg),
-    "abs": _unary(torch.abs),
-    "sin": _unary(torch.sin),
-    "cos": _unary(torch.cos),
-    "floor": _unary(torch.floor),
+    "leaky_relu": _unary_unit(lambda x, slope: F.leaky_relu(x, slope), slope=FLOAT),
+    "elu": _unary_unit(lambda x, alpha: F.elu(x, alpha), alpha=FLOAT),
+    "softplus": _unary_unit(F.softplus),
+    "sigmoid": _unary_unit(torch.sigmoid),
+    "tanh": _unary_unit(torch.tanh),
+    "silu": _unary_unit(F.silu),
+    "gelu": _unary_unit(F.gelu),
+    "gelu_tanh": _unary_unit(lambda x: F.gelu(x, approximate="tanh")),
+    "mish": _unary_unit(F.mish),
+    "hard_swish": _unary_unit(F.hardswish),
+    "hard_sigmoid": _unary_unit(F.hardsigmoid),
+    "erf": _unary_unit(torch.erf),
+    "exp": _unary_unit(torch.exp),
+    "log": _unary_unit(torch.log),
+    "sqrt": _unary_unit(torch.sqrt),
+    "rsqrt": _unary_unit(torch.rsqrt),
+    "reciprocal": _unary_unit(torch.reciprocal),
+    "negate": _unary_unit(torch.neg),
+    "abs": _unary_unit(torch.abs),
+    "sin": _unary_unit(torch.sin),
+    "cos": _unary_unit(torch.cos),
+    "floor": _unary_unit(torch.floor),
 }
 
 

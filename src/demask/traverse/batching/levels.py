@@ -10,7 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -376,7 +376,7 @@ def _read_by_products(node: fx.Node) -> bool:
     return all(
         _read_by_products(user)
         if user.target in TRANSPOSED_VIEWS
-        else _operands(user) is not None and node in _operands(user)[1:2]  # type: ignore[index]
+        else (operands := _operands(user)) is not None and node in operands[1:2]
         for user in node.users
     )
 
@@ -397,7 +397,4 @@ def _names(nodes: Any) -> tuple[str, ...]:
 
 def _replace_nodes(args: Any) -> Any:
     """Arguments with references in place of nodes; constants by their name in the model."""
-    return map_arg(
-        args,
-        lambda n: BatchRef(f"={n.target}" if n.op == "get_attr" else n.name),  # type: ignore[arg-type,return-value]
-    )
+    return map_arg(args, cast(Any, lambda n: BatchRef(f"={n.target}" if n.op == "get_attr" else n.name)))

@@ -180,6 +180,7 @@ def _tensor_at(module: nn.Module, name: str) -> Tensor:
 
 def _decompose_call(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., Any]]) -> bool:
     """Replace a call by its decomposition; False where there is none."""
+    target: Any = node.target
     values = map_arg((node.args, node.kwargs), lambda n: fake(n))
     leaves, spec = pytree.tree_flatten(values)
     reads = [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)]
@@ -192,7 +193,7 @@ def _decompose_call(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..
         for position, operand in zip(positions, operands, strict=True):
             filled[position] = operand
         args, kwargs = pytree.tree_unflatten(filled, spec)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return target(*args, **kwargs)
 
     own_table = table | {op: decomposition for op, decomposition in decomposition_table.items() if op == node.target}
     mode = mode_of(graph)  # also of the tensors that a decomposition creates

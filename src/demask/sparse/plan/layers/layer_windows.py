@@ -62,7 +62,7 @@ def reach(grid: TileGrid, out: TileGrid, all_: Sequence[OutputWindow]) -> Border
                 border[2 * axis] = max(border[2 * axis], -(first + min(taps)))
                 excess = last + max(taps) - (in_area[2 + axis] - 1)
                 border[2 * axis + 1] = max(border[2 * axis + 1], excess)
-    return tuple(border)  # type: ignore[return-value]
+    return border[0], border[1], border[2], border[3]
 
 
 def positions_of(sizes: Sequence[tuple[int, int]], parts: Iterable[int]) -> np.ndarray:

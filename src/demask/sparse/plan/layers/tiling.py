@@ -140,7 +140,8 @@ def best(shape: TilingProblem, threads: int, isa: Isa, by_rows: bool | None = No
         for n, tiling in enumerate(cuts(shape, threads, isa))
         if by_rows in (None, tiling.by_rows)
     ]
-    return min(candidates)[::2]  # type: ignore[return-value]
+    cycles, _, tiling = min(candidates)
+    return cycles, tiling
 
 
 def cuts(shape: TilingProblem, threads: int, isa: Isa) -> Iterator[Tiling]:
