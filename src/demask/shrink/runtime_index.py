@@ -324,13 +324,6 @@ class IndexPlan:
         letter, index = self.chosen[node]
         return at_letter(relation, relation.outs[k], letter, index)
 
-    def value_supports(self, key: Key) -> RunTimeSupports:
-        """The support at which a value is available to readers."""
-        pick = self.picks.get(key)
-        if pick is None:
-            return self.output_supports(*key)
-        return WHOLE if isinstance(pick.fill, fx.Node) else ((pick.axis, pick.index),)
-
 
 def plan_indices(
     graph: fx.Graph, relations: Relations, facts: Facts, picks: Mapping[Key, IndexedSupport], *, push: bool
