@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
 from demask.kernels.llvm.jit import assembly
 from demask.ops.activations import activation_module, presets
 from demask.sparse import DCSR, spmm
-from demask.sparse.products.cpu_products import CsrMatrix, Options, SpmmTask, deal_rows, dealt, multiplied
+from demask.sparse.products.cpu_products import CsrMatrix, Options, SpmmTask, multiplied, shares
 from guarded import guarded
 from night import at_night
 from sparse_cases import as_csr, csr, matrix
@@ -284,13 +285,12 @@ def test_kernels_stay_in_their_buffers(end, index, named):
         m, bias = (CsrMatrix(crow, col, values, names, (rows, columns)), guarded(torch.randn(rows), end))
         for n in (*COLUMNS, 31, 33):
             x, made = guarded(torch.randn(columns, n), end), guarded(torch.empty(rows, n), end)
-            deal = deal_rows(crow.numpy(), 2, max(1, 16 // n))
             options = Options(index == torch.int64, named, True, ("relu", ()))
-            assert SpmmTask(deal, n, options).run(m, x, made, bias)
+            assert SpmmTask(n, options, 2).run(m, x, made, bias)
             close(made, exact(w, x, bias).relu())
             lanes = vector(n, host())
             whole = guarded(torch.nn.functional.pad(x, (0, -n % lanes)), end)
-            assert SpmmTask(deal, n, options._replace(padded=True)).run(m, whole, made, bias)
+            assert SpmmTask(n, options._replace(padded=True), 2).run(m, whole, made, bias)
             close(made, exact(w, x, bias).relu())
 
 
@@ -311,31 +311,15 @@ ctypes.string_at(x.data_ptr() {"" if end else "- 4"}, 44)
     assert status == -signal.SIGSEGV
 
 
-def test_rows_are_dealt_by_their_nonzeros():
-    g = np.random.default_rng(0)
-    counts = (g.pareto(1.2, 500) * 10).astype(np.int64).clip(0, 2000)
-    crow = np.concatenate([[0], counts.cumsum()])
-    for threads, unit in ((1, 1), (2, 1), (3, 1), (4, 16)):
-        deal = deal_rows(crow, threads, unit)
-        assert sorted(deal.order.tolist()) == list(range(500))
-        shares = [counts[deal.order[a:b]] for a, b in zip(deal.ends, deal.ends[1:], strict=False)]
-        assert all((np.diff(share) <= 0).all() for share in shares)
-        units = np.add.reduceat(counts, np.arange(0, 500, unit))
-        assert max(s.sum() for s in shares) - min(s.sum() for s in shares) <= units.max()
-        owner = np.repeat(np.arange(threads), np.diff(deal.ends))[np.argsort(deal.order)]
-        assert all(len(set(owner[k : k + unit])) == 1 for k in range(0, 500, unit))
-
-
-def test_deals_are_remembered_as_long_as_the_matrix():
-    values, crow, col = csr(uneven(20, 30, 0.5))
-    first = dealt(crow, 2, 1)
-    assert dealt(crow, 2, 1) is first
-    assert dealt(crow, 1, 1) is not first
-    crow.add_(0)
-    assert dealt(crow, 2, 1) is not first
-    w = torch.sparse_csr_tensor(crow, col, values, (20, 30), check_invariants=True)
-    found = dealt(w.crow_indices(), 2, 1)
-    assert dealt(w.crow_indices(), 2, 1) is found
+def test_shares_of_threads_have_about_as_many_nonzeros():
+    counts = (np.random.default_rng(0).pareto(1.2, 500) * 10).astype(np.int64).clip(0, 2000)
+    crow = torch.tensor([0, *counts.cumsum()])
+    for threads in (1, 2, 3, 16):
+        ends = shares(crow, threads)
+        assert ends == sorted(ends) and (ends[0], ends[-1], len(ends)) == (0, 500, threads + 1)
+        sums = [counts[a:b].sum() for a, b in pairwise(ends)]
+        assert max(sums) <= counts.sum() / threads + counts.max()
+    assert shares(torch.tensor([0, 9, 2, 40, 3]), 3)[-1] == 4  # invalid, but every row is in a share
 
 
 @pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
@@ -358,7 +342,7 @@ def test_pieces_cover_all_columns_once(isa):
             kernel, whole = p.kernel, p.kernel.tile * p.kernel.lanes
             last = p.left if kernel.partial else kernel.lanes
             size = whole - kernel.lanes + last
-            assert kernel.side * kernel.tile <= isa.registers // 2
+            assert kernel.tile <= isa.registers // 4
             for tile in range(p.tiles):
                 covered += range(p.first + tile * whole, p.first + tile * whole + size)
         assert covered == list(range(n))

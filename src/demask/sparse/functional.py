@@ -7,6 +7,7 @@ may change from call to call. Layers with fixed weights are faster (`sparse.modu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self, overload
 
@@ -344,9 +345,9 @@ def _csr_parts(matrix: Tensor, starts: Tensor, others: Tensor) -> tuple[Tensor, 
 
 def _check_product(w: Tensor | DCSR, x: Tensor) -> None:
     """Raise BadInput if the matrices cannot be multiplied."""
-    size, values = (w.size, w.values) if isinstance(w, DCSR) else (tuple(w.shape), w)
+    size, values = (w.size, w.values) if isinstance(w, DCSR) else (w.shape, w)
     if len(size) != 2 or x.ndim != 2 or size[1] != x.shape[0]:
-        raise BadInput(f"expected matrices [m, k] and [k, n], got {size} and {tuple(x.shape)}")
+        raise BadInput(f"expected matrices [m, k] and [k, n], got {tuple(size)} and {tuple(x.shape)}")
     if x.layout not in (torch.strided, torch.sparse_csr, torch.sparse_csc):
         raise BadInput(f"expected a dense or compressed matrix, got {x.layout}")
     if values.dtype != x.dtype or not x.is_floating_point():
@@ -355,9 +356,12 @@ def _check_product(w: Tensor | DCSR, x: Tensor) -> None:
     if values.device != x.device:
         raise BadInput(f"expected one device, got {values.device} and {x.device}")
     _check_size(size)
-    _check_size(tuple(x.shape))
+    _check_size(x.shape)
 
 
-def _check_size(size: tuple[int, ...]) -> None:
-    if len(size) != 2 or not all(type(n) is int and 0 <= n <= MAX_SIZE for n in size):
-        raise BadInput(f"expected (rows, columns) of at most {MAX_SIZE}, got {size!r:.80}")
+def _check_size(size: Sequence[int]) -> None:
+    if len(size) == 2:
+        rows, columns = size
+        if type(rows) is type(columns) is int and 0 <= rows <= MAX_SIZE and 0 <= columns <= MAX_SIZE:
+            return
+    raise BadInput(f"expected (rows, columns) of at most {MAX_SIZE}, got {tuple(size)!r:.80}")

@@ -1,13 +1,15 @@
 """Sparse times dense kernels that read a CSR matrix directly, without packing.
 
 Every row checks its own indices before it uses them: those of an invalid row are not followed, and
-the call reports it. Vectors are at most as wide as the matrix has columns; with few columns, rows
-of similar length are computed together, since one row alone would wait for its own sums.
+the call reports it. Vectors are at most as wide as the matrix has columns. Rows are read in their
+order in memory, which the processor prefetches; a row has several sums, so that none waits for
+the one before.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,15 +21,16 @@ from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, POINTER, VOID, Emi
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import Act
 
-#: Call of a kernel. names: row of out for each row of the matrix, if rows are renumbered; order:
-#: rows of the matrix, of which this call computes begin to end, those before `together` in groups;
-#: pitches: bytes from row to row; tiles: number of tiles per row; left: lanes in use of a partial
-#: vector; rows, columns, entries: sizes of the matrix; bad: set to 1 for invalid indices.
+#: Call of a kernel. names: row of out for each row of the matrix, if rows are renumbered; begin,
+#: end: rows of the matrix; pitches: bytes from row to row; tiles: number of tiles per row; left:
+#: lanes in use of a partial vector; rows, columns, entries: sizes of the matrix; bad: set to 1 for
+#: invalid indices.
 CALL = np.dtype([(key, "<i8") for key in (
-    "crow", "col", "values", "names", "order", "begin", "together", "end", "x", "x_pitch", "out",
-    "out_pitch", "bias", "tiles", "left", "rows", "columns", "entries", "bad")])  # fmt: skip
+    "crow", "col", "values", "names", "x", "x_pitch", "out", "out_pitch", "bias", "rows", "columns",
+    "entries", "begin", "end", "tiles", "left", "bad")])  # fmt: skip
 #: fields that are addresses
-ADDRESSES = ("crow", "col", "values", "names", "order", "a", "x", "out", "bias", "bad")
+ADDRESSES = ("crow", "col", "values", "names", "a", "x", "out", "bias", "bad")
+SUMS = 8  # registers for sums: hides the latency of multiply-adds
 
 
 def narrowed(e: Emitter, lanes: int) -> Emitter:
@@ -52,17 +55,22 @@ class Matrix:
         index = self.e.load(self.index, self.at[key], position)
         return index if self.index is I64 else self.e.b.sext(index, I64)
 
-    def row(self, position: Value) -> tuple[Value, Value, Value]:
-        """(row, first nonzero, number of nonzeros) of a position in the order; no nonzeros if the
-        row is invalid.
-        """
-        e, b = self.e, self.e.b
-        row = e.load_long(I32, self.at["order"], position)
+    def column(self, position: Value) -> Value:
+        """The column of a nonzero, which is in range."""
+        load = self.e.load if self.index is I64 else self.e.load_long
+        return load(self.index, self.at["col"], position)
+
+    def row(self, row: Value) -> tuple[Value, Value]:
+        """(first nonzero, number of nonzeros) of a row; no nonzeros if the row or one of its columns is invalid."""
+        b = self.e.b
         begin, end = self.number("crow", row), self.number("crow", b.add(row, I64(1)))
         valid = b.and_(b.icmp_signed("<=", I64(0), begin), b.icmp_signed("<=", begin, end))
         valid = b.and_(valid, b.icmp_signed("<=", end, self.field["entries"]))
         self.report(b.not_(valid))
-        return row, b.select(valid, begin, I64(0)), b.select(valid, b.sub(end, begin), I64(0))
+        begin, count = b.select(valid, begin, I64(0)), b.select(valid, b.sub(end, begin), I64(0))
+        in_range = self._has_columns_in_range(begin, count)
+        self.report(b.not_(in_range))
+        return begin, b.select(in_range, count, I64(0))
 
     def named(self, row: Value, named: bool) -> tuple[Value, Value]:
         """(row of out, whether it is valid); row 0 if its number is out of range."""
@@ -78,28 +86,38 @@ class Matrix:
         with self.e.b.if_then(bad, likely=False):
             self.e.b.store(I64(1), self.at["bad"])
 
-    def columns(self, position: Value, mask: Value) -> tuple[Value, Value]:
-        """A vector of column indices, and the mask of those that are in range."""
-        e, b = self.e, self.e.b
-        kind = ir.VectorType(self.index, e.lanes)
-        indices = masked(e, kind, e.at(self.at["col"], position, self.index), mask)
-        limit = self.field["columns"]
-        limit = limit if self.index is I64 else b.trunc(limit, I32)
-        inside = b.icmp_unsigned("<", indices, e.splat(limit))
-        return indices, b.and_(mask, inside)
+    def _has_columns_in_range(self, begin: Value, count: Value) -> Value:
+        """Whether all columns of a row are less than the number of columns, which is less than 2**31.
 
-    def checked(self, begin: Value, count: Value) -> Value:
-        """How many nonzeros of a row to read: all, or none if a column is out of range."""
+        Vectors of 32-bit words are compared: of a 64-bit index the lower word with the number of columns, and the
+        upper one with 1.
+        """
         e, b = self.e, self.e.b
-        mask_type = ir.VectorType(BIT, e.lanes)
-        bad = e.variable(mask_type, ir.Constant(mask_type, [0] * e.lanes))
-        with e.loop(I64(0), count, e.lanes) as i:
-            mask = below(e, b.sub(count, i))
-            _, valid = self.columns(b.add(begin, i), mask)
-            bad.set(b.or_(bad.get(), b.xor(mask, valid)))
-        any_bad = any_set(e, bad.get())
-        self.report(any_bad)
-        return b.select(any_bad, I64(0), count)
+        parts = self.index.width // 32
+        words, step = ir.VectorType(I32, e.lanes), e.lanes // parts
+        maximum = e.intrinsic(f"llvm.umax.v{e.lanes}i32", words, words, words)
+        largest, rest = e.variable(words, ir.Constant(words, [0] * e.lanes)), e.variable(I64, I64(0))
+        first = e.at(self.at["col"], begin, self.index)
+
+        def read(position: Value) -> None:
+            several = b.load(e.at(first, position, self.index), typ=words, align=4)
+            largest.set(b.call(maximum, [largest.get(), several]))
+
+        with b.if_else(b.icmp_signed(">=", count, I64(step))) as (long, short):
+            with long:
+                with e.loop(I64(0), b.and_(count, I64(-step)), step) as i:
+                    read(i)
+                read(b.sub(count, I64(step)))  # the last ones, of which some were read before
+            with short, e.loop(I64(0), count) as i:
+                column = self.column(b.add(begin, i))
+                rest.set(b.select(b.icmp_unsigned(">", column, rest.get()), column, rest.get()))
+        limits, columns = ir.Constant(words, [1] * e.lanes), b.trunc(self.field["columns"], I32)
+        for lane in range(0, e.lanes, parts):
+            limits = b.insert_element(limits, columns, I32(lane))
+        outside = any_set(e, b.icmp_unsigned(">=", largest.get(), limits))
+        in_rest = b.icmp_unsigned("<", rest.get(), self.field["columns"])
+        # A row without nonzeros is in range even in a matrix without columns.
+        return b.or_(b.and_(b.not_(outside), in_rest), b.icmp_signed("==", count, I64(0)))
 
 
 def below(e: Emitter, count: Value) -> Value:
@@ -131,16 +149,14 @@ def store_masked(e: Emitter, value: Value, pointer: Value, mask: Value) -> None:
 class Wide:
     """out[r] = act(bias[r] + sum of values * x[columns]) in tiles of `tile` vectors of `lanes`.
 
-    partial: only `left` lanes of the last vector of a tile are in use. side: rows computed
-    together.
-    wide: 64-bit indices. named: rows of out are renumbered. biased: whether there is a bias.
-    padded: rows of x have full vectors even where `partial` is set.
+    partial: only `left` lanes of the last vector of a tile are in use. wide: 64-bit indices. named:
+    rows of out are renumbered. biased: whether there is a bias. padded: rows of x have full vectors
+    even where `partial` is set.
     """
 
     tile: int
     lanes: int
     partial: bool
-    side: int
     wide: bool = False
     named: bool = False
     biased: bool = False
@@ -158,41 +174,37 @@ class Wide:
         with e.loop(I64(0), f["tiles"]) as tile:
             shift = b.mul(tile, I64(size))
             x, out = e.at(m.at["x"], shift), e.at(m.at["out"], shift)
-            with e.loop(f["begin"], f["together"], self.side) as first:
-                self._compute_rows(e, m, first, self.side, (x, out, mask))
-            with e.loop(f["together"], f["end"]) as first:
-                self._compute_rows(e, m, first, 1, (x, out, mask))
+            with e.loop(f["begin"], f["end"]) as row:
+                begin, count = m.row(row)
+                name, valid = m.named(row, self.named)
+                sums = self._row_sums(e, m, begin, count, (x, mask))
+                bias = e.splat(e.load(FLOAT, m.at["bias"], name)) if self.biased else None
+                with b.if_then(valid):
+                    self._store(e, m, name, sums, bias, (out, mask))
 
-    def _compute_rows(self, e: Emitter, m: Matrix, first: Value, side: int, at: tuple[Value, Value, Value]) -> None:
-        b, (x, out, mask) = e.b, at
-        rows = [m.row(b.add(first, I64(r)) if r else first) for r in range(side)]
-        counts = [m.checked(begin, count) for _, begin, count in rows]
-        shortest = counts[0]
-        for count in counts[1:]:
-            shortest = b.select(b.icmp_signed("<", count, shortest), count, shortest)
-        names = [m.named(row, self.named) for row, _, _ in rows]
-        sums = []
-        for name, _ in names:
-            start = e.splat(e.load(FLOAT, m.at["bias"], name)) if self.biased else e.splat(0.0)
-            sums.append([e.variable(e.vector, start) for _ in range(self.tile)])
-        with e.loop(I64(0), shortest) as i:
-            for (_, begin, _), row in zip(rows, sums, strict=True):
-                self._add_product(e, m, b.add(begin, i), row, (x, mask))
-        for (_, begin, _), count, row in zip(rows, counts, sums, strict=True):
-            if side > 1:
-                with e.loop(shortest, count) as i:
-                    self._add_product(e, m, b.add(begin, i), row, (x, mask))
-        for (name, good), sum_ in zip(names, sums, strict=True):
-            with b.if_then(good):
-                self._store(e, m, name, sum_, (out, mask))
+    def _row_sums(self, e: Emitter, m: Matrix, begin: Value, count: Value, at: tuple[Value, Value]) -> list[Value]:
+        """The sums of a row, one per vector of the tile: of several nonzeros at a time."""
+        b, together = e.b, max(SUMS // self.tile, 1)
+        sums = [[e.variable(e.vector, e.splat(0.0)) for _ in range(self.tile)] for _ in range(together)]
+        full = b.and_(count, I64(-together))
+        with e.loop(I64(0), full, together) as i:
+            for k, group in enumerate(sums):
+                self._add_product(e, m, b.add(begin, b.add(i, I64(k))), group, at)
+        if together > 1:
+            with e.loop(full, count) as i:
+                self._add_product(e, m, b.add(begin, i), sums[0], at)
+        totals = [[sum_.get() for sum_ in group] for group in sums]
+        while half := len(totals) // 2:
+            totals = [list(map(b.fadd, *two)) for two in zip(totals[:half], totals[half:], strict=True)]
+        return totals[0]
 
     def _add_product(
-        self, e: Emitter, m: Matrix, position: Value, sums: list[Variable], at: tuple[Value, Value]
+        self, e: Emitter, m: Matrix, position: Value, sums: Sequence[Variable], at: tuple[Value, Value]
     ) -> None:
         """sums += value * x[column] of the nonzero at a position."""
         x, mask = at
         value = e.splat(e.load(FLOAT, m.at["values"], position))
-        line = e.at(x, e.b.mul(m.number("col", position), m.field["x_pitch"]))
+        line = e.at(x, e.b.mul(m.column(position), m.field["x_pitch"]))
         for t, sum_ in enumerate(sums):
             pointer = e.at(line, t * self.lanes * 4)
             if self.partial and not self.padded and t == self.tile - 1:
@@ -201,11 +213,14 @@ class Wide:
                 vector = e.b.load(pointer, typ=e.vector, align=4)
             sum_.set(e.fma(value, vector, sum_.get()))
 
-    def _store(self, e: Emitter, m: Matrix, row: Value, sums: list[Variable], at: tuple[Value, Value]) -> None:
+    def _store(
+        self, e: Emitter, m: Matrix, row: Value, sums: Sequence[Value], bias: Value | None, at: tuple[Value, Value]
+    ) -> None:
         out, mask = at
         line = e.at(out, e.b.mul(row, m.field["out_pitch"]))
-        for t, sum_ in enumerate(sums):
-            value, pointer = activated(e, sum_.get(), self.act), e.at(line, t * self.lanes * 4)
+        for t, total in enumerate(sums):
+            total = total if bias is None else e.b.fadd(total, bias)
+            value, pointer = activated(e, total, self.act), e.at(line, t * self.lanes * 4)
             if self.partial and t == self.tile - 1:
                 store_masked(e, value, pointer, mask)
             else:
@@ -214,10 +229,11 @@ class Wide:
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """The same for one column: lanes are nonzeros, and x is gathered.
+    """The same for one column: lanes are nonzeros, whose elements of x are loaded one by one.
 
-    A row begins at the start of the aligned vector that contains its first value (values are stored
-    at multiples of 4 bytes), so all reads are aligned. Lanes of other rows are masked and not read.
+    That takes fewer instructions than a gather of LLVM on any processor, and no longer than one of
+    the processor. The last vector of a row is read where the row ends: lanes that were added before
+    are not added again. Nonzeros of rows with fewer than lanes are added one by one.
     """
 
     wide: bool = False
@@ -230,32 +246,37 @@ class Dot:
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
         m, b = Matrix(e, self.wide), e.b
-        shift = b.lshr(m.field["values"], I64(2))  # lane of the first value within its vector
-        with e.loop(m.field["begin"], m.field["end"]) as position:
-            row, begin, count = m.row(position)
-            back = b.and_(b.add(begin, shift), I64(e.lanes - 1))
-            sum_ = e.variable(e.vector, e.splat(0.0))
-            none = ir.Constant(ir.VectorType(BIT, e.lanes), [0] * e.lanes)
-            bad = e.variable(none.type, none)
-            end = b.select(b.icmp_signed(">", count, I64(0)), count, b.neg(back))
-            with e.loop(b.neg(back), end, e.lanes) as i:
-                self._add_products(e, m, (begin, count, i), sum_, bad)
-            m.report(any_set(e, bad.get()))
-            self._finish(e, m, row, e.total(sum_.get()))
+        add = e.intrinsic("llvm.fma.f32", FLOAT, FLOAT, FLOAT, FLOAT)
+        with e.loop(m.field["begin"], m.field["end"]) as row:
+            begin, count = m.row(row)
+            end = b.add(begin, count)
+            sums = [e.variable(e.vector, e.splat(0.0)) for _ in range(2)]
+            rest = e.variable(FLOAT, FLOAT(0.0))
+            with b.if_else(b.icmp_signed(">=", count, I64(e.lanes))) as (long, short):
+                with long:
+                    pairs, full = (b.add(begin, b.and_(count, I64(-n * e.lanes))) for n in (2, 1))
+                    with e.loop(begin, pairs, 2 * e.lanes) as i:
+                        for k, sum_ in enumerate(sums):
+                            sum_.set(self._with_products(e, m, b.add(i, I64(k * e.lanes)), sum_))
+                    with e.loop(pairs, full, e.lanes) as i:
+                        sums[0].set(self._with_products(e, m, i, sums[0]))
+                    last = self._with_products(e, m, b.sub(end, I64(e.lanes)), sums[1])
+                    is_added = below(e, b.sub(I64(e.lanes), b.sub(end, full)))
+                    sums[1].set(b.select(is_added, sums[1].get(), last))
+                with short, e.loop(begin, end) as i:
+                    value, x = e.load(FLOAT, m.at["values"], i), e.load(FLOAT, m.at["x"], m.column(i))
+                    rest.set(b.call(add, [value, x, rest.get()]))
+            total = b.fadd(e.total(b.fadd(*(sum_.get() for sum_ in sums))), rest.get())
+            self._finish(e, m, row, total)
 
-    def _add_products(
-        self, e: Emitter, m: Matrix, at: tuple[Value, Value, Value], sum_: Variable, bad: Variable
-    ) -> None:
-        b, (begin, count, i) = e.b, at
-        mask = b.and_(below(e, b.sub(count, i)), b.not_(below(e, b.neg(i))))
-        position = b.add(begin, i)
-        col, valid = m.columns(position, mask)
-        bad.set(b.or_(bad.get(), b.xor(mask, valid)))
-        # columns fit in 32 bits: there are fewer than 2**31
-        index = b.trunc(col, e.ints) if self.wide else col
-        values = masked(e, e.vector, e.at(m.at["values"], position, FLOAT), mask, e.isa.line)
-        vector = e.gather(m.at["x"], index, valid, e.splat(0.0))
-        sum_.set(e.fma(values, vector, sum_.get()))
+    def _with_products(self, e: Emitter, m: Matrix, position: Value, sum_: Variable) -> Value:
+        """The sum with the products of as many nonzeros as there are lanes."""
+        b, vector = e.b, ir.Constant(e.vector, ir.Undefined)
+        for lane in range(e.lanes):
+            x = e.load(FLOAT, m.at["x"], m.column(b.add(position, I64(lane))))
+            vector = b.insert_element(vector, x, I32(lane))
+        values = b.load(e.at(m.at["values"], position, FLOAT), typ=e.vector, align=4)
+        return e.fma(values, vector, sum_.get())
 
     def _finish(self, e: Emitter, m: Matrix, row: Value, total: Value) -> None:
         name, valid = m.named(row, self.named)
@@ -288,18 +309,17 @@ def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[ColumnPiece]
         return [ColumnPiece(Dot(**unpadded), 0, 1, 1)]
     lanes = vector(columns, isa)
     if columns < isa.lanes:
-        kernel = Wide(1, lanes, columns < lanes, SIDE[0], **options)
-        return [ColumnPiece(kernel, 0, 1, columns)]
+        return [ColumnPiece(Wide(1, lanes, columns < lanes, **options), 0, 1, columns)]
     vectors = -(-columns // isa.lanes)
     tile = -(-vectors // -(-vectors // (isa.registers // 4)))  # equal tiles that fit in registers
     left = columns % isa.lanes or isa.lanes
     full_tiles = (vectors - (left < isa.lanes)) // tile
     column_pieces = []
     if full_tiles:
-        column_pieces.append(ColumnPiece(Wide(tile, isa.lanes, False, side(tile), **options), 0, full_tiles, 0))
+        column_pieces.append(ColumnPiece(Wide(tile, isa.lanes, False, **options), 0, full_tiles, 0))
     rest_vectors = vectors - full_tiles * tile
     if rest_vectors:
-        kernel = Wide(rest_vectors, isa.lanes, left < isa.lanes, side(rest_vectors), **options)
+        kernel = Wide(rest_vectors, isa.lanes, left < isa.lanes, **options)
         column_pieces.append(ColumnPiece(kernel, full_tiles * tile * isa.lanes, 1, left))
     return column_pieces
 
@@ -307,11 +327,3 @@ def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[ColumnPiece]
 def vector(columns: int, isa: Isa) -> int:
     """Lanes of the vectors used for `columns` columns."""
     return min(isa.lanes, 1 << (columns - 1).bit_length())
-
-
-SIDE = (4, 2, 2)  # rows computed together, for tiles of 1, 2, 3 vectors: hides FMA latency
-
-
-def side(tile: int) -> int:
-    """How many rows are computed together with tiles of `tile` vectors."""
-    return SIDE[tile - 1] if tile <= len(SIDE) else 1

@@ -21,8 +21,8 @@ from demask.kernels.llvm.emitter import FLOAT, I64, Emitter, Value, Variable
 #: x: the one read by its columns; names: row of a for each row of the matrix, if renumbered, less
 #: than `rows`; vectors: full vectors of each sum; left: lanes in use of one more.
 CALL = np.dtype([(key, "<i8") for key in (
-    "crow", "col", "names", "order", "begin", "end", "a", "a_pitch", "x", "x_pitch", "out",
-    "vectors", "left", "rows", "columns", "entries", "bad")])  # fmt: skip
+    "crow", "col", "names", "a", "a_pitch", "x", "x_pitch", "out", "vectors", "left", "rows", "columns",
+    "entries", "begin", "end", "bad")])  # fmt: skip
 TOGETHER = 8  # nonzeros computed together: hides FMA latency
 
 
@@ -46,10 +46,10 @@ class Sampled:
         """Write k(call, arena)."""
         m, b = Matrix(e, self.wide, CALL), e.b
         together = min(TOGETHER, e.lanes)
-        with e.loop(m.field["begin"], m.field["end"]) as position:
-            row, begin, count = m.row(position)
+        with e.loop(m.field["begin"], m.field["end"]) as row:
+            begin, count = m.row(row)
             name, valid = m.named(row, self.named)
-            count = m.checked(begin, b.select(valid, count, I64(0)))
+            count = b.select(valid, count, I64(0))
             a = e.at(m.at["a"], b.mul(name, m.field["a_pitch"]))
             last = b.sub(b.add(begin, count), I64(1))
             with e.loop(I64(0), count, together) as i:
@@ -65,7 +65,7 @@ class Sampled:
         for k in range(together):
             position = b.add(first, I64(k))
             position = b.select(b.icmp_signed("<", position, last), position, last)
-            lines.append(e.at(m.at["x"], b.mul(m.number("col", position), m.field["x_pitch"])))
+            lines.append(e.at(m.at["x"], b.mul(m.column(position), m.field["x_pitch"])))
         sums = [e.variable(e.vector, e.splat(0.0)) for _ in lines]
         full = b.mul(m.field["vectors"], I64(e.isa.line))
         with e.loop(I64(0), full, e.isa.line) as shift:

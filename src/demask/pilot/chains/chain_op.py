@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
-from demask.compat.dispatch import BelowAutograd, count_dispatch_modes, has_functorch_transforms
+from demask.compat.dispatch import BelowAutograd, has_functorch_transforms, needs_no_dispatch
 from demask.compat.symbolic_shapes import require
 from demask.errors import BadInput
 from demask.graph.editor import GraphEditor
@@ -33,7 +33,6 @@ from demask.kernels.plan_cache import PlanCache, Planned, plans_of
 from demask.ops.custom import CustomOp
 from demask.pilot.chains.chain_plan import MODES, ChainLayer, ChainPlan
 from demask.registry import CUSTOM_OPS
-from demask.sparse.segment.segment_op import PLAIN
 
 ROWS = 4  # of x, at most, for plans: with more rows, torch's matrix products are faster
 
@@ -176,9 +175,8 @@ def with_gradients(x: Tensor, weights: list[Tensor], layers: str) -> Tensor:
         return plain(x, weights, layers)
     if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
         return plain(x, weights, layers)
-    here = type(x) in PLAIN and x.is_cpu and all(type(w) in PLAIN and w.is_cpu for w in weights)
-    if here and not count_dispatch_modes():
-        return on_cpu(x, weights, layers)  # as the call below, some microseconds earlier
+    if needs_no_dispatch((x, *weights)):
+        return on_cpu(x, weights, layers)
     with BelowAutograd():
         return torch.ops.demask.chain.default(x, weights, layers)
 

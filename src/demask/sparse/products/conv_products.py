@@ -36,7 +36,7 @@ from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.thread_team import ENTRY, Job
 from demask.sparse.csr_matrix import CsrMatrix, row_of
-from demask.sparse.products.cpu_products import LINE, WORK
+from demask.sparse.products.cpu_products import WORK
 from demask.sparse.products.gpu_formats import formats_of
 from demask.sparse.segment_steps import MAX_SIZE, ConvStep, Pair
 
@@ -158,8 +158,7 @@ class Offsets:
 
     starts, there, sorted: a matrix with a row per output channel: offsets into planes, and the
     number of the value of each entry (int64; None: in order). crow, back, order: its transpose, a
-    row per plane: offsets into spread gradients, and the numbers of values. rows, planes: rows of
-    both matrices, the longest first.
+    row per plane: offsets into spread gradients, and the numbers of values.
     """
 
     starts: Tensor
@@ -168,8 +167,6 @@ class Offsets:
     crow: Tensor
     back: Tensor
     order: Tensor
-    rows: Tensor
-    planes: Tensor
 
 
 def offsets_of(m: CsrMatrix, g: ConvGeometry) -> Offsets:
@@ -198,8 +195,7 @@ def _offsets(m: CsrMatrix, g: ConvGeometry) -> Offsets:
     if g.transposed:
         sorted_, starts = _sort_by_key(row, g.rows)
         there = there[sorted_]
-    longest = (torch.argsort(c.diff(), descending=True, stable=True) for c in (starts, crow))
-    return Offsets(starts, there.int(), sorted_, crow, back.int(), order, *(t.int() for t in longest))
+    return Offsets(starts, there.int(), sorted_, crow, back.int(), order)
 
 
 def _sort_by_key(key: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -241,9 +237,8 @@ def gradient_of_values(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) ->
     threads = _thread_count(batch, count * g.length)
     sums = torch.zeros(threads, count)
     table = CsrMatrix(offsets.starts, offsets.there, m.values, None, (g.rows, planes[0].numel()))
-    calls = _row_calls(sddmm.CALL, batch, table, offsets.rows)
+    calls = _row_calls(sddmm.CALL, batch, table)
     image = np.arange(batch)
-    calls["begin"], calls["end"] = 0, g.rows
     calls["a"] = spread.data_ptr() + 4 * (g.first + image * spread[0].numel())
     calls["a_pitch"] = 4 * g.spread_size
     calls["x"], calls["x_pitch"] = planes.data_ptr() + 4 * image * planes[0].numel(), 4
@@ -280,7 +275,7 @@ def _scatter_input(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, planes: Tens
     # one pixel: the kernel for a single column writes contiguous rows
     out = torch.empty(batch, g.rows, height * g.wide if g.length > 1 else 1)
     table = CsrMatrix(offsets.starts, offsets.there, values, None, (g.rows, planes[0].numel()))
-    _multiply(table, offsets.rows, planes, out, g.length, bias)
+    _multiply(table, planes, out, g.length, bias)
     return out.view(batch, g.rows, height, -1)[..., :width]
 
 
@@ -289,11 +284,11 @@ def _gather_gradients(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, spread: T
     planes = torch.empty(spread.shape[0], g.planes, g.high, g.wide)
     values = m.values.index_select(0, offsets.order)
     table = CsrMatrix(offsets.crow, offsets.back, values, None, (g.planes, spread[0].numel()))
-    _multiply(table, offsets.planes, spread, planes, g.plane, None)
+    _multiply(table, spread, planes, g.plane, None)
     return g.from_planes(planes)
 
 
-def _multiply(m: CsrMatrix, order: Tensor, x: Tensor, out: Tensor, length: int, bias: Tensor | None) -> None:
+def _multiply(m: CsrMatrix, x: Tensor, out: Tensor, length: int, bias: Tensor | None) -> None:
     """out[image, row, t] = sum of values * x[image, offset + t] for t below `length`.
 
     Columns of m are offsets. x and out are contiguous, images first, rows of out second.
@@ -301,12 +296,10 @@ def _multiply(m: CsrMatrix, order: Tensor, x: Tensor, out: Tensor, length: int, 
     batch = x.shape[0]
     parts = csr.pieces(length, host(), {"biased": bias is not None})
     codes = CODE.addresses(part.kernel for part in parts)
-    calls = _row_calls(csr.CALL, batch * len(parts), m, order)
+    calls = _row_calls(csr.CALL, batch * len(parts), m)
     image = np.repeat(np.arange(batch), len(parts))
     first = np.tile([4 * part.first for part in parts], batch)
-    side = np.tile([getattr(part.kernel, "side", 1) for part in parts], batch)
     calls["values"], calls["bias"] = m.values.data_ptr(), 0 if bias is None else bias.data_ptr()
-    calls["begin"], calls["end"], calls["together"] = 0, m.size[0], m.size[0] // side * side
     calls["x"], calls["x_pitch"] = x.data_ptr() + first + 4 * image * x[0].numel(), 4
     calls["out"] = out.data_ptr() + first + 4 * image * out[0].numel()
     calls["out_pitch"] = 4 * (out[0].numel() // m.size[0])
@@ -316,11 +309,11 @@ def _multiply(m: CsrMatrix, order: Tensor, x: Tensor, out: Tensor, length: int, 
     _run(calls, code, batch, _thread_count(batch, m.col.numel() * length))
 
 
-def _row_calls(kind: np.dtype[Any], count: int, m: CsrMatrix, order: Tensor) -> np.ndarray:
-    """Calls for all rows of a matrix, in this order (int32)."""
+def _row_calls(kind: np.dtype[Any], count: int, m: CsrMatrix) -> np.ndarray:
+    """Calls for all rows of a matrix."""
     calls = np.zeros(count, kind)
     calls["crow"], calls["col"] = m.crow.data_ptr(), m.col.data_ptr()
-    calls["order"] = order.data_ptr()
+    calls["begin"], calls["end"] = 0, m.size[0]
     calls["rows"], calls["columns"], calls["entries"] = *m.size, m.col.numel()
     return calls
 
@@ -336,8 +329,8 @@ def _thread_of_images(batch: int, threads: int) -> np.ndarray:
 def _run(calls: np.ndarray, codes: np.ndarray, batch: int, threads: int) -> None:
     """Make the calls; every image has the same number."""
     calls_per_image, owner = len(calls) // batch, _thread_of_images(batch, threads)
-    bad = np.zeros(threads * LINE // 8, np.int64)
-    calls["bad"] = bad.ctypes.data + LINE * np.repeat(owner, calls_per_image)
+    bad = np.zeros(threads, np.int64)
+    calls["bad"] = bad.ctypes.data + 8 * np.repeat(owner, calls_per_image)
     entries = np.zeros(len(calls), ENTRY)
     entries["code"] = codes
     entries["call"] = calls.ctypes.data + calls.dtype.itemsize * np.arange(len(calls))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import pairwise
+from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +16,12 @@ from demask.kernels.cpu.sddmm import CALL as SDDMM_CALL
 from demask.kernels.cpu.sddmm import Sampled
 from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
-from demask.kernels.plan_cache import TensorCache, identity, version
-from demask.kernels.thread_team import ENTRY, Job
+from demask.kernels.thread_team import ENTRY, Job, SpareTasks, job_of_calls
 from demask.ops.activations import Act, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix
+
+WORK = 1 << 15  # products for which one more thread pays
+OFTEN = 8  # reads of a row of x for which a padded copy pays
 
 
 def sddmm(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
@@ -28,42 +31,30 @@ def sddmm(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
     threads.
     Raises BadInput for invalid indices.
     """
-    sums, k = torch.zeros(m.col.numel()), a.shape[1]
+    sums, k = torch.zeros(m.col.numel(), dtype=torch.float32), a.shape[1]
     if m.crow.numel() <= 1 or not k:
         return sums
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
     crow, col = m.crow.contiguous(), m.col.contiguous()
     names = None if m.names is None else m.names.contiguous()
     threads = max(1, min(torch.get_num_threads(), m.col.numel() * k // WORK))
-    deal = dealt(crow, threads, 1)
-    isa = host()
-    kernel = Sampled(k % isa.lanes > 0, col.dtype == torch.int64, names is not None)
-    calls, bad = np.zeros(threads, SDDMM_CALL), np.zeros(threads * LINE // 8, np.int64)
+    ends, isa = shares(crow, threads), host()
+    calls, bad = np.zeros(threads, SDDMM_CALL), np.zeros(threads, np.int64)
     calls["crow"], calls["col"] = crow.data_ptr(), col.data_ptr()
     calls["names"] = 0 if names is None else names.data_ptr()
-    calls["order"], calls["begin"], calls["end"] = (deal.order.ctypes.data, deal.ends[:-1], deal.ends[1:])
+    calls["begin"], calls["end"] = ends[:-1], ends[1:]
     calls["a"], calls["a_pitch"] = a.data_ptr(), 4 * a.stride(0)
     calls["x"], calls["x_pitch"] = b.data_ptr(), 4 * b.stride(0)
     calls["out"], calls["vectors"], calls["left"] = sums.data_ptr(), k // isa.lanes, k % isa.lanes
     calls["rows"], calls["columns"], calls["entries"] = *m.size, m.col.numel()
-    calls["bad"] = bad.ctypes.data + LINE * np.arange(threads)
-    entries = np.zeros(threads, ENTRY)
-    entries["code"] = CODE.addresses([kernel])[kernel]
-    entries["call"] = calls.ctypes.data + SDDMM_CALL.itemsize * np.arange(threads)
-    ends = np.arange(threads + 1, dtype=np.int64)
-    Job(entries, ends, threads, np.zeros(1, np.int64)).run(threads)
+    calls["bad"] = bad.ctypes.data + 8 * np.arange(threads)
+    kernel = Sampled(k % isa.lanes > 0, col.dtype == torch.int64, names is not None)
+    job_of_calls(kernel, calls, isa).run(threads)
     if bad.any():
         raise BadInput(
             f"expected row starts that rise to {m.col.numel()}, rows below {m.size[0]} and columns below {m.size[1]}"
         )
     return sums
-
-
-LINE = 64  # bytes of a cache line
-WORK = 1 << 15  # products for which one more thread pays
-OFTEN = 8  # reads of a row of x for which a padded copy pays
-SPARE = 4  # cached calls per size
-SIZES = 64  # with cached calls; also matrices with cached deals
 
 
 class Options(NamedTuple):
@@ -76,61 +67,47 @@ class Options(NamedTuple):
     padded: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Deal:
-    """Rows in the order of the threads that compute them, the end of each thread's share, and
-    cached tasks by size.
-    """
-
-    order: np.ndarray
-    ends: tuple[int, ...]
-    spare: dict[Any, list[SpmmTask]] = field(default_factory=dict)
-
-
 class SpmmTask:
-    """Calls of the kernels for products of one size; not for two runs at once."""
+    """Calls of the kernels for products with n columns by a number of threads; not for two runs at once."""
 
-    def __init__(self, deal: Deal, n: int, options: Options):
-        self.deal = deal  # keeps its order alive for machine code
-        parts = pieces(n, host(), options._asdict())
-        threads = self.threads = len(deal.ends) - 1
-        self.calls = np.zeros(threads * len(parts), CALL)
-        self.bad = np.zeros(threads * LINE // 8, np.int64)
-        self.firsts = np.array([4 * part.first for part in parts] * threads, np.int64)
-        codes = CODE.addresses(part.kernel for part in parts)
-        entries = np.zeros(len(self.calls), ENTRY)
-        for k, call in enumerate(self.calls):
-            thread, part = k // len(parts), parts[k % len(parts)]
-            begin, end = deal.ends[thread], deal.ends[thread + 1]
-            side = getattr(part.kernel, "side", 1)
-            call["begin"], call["end"] = begin, end
-            call["together"] = begin + (end - begin) // side * side
-            call["tiles"], call["left"] = part.tiles, part.left
-            call["bad"] = self.bad.ctypes.data + thread * LINE
-            entries[k] = codes[part.kernel], self.calls[k:].ctypes.data
-        self.calls["order"] = deal.order.ctypes.data
-        ends = np.arange(threads + 1, dtype=np.int64) * len(parts)
+    def __init__(self, n: int, options: Options, threads: int):
+        self.threads, self.parts = threads, pieces(n, host(), options._asdict())
+        codes = CODE.addresses(part.kernel for part in self.parts)
+        calls = np.zeros(threads * len(self.parts), CALL)
+        entries, bad = np.zeros(len(calls), ENTRY), np.zeros(threads, np.int64)
+        for k, call in enumerate(calls):
+            thread, part = divmod(k, len(self.parts))
+            piece = self.parts[part]
+            call["tiles"], call["left"] = piece.tiles, piece.left
+            call["bad"] = bad[thread:].ctypes.data
+            entries[k] = codes[piece.kernel], calls[k:].ctypes.data
+        ends = np.arange(threads + 1, dtype=np.int64) * len(self.parts)
         self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
+        self.calls, self.bad = calls.view(np.int64).data, bad.data
 
     def run(self, m: CsrMatrix, x: Tensor, out: Tensor, bias: Tensor | None) -> bool:
         """Compute into `out`. Returns whether all indices were in range."""
-        fields = self.calls.view(np.int64).reshape(len(self.calls), -1)
-        # in the order of CALL
-        fields[:, :4] = (
-            m.crow.data_ptr(),
-            m.col.data_ptr(),
-            m.values.data_ptr(),
-            0 if m.names is None else m.names.data_ptr(),
-        )
-        self.calls["x"], self.calls["x_pitch"] = self.firsts + x.data_ptr(), 4 * x.stride(0)
-        self.calls["out"] = self.firsts + out.data_ptr()
-        self.calls["out_pitch"] = 4 * out.shape[1]
-        self.calls["bias"] = 0 if bias is None else bias.data_ptr()
-        fields[:, -4:-1] = (*m.size, m.values.numel())
+        crow, col, values, names, size = m
+        matrix = crow.data_ptr(), col.data_ptr(), values.data_ptr(), 0 if names is None else names.data_ptr()
+        sizes = 0 if bias is None else bias.data_ptr(), *size, values.numel()
+        x_start, x_pitch, out_start, out_pitch = x.data_ptr(), 4 * x.stride(0), out.data_ptr(), 4 * out.shape[1]
+        offset = 0
+        for share in pairwise(shares(crow, self.threads)):
+            for piece in self.parts:
+                first = 4 * piece.first
+                columns = x_start + first, x_pitch, out_start + first, out_pitch
+                VARYING.pack_into(self.calls, offset, *matrix, *columns, *sizes, *share)
+                offset += CALL.itemsize
         self.job.run(self.threads)
-        valid = not self.bad.any()
-        self.bad[:] = 0
-        return valid
+        if not any(self.bad):
+            return True
+        for thread in range(self.threads):
+            self.bad[thread] = 0
+        return False
+
+
+VARYING = Struct(f"={list(CALL.names or ()).index('tiles')}q")  # the fields that each run sets
+TASKS: SpareTasks[tuple[int, Options, int], SpmmTask] = SpareTasks()
 
 
 def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
@@ -139,35 +116,30 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
     x [columns of m, n]: elements of a row are contiguous, rows have any stride. bias [rows]. Raises
     BadInput for invalid indices.
     """
-    n = x.shape[1]
-    out = torch.empty(m.size[0], n)
-    if m.names is not None:
+    crow, col, values, names, size = m
+    n, entries = x.shape[1], values.numel()
+    out = x.new_empty(size[0], n)
+    if names is not None:
         _fill_empty_rows(out, bias, act)
-    if m.crow.numel() <= 1 or not n:
+        names = names.contiguous()
+    if crow.numel() <= 1 or not n:
         return out
-    x, padded = _pad_rows(x, m.values.numel())
-    m = CsrMatrix(*(None if t is None else t.contiguous() for t in m[:4]), m.size)  # type: ignore[arg-type]
-    if m.values.data_ptr() % 4:  # external memory may be unaligned
-        m = m._replace(values=m.values.clone())
+    x, padded = _pad_rows(x, entries)
+    values = values.contiguous()
+    if values.data_ptr() % 4:  # external memory may be unaligned
+        values = values.clone()
     bias = None if bias is None else bias.contiguous()
-    threads = max(1, min(torch.get_num_threads(), m.values.numel() * n // WORK))
-    deal = dealt(m.crow, threads, max(1, LINE // (4 * n)))
-    wide = m.col.dtype == torch.int64
-    options = Options(wide, m.names is not None, bias is not None, act, padded)
-    spare = deal.spare.setdefault((n, options), [])
-    try:
-        task = spare.pop()
-    except IndexError:
-        task = SpmmTask(deal, n, options)
-    valid = task.run(m, x, out, bias)
-    if len(spare) < SPARE:
-        spare.append(task)
-    if len(deal.spare) > SIZES:
-        deal.spare.clear()
+    key = n, Options(col.dtype == torch.int64, names is not None, bias is not None, act, padded), _threads(entries * n)
+    task = TASKS.take(key, lambda: SpmmTask(*key))
+    valid = task.run(CsrMatrix(crow.contiguous(), col.contiguous(), values, names, size), x, out, bias)
+    TASKS.put(key, task)
     if valid:
         return out
-    entries, columns = m.values.numel(), m.size[1]
-    raise BadInput(f"expected row starts that rise to {entries} and columns below {columns}")
+    raise BadInput(f"expected row starts that rise to {entries} and columns below {size[1]}")
+
+
+def _threads(products: int) -> int:
+    return 1 if products < 2 * WORK else min(torch.get_num_threads(), products // WORK)
 
 
 def _pad_rows(x: Tensor, entries: int) -> tuple[Tensor, bool]:
@@ -176,48 +148,30 @@ def _pad_rows(x: Tensor, entries: int) -> tuple[Tensor, bool]:
     x is copied into padded rows if each row is read often enough.
     """
     rows, n = x.shape
-    lanes = vector(n, host())
-    if n > 1 and n % lanes and entries >= OFTEN * rows:
-        padded = torch.zeros(rows, -(-n // lanes) * lanes)
+    if n > 1 and entries >= OFTEN * rows and n % (lanes := vector(n, host())):
+        padded = x.new_zeros(rows, -(-n // lanes) * lanes)
         padded[:, :n] = x
         return padded, True
     return (x.contiguous() if x.stride(1) != 1 or (n == 1 and x.stride(0) != 1) else x), False
 
 
 def _fill_empty_rows(out: Tensor, bias: Tensor | None, act: Act | None) -> None:
-    value = apply_activation(torch.zeros(1) if bias is None else bias, act)
+    value = apply_activation(out.new_zeros(1) if bias is None else bias, act)
     out.copy_(value.reshape(-1, 1).expand_as(out))
 
 
-DEALS: TensorCache[Deal] = TensorCache(SIZES)
+def shares(crow: Tensor, threads: int) -> list[int]:
+    """Row starts of the shares of threads, which have about the same number of nonzeros; then the number of rows.
 
+    Where starts of rows do not rise, shares are uneven, but every row is in one of them.
 
-def dealt(crow: Tensor, threads: int, unit: int) -> Deal:
-    """The deal of a matrix, cached as long as its row starts live.
-
-    unit: rows that share a cache line of the output and stay together. If row starts were changed
-    without notice, shares are uneven, but every row is still computed once.
+    >>> shares(torch.tensor([0, 1, 6, 8, 11]), 2)  # rows of 1, 5, 2 and 3 nonzeros
+    [0, 2, 4]
     """
-    key = (*identity([crow]), version(crow), threads, unit)
-    deal = DEALS.entries.get(key)
-    return deal or DEALS.put(key, [crow], deal_rows(crow.numpy(), threads, unit))
-
-
-def deal_rows(crow: np.ndarray, threads: int, unit: int) -> Deal:
-    """Rows assigned to threads in units, longest first, back and forth (0, 1, 1, 0, 0, 1, ...).
-
-    Threads get about the same number of nonzeros; each computes its longest rows first.
-
-    >>> deal_rows(np.array([0, 1, 6, 8, 11]), 2, 1).order.tolist()  # 1, 5, 2, 3 nonzeros
-    [1, 0, 3, 2]
-    """
-    counts = np.diff(crow.astype(np.int64))
-    firsts = np.arange(0, len(counts), unit)
-    ranked = np.argsort(-np.add.reduceat(counts, firsts), kind="stable")
-    turn = np.arange(len(firsts)) % (2 * threads)
-    owner = np.empty(len(firsts), np.int64)
-    owner[ranked] = np.minimum(turn, 2 * threads - 1 - turn)
-    thread = np.repeat(owner, unit)[: len(counts)]
-    order = np.lexsort((-counts, thread)).astype(np.int32)
-    ends = np.concatenate([[0], np.cumsum(np.bincount(thread, minlength=threads))])
-    return Deal(order, tuple(ends.tolist()))
+    rows = crow.numel() - 1
+    if threads == 1:
+        return [0, rows]
+    starts = crow.numpy()
+    targets = np.arange(1, threads) * (int(starts[-1]) / threads)
+    inner = np.searchsorted(starts, targets, "left").clip(0, rows)
+    return [0, *np.maximum.accumulate(inner).tolist(), rows]

@@ -8,13 +8,15 @@ It runs CPU kernels (`cpu_products`), GPU kernels (`gpu_products`) or ATen ops, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
+from demask.compat.dispatch import needs_no_dispatch
 from demask.errors import BadInput
 from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import ACTIVATIONS, Act, apply_activation
@@ -23,6 +25,8 @@ from demask.sparse.products.gradient_ops import kernels, parts, sampled, transpo
 from demask.sparse.reference import check_indices
 
 NARROW = (torch.float16, torch.bfloat16)
+COMPILED = (torch.float32, *NARROW)  # dtypes of kernels
+INDICES = (torch.int32, torch.int64)
 
 _LIBRARY = Library("demask", "FRAGMENT")
 _LIBRARY.define(
@@ -46,32 +50,41 @@ def product(
 
     rows: row index of each row of the CSR arrays; by default all rows are stored.
     """
+    if needs_no_dispatch((crow, col, values, rows, x, bias)):
+        m = CsrMatrix(crow, col, values, rows, size)
+        check(m, x, bias, act)
+        return _compute_on_cpu(m, x, bias, act)
     name, numbers = act or ("", ())
     return torch.ops.demask.spmm.default(crow, col, values, rows, size, x, bias, name, list(map(float, numbers)))
 
 
 def check(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> None:
     """Raise BadInput for operands that cannot be multiplied; index values are not checked."""
-    indices = [t for t in (m.crow, m.col, m.names) if t is not None]
-    index_dtypes = {t.dtype for t in indices}
-    if len(index_dtypes) != 1 or not index_dtypes <= {torch.int32, torch.int64}:
-        raise BadInput(f"expected indices in int32 or int64, got {[t.dtype for t in indices]}")
-    operands = [m.values, x, *([] if bias is None else [bias])]
-    if len({t.dtype for t in operands}) != 1 or not x.is_floating_point():
-        raise BadInput(f"expected floating-point numbers of one dtype, got {[t.dtype for t in operands]}")
-    if any(t.layout != torch.strided or t.device != x.device for t in (*indices, *operands)):
-        raise BadInput(f"expected dense tensors on {x.device}")
-    count = m.size[0] if m.names is None else m.names.numel()
-    shapes = tuple(m.crow.shape), tuple(m.col.shape), x.shape[0] if x.ndim == 2 else None
-    if shapes != ((count + 1,), tuple(m.values.shape), m.size[1]):
-        raise BadInput(f"expected row starts, columns and x for a matrix of {m.size}, got {shapes}")
-    if bias is not None and tuple(bias.shape) != m.size[:1]:
-        raise BadInput(f"expected a bias of shape ({m.size[0]},), got {tuple(bias.shape)}")
+    crow, col, values, names, size = m
+    index_dtype, dtype, device = col.dtype, x.dtype, x.device
+    if index_dtype not in INDICES or crow.dtype != index_dtype or (names is not None and names.dtype != index_dtype):
+        raise BadInput(
+            f"expected indices in int32 or int64, got {[t.dtype for t in (crow, col, names) if t is not None]}"
+        )
+    if not dtype.is_floating_point or values.dtype != dtype or (bias is not None and bias.dtype != dtype):
+        dtypes = [t.dtype for t in (values, x, bias) if t is not None]
+        raise BadInput(f"expected floating-point numbers of one dtype, got {dtypes}")
+    for t in (crow, col, values, names, x, bias):
+        if t is not None and (t.layout != torch.strided or t.device != device):
+            raise BadInput(f"expected dense tensors on {device}")
+    count = size[0] if names is None else names.numel()
+    shapes = crow.shape, col.shape, x.shape[0] if x.ndim == 2 else None
+    if shapes != ((count + 1,), values.shape, size[1]) or col.ndim != 1:
+        raise BadInput(
+            f"expected row starts, columns and x for a matrix of {size}, got {(*map(tuple, shapes[:2]), shapes[2])}"
+        )
+    if bias is not None and bias.shape != (size[0],):
+        raise BadInput(f"expected a bias of shape ({size[0]},), got {tuple(bias.shape)}")
     if act is not None and (act[0] not in ACTIVATIONS or len(act[1]) != ACTIVATIONS[act[0]].count):
         raise BadInput(f"expected an activation, got {act}")
 
 
-def _checked(arguments: Sequence[Any]) -> tuple[CsrMatrix, Tensor, Tensor | None, Act | None]:
+def _matrix_of(arguments: Sequence[Any]) -> tuple[CsrMatrix, Tensor, Tensor | None, Act | None]:
     """(matrix, x, bias, activation) from the arguments of the op. Raises BadInput."""
     crow, col, values, rows, size, x, bias, act, numbers = arguments
     if len(size) != 2:
@@ -84,20 +97,31 @@ def _checked(arguments: Sequence[Any]) -> tuple[CsrMatrix, Tensor, Tensor | None
 
 def on_cpu(*arguments: Any) -> Tensor:
     """The implementation for the CPU."""
-    m, x, bias, act = _checked(arguments)
-    if x.dtype not in (torch.float32, *NARROW) or not llvm.is_installed():
-        return _by_aten(m, x, bias, act)
-    from demask.sparse.products.cpu_products import multiplied
+    return _compute_on_cpu(*_matrix_of(arguments))
 
+
+def _compute_on_cpu(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
+    if x.dtype not in COMPILED or (multiplied := _kernels_of_cpu()) is None:
+        return _by_aten(m, x, bias, act)
     if x.dtype in NARROW:
         wide = None if bias is None else bias.float()
         return multiplied(m._replace(values=m.values.float()), x.float(), wide, act).to(x.dtype)
     return multiplied(m, x, bias, act)
 
 
+@cache
+def _kernels_of_cpu() -> Callable[[CsrMatrix, Tensor, Tensor | None, Act | None], Tensor] | None:
+    """The product by kernels; None without llvmlite."""
+    if not llvm.is_installed():
+        return None
+    from demask.sparse.products.cpu_products import multiplied
+
+    return multiplied
+
+
 def on_other_devices(*arguments: Any) -> Tensor:
     """The implementation for other devices; on a GPU, the output has the memory order of x."""
-    m, x, bias, act = _checked(arguments)
+    m, x, bias, act = _matrix_of(arguments)
     gpu = kernels(x)
     if gpu is not None and gpu.takes(m, x):
         return gpu.spmm(m, x, bias, act)
@@ -127,7 +151,7 @@ def _gathered(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> 
 
 def fake(*arguments: Any) -> Tensor:
     """The output without values, for tracing."""
-    m, x, _, _ = _checked(arguments)
+    m, x, _, _ = _matrix_of(arguments)
     columns = x.shape[1]
     return like(x, m.size[0], columns) if x.is_cuda else x.new_empty(m.size[0], columns)
 

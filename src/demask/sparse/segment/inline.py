@@ -21,7 +21,13 @@ from torch import Tensor, float32, fx, get_num_threads, strided
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
-from demask.compat.dispatch import count_dispatch_modes, count_function_modes, has_functorch_transforms, tracing_state
+from demask.compat.dispatch import (
+    OWN_TYPES,
+    count_dispatch_modes,
+    count_function_modes,
+    has_functorch_transforms,
+    tracing_state,
+)
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.compat.tracing import make_fx
 from demask.errors import BadInput
@@ -36,7 +42,7 @@ from demask.registry import CUSTOM_OPS
 from demask.sparse import reference as dense
 from demask.sparse.called_op import POSITIONS, CalledOp
 from demask.sparse.segment.build_segments import segments_of
-from demask.sparse.segment.segment_op import PLAIN, SegmentPlans
+from demask.sparse.segment.segment_op import SegmentPlans
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
@@ -102,7 +108,7 @@ class _KnownCall:
             return None
         for k, shape, stride in self.sizes:
             x = inputs[k]
-            if type(x) not in PLAIN or not x.is_cpu or x.layout is not strided:
+            if type(x) not in OWN_TYPES or not x.is_cpu or x.layout is not strided:
                 return None
             if x.shape != shape or x.stride() != stride or x.dtype is not float32:
                 return None
@@ -142,7 +148,7 @@ def bound(arguments: Mapping[str, Any]) -> tuple[Callable[..., list[Tensor]], tu
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors are dense ones of torch on the CPU."""
     for tensor in tensors:
-        if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
+        if type(tensor) not in OWN_TYPES or not tensor.is_cpu or tensor.layout is not torch.strided:
             return False
     return True
 
