@@ -285,7 +285,7 @@ def test_kernels_stay_in_their_buffers(end, index, named):
         m, bias = (CsrMatrix(crow, col, values, names, (rows, columns)), guarded(torch.randn(rows), end))
         for n in (*COLUMNS, 31, 33):
             x, made = guarded(torch.randn(columns, n), end), guarded(torch.empty(rows, n), end)
-            options = Options(index == torch.int64, named, True, ("relu", ()))
+            options = Options(8 * index.itemsize, named, True, ("relu", ()))
             assert SpmmTask(n, options, 2).run(m, x, made, bias)
             close(made, exact(w, x, bias).relu())
             lanes = vector(n, host())
@@ -326,7 +326,7 @@ def test_shares_of_threads_have_about_as_many_nonzeros():
 def test_kernels_compile_for_other_machines(isa):
     word = {"AVX-512": "zmm", "AVX2": "ymm", "NEON": "fmla"}[isa.name]
     for n in (1, 3, 100):
-        kernels = [p.kernel for p in pieces(n, isa, Options(False, False, True, None)._asdict())]
+        kernels = [p.kernel for p in pieces(n, isa, Options(32, False, True, None)._asdict())]
         text = assembly(kernels, isa)
         assert n == 3 or word in text
 

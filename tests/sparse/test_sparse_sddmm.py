@@ -231,7 +231,7 @@ def test_the_transposed_order_is_made_once(monkeypatch):
 
 @pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
 def test_code_for_every_target(isa):
-    text = assembly([Sampled(partial=True, wide=True, named=True, more=True)], isa)
+    text = assembly([Sampled(partial=True, column_bits=64, named=True, more=True)], isa)
     spelled = {AVX512.name: "vfmadd", AVX2.name: "vfmadd", NEON.name: "fmla"}
     assert spelled[isa.name] in text
 

@@ -2,14 +2,23 @@
 
 from demask.sparse.functional import DCSR, sddmm, spmm
 from demask.sparse.modules import SparseConv1d, SparseConv2d, SparseConvTranspose1d, SparseConvTranspose2d, SparseLinear
+from demask.sparse.packed_linear import PackedLinear
+from demask.sparse.prepared import PreparedMatrix, prepare
+from demask.sparse.sparsified import LayerChange, Sparsified, sparsify
 
 __all__ = [
     "DCSR",
+    "LayerChange",
+    "PackedLinear",
+    "PreparedMatrix",
     "SparseConv1d",
     "SparseConv2d",
     "SparseConvTranspose1d",
     "SparseConvTranspose2d",
     "SparseLinear",
+    "Sparsified",
+    "prepare",
     "sddmm",
+    "sparsify",
     "spmm",
 ]

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from demask.kernels.cpu.number_types import SIZES, read_number, read_vector
 from demask.kernels.llvm.activations import activated
-from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value, Variable
+from demask.kernels.llvm.emitter import BIT, FLOAT, I16, I32, I64, POINTER, VOID, Emitter, Value, Variable
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import Act
 
@@ -41,29 +42,46 @@ def narrowed(e: Emitter, lanes: int) -> Emitter:
     return other
 
 
-class Matrix:
-    """The fields of a call (`CALL` by default), and the rows and nonzeros of its matrix."""
+INDICES = {16: I16, 32: I32, 64: I64}
 
-    def __init__(self, e: Emitter, wide: bool, fields: np.dtype[Any] = CALL):
+
+class Matrix:
+    """The fields of a call (`CALL` by default), and the rows and nonzeros of its matrix.
+
+    column_bits: of an index; columns of 16 bits are unsigned, have row starts of 32 bits, and are in range.
+    """
+
+    def __init__(self, e: Emitter, column_bits: int, fields: np.dtype[Any] = CALL):
         call = e.pointer(e.args[0])
-        self.e, self.index = e, I64 if wide else I32
+        self.e, self.index, self.start = e, INDICES[column_bits], INDICES[max(column_bits, 32)]
         self.field = {key: e.load(I64, call, k) for k, key in enumerate(fields.names or ())}
         self.at = {key: e.pointer(self.field[key]) for key in ADDRESSES if key in self.field}
 
     def number(self, key: str, position: Value) -> Value:
-        """An index as a signed 64-bit integer."""
-        index = self.e.load(self.index, self.at[key], position)
-        return index if self.index is I64 else self.e.b.sext(index, I64)
+        """A row start, or the number of a row, as a signed 64-bit integer."""
+        index = self.e.load(self.start, self.at[key], position)
+        return index if self.start is I64 else self.e.b.sext(index, I64)
 
     def column(self, position: Value) -> Value:
         """The column of a nonzero, which is in range."""
         load = self.e.load if self.index is I64 else self.e.load_long
         return load(self.index, self.at["col"], position)
 
+    def columns(self, position: Value, count: int) -> list[Value]:
+        """The columns of consecutive nonzeros; those of 16 bits are read by four."""
+        b = self.e.b
+        if self.index is not I16:
+            return [self.column(b.add(position, I64(k))) for k in range(count)]
+        first = self.e.at(self.at["col"], position, I16)
+        fours = [b.load(self.e.at(first, k, I16), typ=I64, align=2) for k in range(0, count, 4)]
+        return [b.and_(b.lshr(four, I64(16 * k)), I64(0xFFFF)) for four in fours for k in range(4)]
+
     def row(self, row: Value) -> tuple[Value, Value]:
         """(first nonzero, number of nonzeros) of a row; no nonzeros if the row or one of its columns is invalid."""
         b = self.e.b
         begin, end = self.number("crow", row), self.number("crow", b.add(row, I64(1)))
+        if self.index is I16:
+            return begin, b.sub(end, begin)
         valid = b.and_(b.icmp_signed("<=", I64(0), begin), b.icmp_signed("<=", begin, end))
         valid = b.and_(valid, b.icmp_signed("<=", end, self.field["entries"]))
         self.report(b.not_(valid))
@@ -93,7 +111,7 @@ class Matrix:
         upper one with 1.
         """
         e, b = self.e, self.e.b
-        parts = self.index.width // 32
+        parts = self.index.width // 32  # words of an index
         words, step = ir.VectorType(I32, e.lanes), e.lanes // parts
         maximum = e.intrinsic(f"llvm.umax.v{e.lanes}i32", words, words, words)
         largest, rest = e.variable(words, ir.Constant(words, [0] * e.lanes)), e.variable(I64, I64(0))
@@ -149,15 +167,16 @@ def store_masked(e: Emitter, value: Value, pointer: Value, mask: Value) -> None:
 class Wide:
     """out[r] = act(bias[r] + sum of values * x[columns]) in tiles of `tile` vectors of `lanes`.
 
-    partial: only `left` lanes of the last vector of a tile are in use. wide: 64-bit indices. named:
-    rows of out are renumbered. biased: whether there is a bias. padded: rows of x have full vectors
-    even where `partial` is set.
+    partial: only `left` lanes of the last vector of a tile are in use. column_bits: of an index.
+    numbers: type of the values (`number_types`). named: rows of out are renumbered. biased: whether
+    there is a bias. padded: rows of x have full vectors even where `partial` is set.
     """
 
     tile: int
     lanes: int
     partial: bool
-    wide: bool = False
+    column_bits: int = 32
+    numbers: str = "f32"
     named: bool = False
     biased: bool = False
     act: Act | None = None
@@ -167,7 +186,7 @@ class Wide:
 
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
-        m, e = Matrix(e, self.wide), narrowed(e, self.lanes)
+        m, e = Matrix(e, self.column_bits), narrowed(e, self.lanes)
         f, b = m.field, e.b
         size = self.tile * self.lanes * 4
         mask = below(e, f["left"])
@@ -203,7 +222,7 @@ class Wide:
     ) -> None:
         """sums += value * x[column] of the nonzero at a position."""
         x, mask = at
-        value = e.splat(e.load(FLOAT, m.at["values"], position))
+        value = e.splat(read_number(e, self.numbers, m.at["values"], position))
         line = e.at(x, e.b.mul(m.column(position), m.field["x_pitch"]))
         for t, sum_ in enumerate(sums):
             pointer = e.at(line, t * self.lanes * 4)
@@ -236,7 +255,8 @@ class Dot:
     are not added again. Nonzeros of rows with fewer than lanes are added one by one.
     """
 
-    wide: bool = False
+    column_bits: int = 32
+    numbers: str = "f32"
     named: bool = False
     biased: bool = False
     act: Act | None = None
@@ -245,7 +265,7 @@ class Dot:
 
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
-        m, b = Matrix(e, self.wide), e.b
+        m, b = Matrix(e, self.column_bits), e.b
         add = e.intrinsic("llvm.fma.f32", FLOAT, FLOAT, FLOAT, FLOAT)
         with e.loop(m.field["begin"], m.field["end"]) as row:
             begin, count = m.row(row)
@@ -264,7 +284,8 @@ class Dot:
                     is_added = below(e, b.sub(I64(e.lanes), b.sub(end, full)))
                     sums[1].set(b.select(is_added, sums[1].get(), last))
                 with short, e.loop(begin, end) as i:
-                    value, x = e.load(FLOAT, m.at["values"], i), e.load(FLOAT, m.at["x"], m.column(i))
+                    value = read_number(e, self.numbers, m.at["values"], i)
+                    x = e.load(FLOAT, m.at["x"], m.column(i))
                     rest.set(b.call(add, [value, x, rest.get()]))
             total = b.fadd(e.total(b.fadd(*(sum_.get() for sum_ in sums))), rest.get())
             self._finish(e, m, row, total)
@@ -272,10 +293,10 @@ class Dot:
     def _with_products(self, e: Emitter, m: Matrix, position: Value, sum_: Variable) -> Value:
         """The sum with the products of as many nonzeros as there are lanes."""
         b, vector = e.b, ir.Constant(e.vector, ir.Undefined)
-        for lane in range(e.lanes):
-            x = e.load(FLOAT, m.at["x"], m.column(b.add(position, I64(lane))))
-            vector = b.insert_element(vector, x, I32(lane))
-        values = b.load(e.at(m.at["values"], position, FLOAT), typ=e.vector, align=4)
+        for lane, column in enumerate(m.columns(position, e.lanes)):
+            vector = b.insert_element(vector, e.load(FLOAT, m.at["x"], column), I32(lane))
+        offset = b.mul(position, I64(SIZES[self.numbers]))
+        values = read_vector(e, self.numbers, e.at(m.at["values"], offset))
         return e.fma(values, vector, sum_.get())
 
     def _finish(self, e: Emitter, m: Matrix, row: Value, total: Value) -> None:

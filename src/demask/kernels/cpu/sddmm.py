@@ -30,13 +30,13 @@ TOGETHER = 8  # nonzeros computed together: hides FMA latency
 class Sampled:
     """out[p] = the dot product of a[row] and x[column].
 
-    partial: one more vector has `left` lanes in use. wide: 64-bit indices. named: rows are
+    partial: one more vector has `left` lanes in use. column_bits: of an index. named: rows are
     renumbered.
     more: sums are added to the values in out.
     """
 
     partial: bool
-    wide: bool = False
+    column_bits: int = 32
     named: bool = False
     more: bool = False
 
@@ -44,7 +44,7 @@ class Sampled:
 
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
-        m, b = Matrix(e, self.wide, CALL), e.b
+        m, b = Matrix(e, self.column_bits, CALL), e.b
         together = min(TOGETHER, e.lanes)
         with e.loop(m.field["begin"], m.field["end"]) as row:
             begin, count = m.row(row)

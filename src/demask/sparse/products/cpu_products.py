@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.kernels.cpu.csr import CALL, pieces, vector
+from demask.kernels.cpu.number_types import is_supported
 from demask.kernels.cpu.sddmm import CALL as SDDMM_CALL
 from demask.kernels.cpu.sddmm import Sampled
 from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.thread_team import ENTRY, Job, SpareTasks, job_of_calls
 from demask.ops.activations import Act, apply_activation
-from demask.sparse.csr_matrix import CsrMatrix
+from demask.sparse.csr_matrix import NUMBERS, CsrMatrix
 
 WORK = 1 << 15  # products for which one more thread pays
 OFTEN = 8  # reads of a row of x for which a padded copy pays
@@ -37,7 +38,7 @@ def sddmm(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
     crow, col = m.crow.contiguous(), m.col.contiguous()
     names = None if m.names is None else m.names.contiguous()
-    threads = max(1, min(torch.get_num_threads(), m.col.numel() * k // WORK))
+    threads = threads_for(m.col.numel() * k)
     ends, isa = shares(crow, threads), host()
     calls, bad = np.zeros(threads, SDDMM_CALL), np.zeros(threads, np.int64)
     calls["crow"], calls["col"] = crow.data_ptr(), col.data_ptr()
@@ -48,7 +49,7 @@ def sddmm(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
     calls["out"], calls["vectors"], calls["left"] = sums.data_ptr(), k // isa.lanes, k % isa.lanes
     calls["rows"], calls["columns"], calls["entries"] = *m.size, m.col.numel()
     calls["bad"] = bad.ctypes.data + 8 * np.arange(threads)
-    kernel = Sampled(k % isa.lanes > 0, col.dtype == torch.int64, names is not None)
+    kernel = Sampled(k % isa.lanes > 0, 8 * col.element_size(), names is not None)
     job_of_calls(kernel, calls, isa).run(threads)
     if bad.any():
         raise BadInput(
@@ -60,30 +61,42 @@ def sddmm(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
 class Options(NamedTuple):
     """Fields of kernels, by their names."""
 
-    wide: bool
+    column_bits: int
     named: bool
     biased: bool
     act: Act | None
     padded: bool = False
+    numbers: str = "f32"
 
 
-class SpmmTask:
-    """Calls of the kernels for products with n columns by a number of threads; not for two runs at once."""
+class KernelCalls:
+    """The calls of some kernels by each of a number of threads; not for two runs at once.
+
+    calls: the memory of all calls, a structure `kind` for each: those of the first thread first.
+    """
+
+    def __init__(self, kernels: tuple[Any, ...], threads: int, kind: np.dtype[Any]):
+        codes = CODE.addresses(kernels)
+        self.structures = np.zeros(threads * len(kernels), kind)
+        entries = np.zeros(len(self.structures), ENTRY)
+        for k in range(len(entries)):
+            entries[k] = codes[kernels[k % len(kernels)]], self.structures[k:].ctypes.data
+        ends = np.arange(threads + 1, dtype=np.int64) * len(kernels)
+        self.calls, self.threads = self.structures.view(np.int64).data, threads
+        self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
+
+
+class SpmmTask(KernelCalls):
+    """Products with n columns."""
 
     def __init__(self, n: int, options: Options, threads: int):
-        self.threads, self.parts = threads, pieces(n, host(), options._asdict())
-        codes = CODE.addresses(part.kernel for part in self.parts)
-        calls = np.zeros(threads * len(self.parts), CALL)
-        entries, bad = np.zeros(len(calls), ENTRY), np.zeros(threads, np.int64)
-        for k, call in enumerate(calls):
-            thread, part = divmod(k, len(self.parts))
-            piece = self.parts[part]
-            call["tiles"], call["left"] = piece.tiles, piece.left
-            call["bad"] = bad[thread:].ctypes.data
-            entries[k] = codes[piece.kernel], calls[k:].ctypes.data
-        ends = np.arange(threads + 1, dtype=np.int64) * len(self.parts)
-        self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
-        self.calls, self.bad = calls.view(np.int64).data, bad.data
+        self.parts = pieces(n, host(), options._asdict())
+        super().__init__(tuple(part.kernel for part in self.parts), threads, CALL)
+        bad = np.zeros(threads, np.int64)
+        self.bad = bad.data
+        self.structures["tiles"] = [part.tiles for part in self.parts] * threads
+        self.structures["left"] = [part.left for part in self.parts] * threads
+        self.structures["bad"] = bad.ctypes.data + 8 * np.repeat(np.arange(threads), len(self.parts))
 
     def run(self, m: CsrMatrix, x: Tensor, out: Tensor, bias: Tensor | None) -> bool:
         """Compute into `out`. Returns whether all indices were in range."""
@@ -107,11 +120,11 @@ class SpmmTask:
 
 
 VARYING = Struct(f"={list(CALL.names or ()).index('tiles')}q")  # the fields that each run sets
-TASKS: SpareTasks[tuple[int, Options, int], SpmmTask] = SpareTasks()
+TASKS: SpareTasks[Any, Any] = SpareTasks()  # `KernelCalls` by the arguments that make them
 
 
 def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
-    """act(m @ x + bias) [rows, n], float32 on the CPU.
+    """act(m @ x + bias) [rows, n], float32 on the CPU. Values of m have one of the dtypes in `NUMBERS`.
 
     x [columns of m, n]: elements of a row are contiguous, rows have any stride. bias [rows]. Raises
     BadInput for invalid indices.
@@ -119,6 +132,8 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
     crow, col, values, names, size = m
     n, entries = x.shape[1], values.numel()
     out = x.new_empty(size[0], n)
+    if not is_supported(NUMBERS[values.dtype], host()):
+        values = values.float()
     if names is not None:
         _fill_empty_rows(out, bias, act)
         names = names.contiguous()
@@ -126,11 +141,13 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
         return out
     x, padded = _pad_rows(x, entries)
     values = values.contiguous()
-    if values.data_ptr() % 4:  # external memory may be unaligned
+    if values.data_ptr() % values.element_size():  # external memory may be unaligned
         values = values.clone()
     bias = None if bias is None else bias.contiguous()
-    key = n, Options(col.dtype == torch.int64, names is not None, bias is not None, act, padded), _threads(entries * n)
-    task = TASKS.take(key, lambda: SpmmTask(*key))
+    numbers = NUMBERS[values.dtype]
+    options = Options(8 * col.element_size(), names is not None, bias is not None, act, padded, numbers)
+    key = n, options, threads_for(entries * n)
+    task: SpmmTask = TASKS.take(key, lambda: SpmmTask(*key))
     valid = task.run(CsrMatrix(crow.contiguous(), col.contiguous(), values, names, size), x, out, bias)
     TASKS.put(key, task)
     if valid:
@@ -138,7 +155,8 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
     raise BadInput(f"expected row starts that rise to {entries} and columns below {size[1]}")
 
 
-def _threads(products: int) -> int:
+def threads_for(products: int) -> int:
+    """How many threads pay for a number of multiply-adds."""
     return 1 if products < 2 * WORK else min(torch.get_num_threads(), products // WORK)
 
 

@@ -105,7 +105,7 @@ def _compute_on_cpu(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | Non
         return _by_aten(m, x, bias, act)
     if x.dtype in NARROW:
         wide = None if bias is None else bias.float()
-        return multiplied(m._replace(values=m.values.float()), x.float(), wide, act).to(x.dtype)
+        return multiplied(m, x.float(), wide, act).to(x.dtype)
     return multiplied(m, x, bias, act)
 
 

@@ -1,0 +1,176 @@
+"""Constant matrices stored for products: dense, as a bitmap and nonzeros, or as nonzeros and their columns.
+
+form      bytes per element, for a density d and numbers of b bytes   zeros of the matrix
+dense     b                                                          multiplied
+bitmap    1/8 + d b                                                  multiplied (0 * inf is NaN)
+columns   d (b + 2), or d (b + 4) with more than 65,536 columns      skipped
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.kernels.bitmap_layout import BITS, SLACK, padded_columns
+from demask.sparse.csr_matrix import NUMBERS
+
+BLOCK = 2**21  # elements that are decoded at a time: 8 MiB
+FORMS = ("dense", "bitmap", "columns")
+NARROW_COLUMNS = 2**16  # columns that 16 bits number
+
+
+@dataclass(slots=True, eq=False)
+class PackedMatrix:
+    """A matrix in one of the forms.
+
+    form: its name. size: rows and columns. tensors: of the form, on the CPU:
+
+        dense     the matrix
+        bitmap    nonzeros, bits (uint8 [pairs of rows, bytes]), first nonzero of each pair (int64)
+        columns   nonzeros, row starts (int32), columns (int16, read as unsigned, or int32)
+
+    scale: float32 [rows] by which rows of 8-bit integers are multiplied; None for other dtypes.
+    """
+
+    form: str
+    size: tuple[int, int]
+    tensors: tuple[Tensor, ...]
+    scale: Tensor | None = None
+    operands: tuple[int, ...] = field(default=(), repr=False)  # of kernels, once they are needed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stored numbers."""
+        return self.tensors[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.all_tensors)
+
+    @property
+    def all_tensors(self) -> list[Tensor]:
+        """The tensors, and the scale if there is one."""
+        return [*self.tensors, *([] if self.scale is None else [self.scale])]
+
+    @property
+    def density(self) -> float:
+        """The number of nonzeros, divided by that of all elements."""
+        count = int(self.tensors[0].count_nonzero()) if self.form == "dense" else self._count()
+        return count / max(self.size[0] * self.size[1], 1)
+
+    def _count(self) -> int:
+        starts = self.tensors[2] if self.form == "bitmap" else self.tensors[1]
+        return int(starts[-1])
+
+    def decode_bits(self, first: int, last: int) -> Tensor:
+        """Rows of a bitmap by torch's ops."""
+        values, bits, starts = self.tensors
+        pairs = slice(first // 2, (last + 1) // 2)
+        places = torch.arange(BITS, dtype=torch.uint8, device=bits.device)
+        mask = (bits[pairs].view(-1, bits.shape[1] // 2, 2, 1) >> places & 1).bool().transpose(1, 2)
+        block = torch.zeros(mask.shape, dtype=torch.float32, device=bits.device)
+        in_turns = block.transpose(1, 2)
+        in_turns[mask.transpose(1, 2)] = values[int(starts[pairs.start]) : int(starts[pairs.stop])].float()
+        return block.flatten(2).flatten(0, 1)[: last - first, : self.size[1]]
+
+
+def pack(matrix: Tensor, form: str, scale: Tensor | None = None) -> PackedMatrix:
+    """A dense matrix of one of the dtypes of `NUMBERS` in a form.
+
+    >>> pack(torch.tensor([[0.0, 3.0], [0.0, 0.0]]), "columns").tensors
+    (tensor([3.]), tensor([0, 1, 1], dtype=torch.int32), tensor([1], dtype=torch.int16))
+    """
+    rows, columns = matrix.shape
+    if form == "dense":
+        return PackedMatrix(form, (rows, columns), (matrix.contiguous(),), scale)
+    if form == "bitmap":
+        return PackedMatrix(form, (rows, columns), _bitmap_of(matrix), scale)
+    mask = matrix != 0
+    crow = F.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+    kind = torch.int16 if columns <= NARROW_COLUMNS else torch.int32
+    return PackedMatrix(form, (rows, columns), (matrix[mask], crow, mask.nonzero()[:, 1].to(kind)), scale)
+
+
+def _bitmap_of(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Nonzeros, bits and starts, computed for some rows at a time."""
+    rows, columns = matrix.shape
+    pairs, width = -(-rows // 2), padded_columns(columns)
+    powers = 2 ** torch.arange(BITS, dtype=torch.uint8)
+    bits = torch.empty(pairs, width // BITS * 2, dtype=torch.uint8)
+    values, counts = [], [torch.zeros(1, dtype=torch.int64)]
+    step = max(BLOCK // width, 1)
+    for first in range(0, pairs, step):
+        part = matrix[2 * first : 2 * (first + step)]
+        part = F.pad(part, (0, width - columns, 0, len(part) % 2))
+        eights = part.view(-1, 2, width // BITS, BITS).transpose(1, 2)
+        mask = eights != 0
+        bits[first : first + len(mask)] = (mask * powers).sum(-1, dtype=torch.uint8).flatten(1)
+        values.append(eights[mask])
+        counts.append(mask.sum((1, 2, 3)))
+    return torch.cat([*values, matrix.new_zeros(SLACK)]), bits, torch.cat(counts).cumsum(0)
+
+
+def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """(8-bit integers, scale per row): the largest magnitude of a row is 127 times its scale. Zeros stay zeros."""
+    wide = matrix.float()
+    scale = wide.abs().amax(1) / 127
+    steps = wide / torch.where(scale > 0, scale, 1.0)[:, None]
+    return steps.round().to(torch.int8), scale
+
+
+def check_tensors(packed: PackedMatrix) -> None:
+    """Raise BadInput where the tensors are not those of a matrix in this form."""
+    form, (rows, columns), tensors = packed.form, packed.size, packed.tensors
+    if form not in FORMS or len(tensors) != (1 if form == "dense" else 3):
+        raise BadInput(
+            f"expected a matrix in one of the forms {', '.join(FORMS)}, got {form!r} of {len(tensors)} tensors"
+        )
+    if tensors[0].dtype not in NUMBERS or (packed.scale is not None) != (tensors[0].dtype == torch.int8):
+        raise BadInput(f"expected float32, float16, bfloat16 or scaled 8-bit integers, got {tensors[0].dtype}")
+    if packed.scale is not None and (packed.scale.shape != (rows,) or packed.scale.dtype != torch.float32):
+        raise BadInput(f"expected a scale of float32 ({rows},), got {packed.scale.dtype} {tuple(packed.scale.shape)}")
+    if any(not t.is_contiguous() for t in packed.all_tensors):
+        raise BadInput("expected contiguous tensors")
+    if form == "dense":
+        is_valid = tensors[0].shape == packed.size
+    elif form == "bitmap":
+        is_valid = _is_bitmap(packed)
+    else:
+        is_valid = _is_csr(packed)
+    if not is_valid:
+        got = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors)
+        raise BadInput(f"expected {form} of a matrix of {rows} x {columns}, got tensors that are not: {got}")
+
+
+def _is_bitmap(packed: PackedMatrix) -> bool:
+    values, bits, starts = packed.tensors
+    pairs, width = -(-packed.size[0] // 2), padded_columns(packed.size[1])
+    if (bits.dtype, starts.dtype) != (torch.uint8, torch.int64) or starts.shape != (pairs + 1,):
+        return False
+    if bits.shape != (pairs, width // BITS * 2):
+        return False
+    ones = torch.tensor([n.bit_count() for n in range(256)], dtype=torch.uint8)
+    counts = ones[bits.long()].sum(1, dtype=torch.int64) if bits.numel() else torch.zeros(pairs, dtype=torch.int64)
+    return torch.equal(starts, F.pad(counts.cumsum(0), (1, 0))) and values.shape == (int(starts[-1]) + SLACK,)
+
+
+def _is_csr(packed: PackedMatrix) -> bool:
+    values, crow, col = packed.tensors
+    rows, columns = packed.size
+    if crow.dtype != torch.int32 or crow.shape != (rows + 1,) or values.shape != col.shape or values.ndim != 1:
+        return False
+    if col.dtype != (torch.int16 if columns <= NARROW_COLUMNS else torch.int32):
+        return False
+    if int(crow[0]) or int(crow[-1]) != len(col) or bool((crow.diff() < 0).any()):
+        return False
+    return not len(col) or int(column_numbers(col).max()) < columns
+
+
+def column_numbers(col: Tensor) -> Tensor:
+    """Columns as int64."""
+    return col.long() & 0xFFFF if col.dtype == torch.int16 else col.long()

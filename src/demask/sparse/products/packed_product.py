@@ -1,0 +1,92 @@
+"""Products of packed matrices (`packed`), in float32.
+
+With few vectors, as in language models token by token, the stored form is read by kernels. With many, some rows
+at a time are decoded to float32 and multiplied, which is faster than torch's own products of bfloat16 on
+processors without instructions for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from demask.kernels.llvm import availability as llvm
+from demask.sparse.products.packed import BLOCK, PackedMatrix, column_numbers
+
+#: density below which a form takes less time with one vector than the one before it: bitmap, columns (AVX2, Zen 3)
+DENSITIES = {
+    torch.bfloat16: (0.65, 0.15),
+    torch.float16: (0.65, 0.15),
+    torch.float32: (0.6, 0.4),
+    torch.int8: (0.6, 0.2),
+}
+
+
+def chosen_form(density: float, dtype: torch.dtype) -> str:
+    """The form that takes the least time with one vector, of those that this processor has kernels for."""
+    bitmap, columns = DENSITIES[dtype]
+    kernels = _kernels()
+    if density < columns:
+        return "columns"
+    if density < bitmap and kernels is not None and kernels.has_bitmap(dtype):
+        return "bitmap"
+    return "dense"
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """The module of kernels for packed matrices; None without llvmlite."""
+    if not llvm.is_installed():
+        return None
+    from demask.sparse.products import packed_kernels
+
+    return packed_kernels
+
+
+def multiply(packed: PackedMatrix, x: Tensor) -> Tensor:
+    """x @ matrix.T in float32 [n, rows]. x: [n, columns], of any floating-point dtype."""
+    n, (rows, columns) = x.shape[0], packed.size
+    if not n or not rows or not columns:
+        return x.new_zeros(n, rows, dtype=torch.float32)
+    kernels = _kernels() if packed.tensors[0].is_cpu and x.is_cpu else None
+    out = None if kernels is None else kernels.product(packed, x)
+    if out is None:
+        x, out = x.float(), x.new_empty(n, rows, dtype=torch.float32)
+        for first, last in _blocks(packed):
+            out[:, first:last] = x @ decode_rows(packed, first, last).t()
+    return out
+
+
+def to_dense(packed: PackedMatrix, dtype: torch.dtype) -> Tensor:
+    """The matrix in a floating-point dtype."""
+    if packed.form == "dense" and packed.scale is None:
+        return packed.tensors[0].to(dtype)
+    out = packed.tensors[0].new_empty(packed.size, dtype=dtype)
+    for first, last in _blocks(packed):
+        out[first:last] = decode_rows(packed, first, last)
+    return out
+
+
+def decode_rows(packed: PackedMatrix, first: int, last: int) -> Tensor:
+    """Rows in float32. first: even."""
+    values = packed.tensors[0]
+    if packed.form == "dense":
+        block = values[first:last].float()
+    elif packed.form == "bitmap":
+        kernels = _kernels() if values.is_cpu else None
+        block = packed.decode_bits(first, last) if kernels is None else kernels.decode(packed, first, last)
+    else:
+        crow = packed.tensors[1][first : last + 1]
+        span = slice(int(crow[0]), int(crow[-1]))
+        rows = torch.arange(last - first, device=values.device).repeat_interleave(crow.diff())
+        block = values.new_zeros(last - first, packed.size[1], dtype=torch.float32)
+        block[rows, column_numbers(packed.tensors[2][span])] = values[span].float()
+    return block if packed.scale is None else block * packed.scale[first:last, None]
+
+
+def _blocks(packed: PackedMatrix) -> list[tuple[int, int]]:
+    step = max(BLOCK // max(packed.size[1], 1) // 2 * 2, 2)
+    return [(first, min(first + step, packed.size[0])) for first in range(0, packed.size[0], step)]

@@ -1,0 +1,305 @@
+"""Packed matrices and layers, prepare and sparsify: against float64, in bounds, refusing what does not fit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import architectures
+from demask.errors import BadInput
+from demask.kernels.cpu.few_columns import MOST, BitmapDecode, BitmapRows, DenseRows
+from demask.kernels.llvm.isa import AVX2, AVX512, NEON
+from demask.kernels.llvm.jit import assembly
+from demask.sparse import DCSR, PackedLinear, prepare, sparsify, spmm
+from demask.sparse.products import packed_product
+from demask.sparse.products.packed import FORMS, PackedMatrix, check_tensors, pack, quantize_rows
+from demask.sparse.products.packed_product import multiply, to_dense
+from guarded import guarded
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+SIZES = ((1, 1), (1, 8), (7, 40), (33, 96), (16, 129), (64, 64))
+
+
+def packed_matrix(form: str, dtype: torch.dtype, rows: int, columns: int, density: float = 0.4) -> PackedMatrix:
+    """A random matrix in a form."""
+    torch.manual_seed(rows * columns)
+    matrix = torch.randn(rows, columns) * (torch.rand(rows, columns) < density)
+    matrix, scale = quantize_rows(matrix) if dtype == torch.int8 else (matrix.to(dtype), None)
+    return pack(matrix, form, scale)
+
+
+def in_float64(packed: PackedMatrix) -> torch.Tensor:
+    """The matrix, by torch's ops alone."""
+    values = packed.tensors[0].double()
+    if packed.form == "bitmap":
+        dense = packed.decode_bits(0, packed.size[0]).double()
+    elif packed.form == "columns":
+        dense = torch.zeros(packed.size, dtype=torch.float64)
+        rows = torch.arange(packed.size[0]).repeat_interleave(packed.tensors[1].diff())
+        dense[rows, packed.tensors[2].long() & 0xFFFF] = values
+    else:
+        dense = values
+    return dense if packed.scale is None else dense * packed.scale.double()[:, None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_products_with_any_number_of_vectors(form: str, dtype: torch.dtype) -> None:
+    for size in (*SIZES, (600, 300)):
+        packed = packed_matrix(form, dtype, *size)
+        check_tensors(packed)
+        exact = in_float64(packed)
+        assert torch.equal(to_dense(packed, torch.float64), exact.float().double())
+        for n in (0, 1, 2, 3, 4, 5, 8, 9, 40):
+            x = torch.randn(n, size[1])
+            expected, made = x.double() @ exact.T, multiply(packed, x)
+            assert made.shape == expected.shape and made.dtype == torch.float32
+            assert float((made - expected).abs().amax()) <= 1e-6 * float(expected.abs().amax()) if n else True
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("end", [True, False], ids=["end", "beginning"])
+def test_kernels_stay_in_their_buffers(end: bool, dtype: torch.dtype) -> None:
+    for form in FORMS:
+        for size in ((1, 8), (7, 40), (33, 96), (6, 129)):
+            packed = packed_matrix(form, dtype, *size)
+            scale = None if packed.scale is None else guarded(packed.scale, end)
+            inside = replace(packed, tensors=tuple(guarded(t, end) for t in packed.tensors), scale=scale)
+            for n in (1, 4, 8):
+                x = torch.randn(n, size[1])
+                torch.testing.assert_close(multiply(inside, guarded(x, end)), multiply(packed, x), rtol=0, atol=0)
+            torch.testing.assert_close(to_dense(inside, torch.float32), to_dense(packed, torch.float32), rtol=0, atol=0)
+
+
+def test_a_sum_is_the_same_for_any_number_of_threads(monkeypatch) -> None:
+    for form in FORMS:
+        packed, x = packed_matrix(form, torch.bfloat16, 700, 512), torch.randn(3, 512)
+        results = []
+        for count in (1, 2, 3):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+            results.append(multiply(packed, x))
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_zeros_times_infinity(form: str) -> None:
+    packed, x = pack(torch.tensor([[0.0, 2.0] * 8]), form), torch.ones(1, 16)
+    x[0, 0] = torch.inf
+    assert bool(multiply(packed, x).isnan()) == (form != "columns")
+    assert multiply(pack(torch.tensor([[torch.nan, 2.0] * 8]), form), torch.ones(1, 16)).isnan().all()
+
+
+def test_without_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(packed_product, "_kernels", lambda: None)
+    for form in FORMS:
+        packed, x = packed_matrix(form, torch.bfloat16, 33, 96), torch.randn(2, 96)
+        torch.testing.assert_close(
+            multiply(packed, x).double(), x.double() @ in_float64(packed).T, rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
+def test_kernels_compile_for_other_machines(isa) -> None:
+    kernels = [DenseRows(numbers, n) for numbers in ("f32", "bf16", "i8") for n in (1, MOST["dense"])]
+    if isa is not NEON:
+        kernels += [BitmapRows("bf16", 1), BitmapRows("f32", 4), BitmapRows("i8", 2), BitmapDecode("bf16")]
+    word = {"AVX-512": "zmm", "AVX2": "vpshufb", "NEON": "fmla"}[isa.name]
+    assert word in assembly(kernels, isa)
+
+
+HOSTILE = {
+    "bits that have no values": ("bitmap", 1, lambda t: t | 1),
+    "starts": ("bitmap", 2, lambda t: t + 1),
+    "few values": ("bitmap", 0, lambda t: t[:-1]),
+    "a column": ("columns", 2, lambda t: t + 90),
+    "row starts": ("columns", 1, lambda t: t.flip(0)),
+    "columns of 32 bits": ("columns", 2, lambda t: t.int()),
+    "another size": ("dense", 0, lambda t: t[1:]),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_invalid_tensors_are_refused(name: str) -> None:
+    form, number, change = HOSTILE[name]
+    packed = packed_matrix(form, torch.float32, 7, 96)
+    tensors = list(packed.tensors)
+    tensors[number] = change(tensors[number])
+    layer = PackedLinear(replace(packed, tensors=tuple(tensors)))
+    with pytest.raises(BadInput):
+        layer(torch.ones(1, 96))
+    valid = PackedLinear(packed)
+    valid(torch.ones(1, 96))
+    if tensors[number].shape == packed.tensors[number].shape and tensors[number].dtype == packed.tensors[number].dtype:
+        packed.tensors[number].copy_(tensors[number])  # a write is seen
+        with pytest.raises(BadInput):
+            valid(torch.ones(1, 96))
+
+
+def masked_layer(dtype: torch.dtype, zeros: float = 0.6, bias: bool = True) -> nn.Linear:
+    """A layer with zeros in no pattern."""
+    torch.manual_seed(0)
+    layer = nn.Linear(96, 50, bias, dtype=dtype)
+    with torch.no_grad():
+        layer.weight *= torch.rand(50, 96) >= zeros
+    return layer
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_layers(form: str, dtype: torch.dtype) -> None:
+    layer = masked_layer(dtype)
+    packed = PackedLinear.from_dense(layer, form)
+    assert torch.equal(packed.weight, layer.weight) and torch.equal(packed.to_dense().weight, layer.weight)
+    for shape in ((96,), (1, 96), (2, 3, 96), (0, 96), (40, 96)):
+        x = torch.randn(shape, dtype=dtype)
+        made, exact = packed(x), F.linear(x.double(), layer.weight.double(), layer.bias.double())
+        assert made.dtype == dtype and made.shape == exact.shape and made.is_contiguous()
+        torch.testing.assert_close(made.double(), exact, rtol=torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+    x = torch.randn(3, 96, dtype=dtype)
+    for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert torch.equal(other(x), packed(x))
+    for state in (packed.state_dict(), layer.state_dict()):  # packed, or dense
+        loaded = PackedLinear.from_dense(masked_layer(dtype, 0.1), form)
+        loaded.load_state_dict(state)
+        assert torch.equal(loaded(x), packed(x))
+    assert packed.to(torch.float32).weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_and_compilers(form: str) -> None:
+    layer = masked_layer(torch.float32)
+    packed, x = PackedLinear.from_dense(layer, form), torch.randn(3, 96, requires_grad=True)
+    expected = torch.autograd.grad(F.linear(x, layer.weight, layer.bias).square().sum(), (x, layer.bias))
+    made = torch.autograd.grad(packed(x).square().sum(), (x, packed.bias))
+    torch.testing.assert_close(made, expected)
+    inputs = x.detach()
+    assert torch.equal(torch.compile(packed, fullgraph=True, backend="aot_eager")(inputs), packed(inputs))
+    assert torch.equal(torch.export.export(packed, (inputs,)).module()(inputs), packed(inputs))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert packed(inputs).dtype == torch.bfloat16
+
+
+def test_8_bit_rows() -> None:
+    layer = masked_layer(torch.bfloat16)
+    packed = PackedLinear.from_dense(layer, dtype=torch.int8)
+    step = layer.weight.detach().float().abs().amax(1, keepdim=True) / 254
+    assert ((to_dense(packed.packed, torch.float32) - layer.weight.float()).abs() <= 1.01 * step).all()
+    assert packed.to(torch.float32).scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize("columns", [1, 8, 100])
+@pytest.mark.parametrize("density", [0.05, 0.5, 1.0])
+def test_prepared_matrices(density: float, columns: int) -> None:
+    torch.manual_seed(0)
+    dense = torch.randn(40, 130) * (torch.rand(40, 130) < density)
+    x, bias = torch.randn(130, columns), torch.randn(40)
+    expected = F.relu(dense.double() @ x.double() + bias[:, None]).float()
+    for matrix in (dense, dense.to_sparse_csr(), DCSR.from_csr(dense.to_sparse_csr())):
+        prepared = prepare(matrix, columns=columns)
+        torch.testing.assert_close(prepared(x, bias, "relu"), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(prepared.linear(x.T, bias, "relu"), expected.T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(prepared @ x, spmm(dense.to_sparse_csr(), x), rtol=1e-5, atol=1e-5)
+        assert prepared.packed.form in str(prepared)
+    wide = torch.zeros(2, 70_000)
+    wide[1, 69_999] = 2
+    assert (prepare(wide.to_sparse_csr()) @ torch.ones(70_000, 1)).flatten().tolist() == [0, 2]
+
+
+def test_what_prepare_refuses() -> None:
+    matrix = torch.eye(4)
+    prepared = prepare(matrix)
+    matrix[0, 0] = 2
+    with pytest.raises(BadInput, match="was written after"):
+        prepared @ torch.ones(4, 1)
+    bad = torch.sparse_csr_tensor(
+        torch.tensor([0, 1]), torch.tensor([9]), torch.ones(1), (1, 4), check_invariants=False
+    )
+    for wrong in (bad, torch.ones(4, 4, dtype=torch.int32), torch.ones(4), "matrix", torch.eye(4).to_sparse_csc()):
+        with pytest.raises(BadInput):
+            prepare(wrong)
+    for options in ({"columns": 0}, {"dtype": torch.float64}):
+        with pytest.raises(BadInput):
+            prepare(matrix, **options)
+    with pytest.raises(BadInput, match=r"expected an input \[..., 4\]"):
+        prepare(matrix).linear(torch.ones(2, 3))
+
+
+class Tied(nn.Module):
+    """A network with a tied layer, one with a hook, one of another class and ordinary ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(96, 96), nn.Linear(96, 96, bias=False)
+        self.head.weight = self.embedding.weight
+        self.hooked, self.first, self.second = (nn.Linear(96, 96) for _ in range(3))
+        self.hooked.register_forward_hook(lambda module, args, out: out)
+        self.wide = nn.Linear(96, 96, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(self.hooked(self.embedding(x))))
+        return self.head(self.wide(x.double()).to(x.dtype))
+
+
+def test_sparsify(monkeypatch) -> None:
+    timed = []
+    monkeypatch.setattr("demask.sparse.sparsified._times_as_fast", lambda *_: timed.append(1) or 2.0)
+    torch.manual_seed(0)
+    model = Tied().eval()
+    with torch.no_grad():
+        model.first.weight *= torch.rand(96, 96) < 0.5
+        model.second.weight *= torch.rand(96, 96) < 0.1
+    x = torch.arange(10)
+    expected = model(x)
+    report = sparsify(model)
+    torch.testing.assert_close(model(x), expected)
+    assert {c.name: c.form for c in report.layers if c.form} == {"first": "bitmap", "second": "columns"}
+    reasons = {c.name: c.reason for c in report.layers}
+    assert "tied" in reasons["head"] and "hooks" in reasons["hooked"] and "float64" in reasons["wide"]
+    assert isinstance(model.first, nn.Linear) and "2 of 5 linear layers packed" in str(report)
+    assert all("packed already" in c.reason for c in sparsify(model).layers if c.name in ("first", "second"))
+    assert len(timed) == 2
+
+
+def test_what_sparsify_leaves(monkeypatch) -> None:
+    monkeypatch.setattr("demask.sparse.sparsified._times_as_fast", lambda *_: -1.0)
+    net = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96))
+    assert [c.reason for c in sparsify(net, skip=["0"]).layers] == ["skipped", "torch's is not slower than dense"]
+    assert "fewer zeros" in sparsify(net, min_sparsity=0.5).layers[0].reason
+    assert type(net[0]) is type(net[1]) is nn.Linear
+    for options in ({"min_sparsity": 2}, {"tokens": 0}, {"dtype": torch.float64}, {"skip": ["head"]}):
+        with pytest.raises(BadInput):
+            sparsify(net, **options)
+    with pytest.raises(BadInput, match="from_dense"):
+        sparsify(nn.Linear(2, 2))
+
+
+def test_a_language_model_generates_the_same(monkeypatch) -> None:
+    transformers = architectures.transformers()
+    monkeypatch.setattr("demask.sparse.sparsified._times_as_fast", lambda *_: 2.0)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=99,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and "head" not in name:
+                layer.weight *= torch.rand_like(layer.weight) < 0.5
+    prompt, options = torch.randint(3, 99, (2, 7)), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    logits, tokens = model(prompt).logits, model.generate(prompt, **options)
+    sparsify(model)
+    assert type(model) is transformers.LlamaForCausalLM
+    torch.testing.assert_close(model(prompt).logits, logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(model.generate(prompt, **options), tokens)
