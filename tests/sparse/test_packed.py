@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import architectures
+import demask
 from demask.errors import BadInput
 from demask.kernels.cpu.few_columns import MOST, BitmapDecode, BitmapRows, DenseRows
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON
@@ -183,6 +184,23 @@ def test_gradients_and_compilers(form: str) -> None:
     assert torch.equal(torch.export.export(packed, (inputs,)).module()(inputs), packed(inputs))
     with torch.autocast("cpu", torch.bfloat16):
         assert packed(inputs).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_networks_and_files(form: str, tmp_path) -> None:
+    layer = masked_layer(torch.float32)
+    net, x = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), layer).eval(), torch.randn(2, 64)
+    with torch.no_grad():
+        net[0].weight[:40], net[0].bias[:40] = 0, 0
+        expected = net(x)
+    net[2] = PackedLinear.from_dense(layer, form)
+    slim = demask.demask(net, (x,))
+    assert slim.get_submodule("0").out_features == 56 and demask.verify(net, slim, (x,))
+    demask.save(slim, tmp_path / "net.pt2")
+    demask.to_onnx(net, tmp_path / "net.onnx", (x,))
+    loaded, file = demask.load(tmp_path / "net.pt2"), demask.from_onnx(tmp_path / "net.onnx")
+    for other in (slim, loaded, file):
+        torch.testing.assert_close(other(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_8_bit_rows() -> None:

@@ -57,7 +57,7 @@ _TEXT_ARGUMENTS = frozenset(
     "approximate mode padding pad_mode padding_side indexing rounding_mode interpolation reduce "
     "equation norm ord p UPLO driver side activation assert_msg "
     "attr algorithm binary_attr unary_attr unary_algorithm "
-    "dtype program".split()
+    "dtype form program".split()
 )
 _ARGUMENT_TYPE = re.compile(r"((Optional|List)\[)*(Tensor|int|float|bool|number|complex|str|Device|Generator)\]*")
 

@@ -31,6 +31,7 @@ _LIBRARY.define(
     "packed_linear(Tensor x, Tensor[] tensors, Tensor? scale, Tensor? bias, str form, int rows, int columns) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+PACKED_LINEAR = torch.ops.demask.packed_linear.default
 
 
 class CheckedTensors(PlanCache):
@@ -52,7 +53,7 @@ def _compute(x: Tensor, packed: PackedMatrix, bias: Tensor | None) -> Tensor:
 
 def _check_operands(x: Tensor, packed: PackedMatrix, bias: Tensor | None) -> None:
     rows, columns = packed.size
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if not x.dtype.is_floating_point or (x.dtype == torch.float64) != (packed.dtype == torch.float64):
         raise BadInput(f"expected an input in float32, bfloat16 or float16, got {x.dtype}")
     if x.ndim < 1 or x.shape[-1] != columns:
         raise BadInput(f"expected an input [..., {columns}], got {tuple(x.shape)}")
@@ -193,8 +194,8 @@ class PackedLinear(nn.Linear):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         if needs_no_dispatch((input, *self._buffers.values(), self.bias)):
             return _compute(input, self._checked_matrix(), self.bias)
-        packed, op = self.packed, torch.ops.demask.packed_linear.default
-        return op(input, packed.tensors, packed.scale, self.bias, packed.form, *packed.size)
+        packed = self.packed
+        return PACKED_LINEAR(input, packed.tensors, packed.scale, self.bias, packed.form, *packed.size)
 
     def _checked_matrix(self) -> PackedMatrix:
         """The weight, whose tensors kernels follow: checked where they were written or replaced since."""

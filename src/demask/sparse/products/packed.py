@@ -73,9 +73,10 @@ class PackedMatrix:
         pairs = slice(first // 2, (last + 1) // 2)
         places = torch.arange(BITS, dtype=torch.uint8, device=bits.device)
         mask = (bits[pairs].view(-1, bits.shape[1] // 2, 2, 1) >> places & 1).bool().transpose(1, 2)
-        block = torch.zeros(mask.shape, dtype=torch.float32, device=bits.device)
+        dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+        block = torch.zeros(mask.shape, dtype=dtype, device=bits.device)
         in_turns = block.transpose(1, 2)
-        in_turns[mask.transpose(1, 2)] = values[int(starts[pairs.start]) : int(starts[pairs.stop])].float()
+        in_turns[mask.transpose(1, 2)] = values[int(starts[pairs.start]) : int(starts[pairs.stop])].to(dtype)
         return block.flatten(2).flatten(0, 1)[: last - first, : self.size[1]]
 
 
@@ -130,7 +131,9 @@ def check_tensors(packed: PackedMatrix) -> None:
         raise BadInput(
             f"expected a matrix in one of the forms {', '.join(FORMS)}, got {form!r} of {len(tensors)} tensors"
         )
-    if tensors[0].dtype not in NUMBERS or (packed.scale is not None) != (tensors[0].dtype == torch.int8):
+    if tensors[0].dtype not in (*NUMBERS, torch.float64) or (packed.scale is not None) != (
+        tensors[0].dtype == torch.int8
+    ):
         raise BadInput(f"expected float32, float16, bfloat16 or scaled 8-bit integers, got {tensors[0].dtype}")
     if packed.scale is not None and (packed.scale.shape != (rows,) or packed.scale.dtype != torch.float32):
         raise BadInput(f"expected a scale of float32 ({rows},), got {packed.scale.dtype} {tuple(packed.scale.shape)}")

@@ -1,4 +1,4 @@
-"""Products of packed matrices (`packed`), in float32.
+"""Products of packed matrices (`packed`), in float32, or in float64 of such a matrix.
 
 With few vectors, as in language models token by token, the stored form is read by kernels. With many, some rows
 at a time are decoded to float32 and multiplied, which is faster than torch's own products of bfloat16 on
@@ -47,17 +47,23 @@ def _kernels() -> ModuleType | None:
 
 
 def multiply(packed: PackedMatrix, x: Tensor) -> Tensor:
-    """x @ matrix.T in float32 [n, rows]. x: [n, columns], of any floating-point dtype."""
+    """x @ matrix.T in the dtype of sums [n, rows]. x: [n, columns], of any floating-point dtype."""
     n, (rows, columns) = x.shape[0], packed.size
     if not n or not rows or not columns:
-        return x.new_zeros(n, rows, dtype=torch.float32)
-    kernels = _kernels() if packed.tensors[0].is_cpu and x.is_cpu else None
+        return x.new_zeros(n, rows, dtype=_wide(packed))
+    is_compiled = packed.dtype != torch.float64 and packed.tensors[0].is_cpu and x.is_cpu
+    kernels = _kernels() if is_compiled else None
     out = None if kernels is None else kernels.product(packed, x)
     if out is None:
-        x, out = x.float(), x.new_empty(n, rows, dtype=torch.float32)
+        x, out = x.to(_wide(packed)), x.new_empty(n, rows, dtype=_wide(packed))
         for first, last in _blocks(packed):
             out[:, first:last] = x @ decode_rows(packed, first, last).t()
     return out
+
+
+def _wide(packed: PackedMatrix) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.float64 if packed.dtype == torch.float64 else torch.float32
 
 
 def to_dense(packed: PackedMatrix, dtype: torch.dtype) -> Tensor:
@@ -71,19 +77,19 @@ def to_dense(packed: PackedMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def decode_rows(packed: PackedMatrix, first: int, last: int) -> Tensor:
-    """Rows in float32. first: even."""
+    """Rows in float32, or float64. first: even."""
     values = packed.tensors[0]
     if packed.form == "dense":
-        block = values[first:last].float()
+        block = values[first:last].to(_wide(packed))
     elif packed.form == "bitmap":
-        kernels = _kernels() if values.is_cpu else None
+        kernels = _kernels() if values.is_cpu and packed.dtype != torch.float64 else None
         block = packed.decode_bits(first, last) if kernels is None else kernels.decode(packed, first, last)
     else:
         crow = packed.tensors[1][first : last + 1]
         span = slice(int(crow[0]), int(crow[-1]))
         rows = torch.arange(last - first, device=values.device).repeat_interleave(crow.diff())
-        block = values.new_zeros(last - first, packed.size[1], dtype=torch.float32)
-        block[rows, column_numbers(packed.tensors[2][span])] = values[span].float()
+        block = values.new_zeros(last - first, packed.size[1], dtype=_wide(packed))
+        block[rows, column_numbers(packed.tensors[2][span])] = values[span].to(block.dtype)
     return block if packed.scale is None else block * packed.scale[first:last, None]
 
 

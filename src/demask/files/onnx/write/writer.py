@@ -176,10 +176,10 @@ def _as_network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) 
 
 
 def _capture_network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
-    """A network, not reduced, without in-place calls; raises NotExportable if it changes inputs."""
+    """A network, not reduced, without in-place calls and custom ops; raises NotExportable if it changes inputs."""
     program = capture(module, args, kwargs, dynamic_shapes)
     has_writes = any(map(schema.has_effect, program.graph.nodes))
-    return as_demasked(functionalize(program) if has_writes else program)
+    return as_demasked(functionalize(program) if has_writes else program).plain()
 
 
 def _with_example_sizes(slim: Demasked, args: Any, kwargs: Any) -> Demasked | None:
