@@ -25,7 +25,7 @@ PLACES: tuple[tuple, ...] = (
     ("shrink/emit/constant_store.py", "joins micro",
      ("connective", "return a.tensor.shape == b.tensor.shape and torch.equal(a.tensor, b.tensor)")),
     # tune, optimize
-    ("tune/candidates.py", "optimize tune",
+    ("tune/one_pixel_convs.py", "optimize tune",
      ("connective", "plain = all(isinstance(n, int) and n == 1 for n in sizes)")),
     ("optimize.py", "sparse_files tune optimize", ("off by one", "if layer.stored < layer.weights")),
     # machine, verify, report, compat

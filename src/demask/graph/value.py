@@ -97,6 +97,16 @@ class Value:
         return tuple(Value(user, self.editor) for user in self.node.users)
 
     @property
+    def only_user(self) -> Value | None:
+        """The only call that reads it; None if there are several or none."""
+        return self.users[0] if len(self.node.users) == 1 else None
+
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        """The values that the call reads, each once."""
+        return tuple(Value(node, self.editor) for node in self.node.all_input_nodes)
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """Every argument of the call by its name in the op's schema, operands as values. Functions
         of Python, which have no schema, have their arguments by position."""
