@@ -85,6 +85,14 @@ def channel_axis(layer: Value) -> int:
     return layer.rank - 1 if is_linear(layer) else 1
 
 
+def summands(call: Value) -> tuple[Value, Value] | None:
+    """The two values that a call adds; None for other calls."""
+    if not call.calls(aten.add.Tensor) or call.arg("alpha") != 1:
+        return None
+    x, other = call.arg("self"), call.arg("other")
+    return (x, other) if isinstance(x, Value) and isinstance(other, Value) else None
+
+
 def replace_layer(layer: Value, weight: Tensor, bias: Tensor | None, reader: Value) -> Value:
     """The call that replaces a contraction, with another weight and bias, rounded to its dtype. It
     is inserted before `reader`, the only call that reads it."""
@@ -138,11 +146,9 @@ def _pushed(step: Affine, reader: Value, live: set[fx.Node]) -> Value | None:
         return None
     if contraction_weight(x) is not None:
         return _into(step, reader) if channel_axis(x) == step.axis else None
-    if not x.calls(aten.add.Tensor) or x.arg("alpha") != 1:
-        return None
-    sides = [side for side in (x.arg("self"), x.arg("other")) if isinstance(side, Value)]
+    sides = summands(x) or ()
     varying = [side for side in sides if side.node in live]
-    if len(sides) != 2 or len(varying) != 1 or not varying[0].is_shaped(x):
+    if len(varying) != 1 or not varying[0].is_shaped(x):
         return None
     inner = _pushed(Affine(varying[0], step.axis, step.scale, step.shift), reader, live)
     if inner is None:

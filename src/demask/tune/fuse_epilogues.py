@@ -24,7 +24,7 @@ from demask.ops.schema import same_size
 from demask.ops.traits import CONVOLUTIONS
 from demask.rewrites.rule import Pass, case
 from demask.tune.epilogue import Epilogue, convolution, epilogue_of
-from demask.tune.fold_affine import contraction_weight, is_linear
+from demask.tune.fold_affine import contraction_weight, is_linear, summands
 
 # Whether to fuse a layer. Called with the layer, its epilogue, and whether another value is added.
 Wanted = Callable[[Value, Epilogue, bool], bool]
@@ -80,11 +80,9 @@ def epilogue_chain(layer: Value, live: set[fx.Node]) -> EpilogueChain:
 
 def _addend(layer: Value, reader: Value, live: set[fx.Node]) -> Value | None:
     """The value that `reader` adds to a layer's output, if oneDNN can add it."""
-    if not reader.calls(aten.add.Tensor) or reader.arg("alpha") != 1:
-        return None
-    x, other = reader.arg("self"), reader.arg("other")
-    other = other if x == layer else x
-    if other == layer or not isinstance(other, Value) or not other.is_tensor:
+    sides = summands(reader)
+    other = None if sides is None else sides[1] if sides[0] == layer else sides[0]
+    if other is None or other == layer or not other.is_tensor:
         return None
     if other.dtype is not layer.dtype or other.rank != layer.rank:
         return None

@@ -26,7 +26,7 @@ from demask.graph.value import Value
 from demask.ops import traits
 from demask.ops.traits import JOINS, OUTPUT_AXIS
 from demask.rewrites.rule import Pass, case
-from demask.tune.fold_affine import channel_axis, contraction_weight, replace_layer
+from demask.tune.fold_affine import channel_axis, contraction_weight, replace_layer, summands
 
 aten = torch.ops.aten
 # How a branch writes at its channels: rows for all channels, or a 1 x 1 convolution after it.
@@ -137,11 +137,12 @@ class _JoinReader:
 
     def add(self, call: Value) -> Sum | None:
         """An addition as a sum."""
-        x, other = call.arg("self"), call.arg("other")
-        if call.arg("alpha") != 1 or not (isinstance(x, Value) and isinstance(other, Value)):
+        sides = summands(call)
+        if sides is None:
             return None
+        x, other = sides
         count, value = self.count(call), other.constant
-        whole = [side.is_tensor and side.is_shaped(call) for side in (x, other)]
+        whole = [side.is_tensor and side.is_shaped(call) for side in sides]
         if value is not None and count is not None and whole[0]:
             vector = per_channel(value, call.rank, self.axis, count)
             if vector is not None:

@@ -24,7 +24,7 @@ from demask.graph.value import Value
 from demask.ops import Table, schema
 from demask.ops.traits import OUTPUT_AXIS, POOLS
 from demask.rewrites.rule import Pass, case
-from demask.tune.fold_affine import channel_axis, contraction_weight
+from demask.tune.fold_affine import channel_axis, contraction_weight, summands
 
 aten = torch.ops.aten
 QUANTIZE, DEQUANTIZE = torch.ops.demask.quantize.default, torch.ops.demask.dequantize.default
@@ -140,12 +140,10 @@ def _sources(value: Value, axis: int, table: Table) -> list[Value] | None:
         return operands[:1]
     if axis == 1 and is_pooling(value):
         return operands
-    if value.calls(aten.add.Tensor) and value.arg("alpha") == 1:
-        sides = [value.arg("self"), value.arg("other")]
-        count = channels_of(value.node, axis)
-        alike = all(isinstance(s, Value) and channels_of(s.node, axis) == count and s.rank == value.rank for s in sides)
-        return sides if alike else None
-    return None
+    sides, count = summands(value), channels_of(value.node, axis)
+    if sides is None or any(channels_of(side.node, axis) != count or side.rank != value.rank for side in sides):
+        return None
+    return list(sides)
 
 
 def is_depthwise(layer: Value) -> bool:
