@@ -129,7 +129,7 @@ PLACES: tuple[tuple, ...] = (
     ("traverse/analysis/partial_reductions.py", "traverse_reductions",
      ("guard", "if axis not in self.dims and piece.shape[axis] != self.shape[axis]:")),
     ("traverse/analysis/split_global_ops.py", "traverse_parted",
-     ("sign", "space = range(rank - len(sizes), rank)")),
+     ("sign", "space = range(x.rank - len(sizes), x.rank)")),
     ("traverse/batching/batch_plan.py", "traverse_batch", ("sign",
      "self.cut(into, n).narrow(self.axis + 1, start, size).copy_(self.cut(part, size))")),
     ("traverse/batching/batch.py", "traverse_batch",

@@ -119,11 +119,19 @@ class _JoinReader:
 
     def tree(self, value: Value) -> Sum:
         """A value as a sum. One that other calls read, or that is no join, is a single term."""
-        if value == self.root or (len(value.users) == 1 and value.calls(*_TREES)):
-            total = _TREES[value.target](self, value)
-            if total is not None:
-                total.inner.append(value)
-                return total
+        readers: dict[Any, Callable[[Value], Sum | None]] = {
+            aten.add.Tensor: self.add,
+            aten.cat.default: self.cat,
+            aten.constant_pad_nd.default: self.pad,
+            aten.slice.Tensor: self.slice,
+            aten.index_select.default: self.select,
+            aten.index_add.default: self.scatter,
+        }
+        read = readers.get(value.target) if value == self.root or len(value.users) == 1 else None
+        total = None if read is None else read(value)
+        if total is not None:
+            total.inner.append(value)
+            return total
         count = self.count(value)
         assert count is not None
         return Sum(self.axis, torch.zeros(count, dtype=torch.float64), [(value, torch.arange(count))])
@@ -205,17 +213,6 @@ class _JoinReader:
         which[index.long()] = torch.arange(len(index))
         spread = added.taken(which)
         return Sum(self.axis, base.constant + spread.constant, base.terms + spread.terms, base.inner + spread.inner)
-
-
-# Ops in trees of joins -> how a call is read.
-_TREES: dict[Any, Callable[[_JoinReader, Value], Sum | None]] = {
-    aten.add.Tensor: _JoinReader.add,
-    aten.cat.default: _JoinReader.cat,
-    aten.constant_pad_nd.default: _JoinReader.pad,
-    aten.slice.Tensor: _JoinReader.slice,
-    aten.index_select.default: _JoinReader.select,
-    aten.index_add.default: _JoinReader.scatter,
-}
 
 
 def _joined(axis: int, parts: list[Sum]) -> Sum:
