@@ -15,11 +15,13 @@ from torch.utils import _pytree as pytree
 
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
+from demask.failures import Log, strict
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import build_plain
 from demask.graph.value import Value
+from demask.machine.cost import Question
 from demask.ops import TABLE
 from demask.rewrites import rule
 from demask.rewrites.driver import rewrite
@@ -28,10 +30,11 @@ from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune import epilogue as epilogues
 from demask.tune import fuse_epilogues as fuse
 from demask.tune import join_as_sum as joins
-from demask.tune.candidates import PLAIN_LAYERS, TUNE
+from demask.tune.candidates import PLAIN_LAYERS, TUNE, generate_candidates
 from demask.tune.channels_last import images_channels_last
 from demask.tune.fold_affine import FOLD
 from demask.tune.fuse_epilogues import epilogues_fused
+from demask.tune.layer_costs import LayerCosts
 from demask.tune.onnxruntime_candidate import for_runtime
 from demask.tune.pad_channels import pads_removed, widths_rounded
 from fuzz.generate import generate
@@ -363,6 +366,28 @@ def test_rows_at_the_wrong_places_are_noticed(monkeypatch) -> None:
 
     monkeypatch.setattr(joins, "_branch", turned)
     fails(then(folded, _joined("grow")))
+
+
+class FixedCosts:
+    """Seconds that follow from the size of a question."""
+
+    def seconds(self, question: Question) -> float:
+        return 1e-6 + 1e-11 * question.flops + 1e-10 * question.bytes
+
+
+def test_a_rewrite_that_fails_is_left_out_of_candidates(monkeypatch) -> None:
+    def fails(*_: Any) -> Program:
+        raise KeyError("planted")
+
+    monkeypatch.setattr(fuse, "fuse_epilogues", fails)
+    program, args = made(RESIDUAL)
+    costs: Any = FixedCosts()
+    log, asker = Log(), LayerCosts(costs, ExampleSizes.of(program.graph, args))
+    with strict(False):
+        candidates = list(generate_candidates(program, asker, TABLE, lambda _: None, log=log))
+    assert len(candidates) > 1 and all("the fusion of epilogues is left out" in note for note in log.notes)
+    for candidate in candidates:
+        check(program, lambda _, candidate=candidate: candidate.program, args)
 
 
 class Squeezed(nn.Module):

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.graph.queries import channels_of, input_dependent, only_reader, per_channel
+from demask.graph.queries import channels_of, input_dependent, per_channel
 from demask.graph.value import Value
 from demask.ops import traits
 from demask.ops.traits import JOINS, OUTPUT_AXIS
@@ -64,16 +64,16 @@ def rewrite_joins(program: Program, choose: Chooser) -> Program:
     editor, is_changed = GraphEditor(program), False
     live = input_dependent(editor.graph)
     for node in reversed(editor.calls(*JOINS)):
-        if node.users and node in live and not _is_inside_larger_tree(node):
-            total = _JoinReader(Value(node, editor), live).read()
+        root = Value(node, editor)
+        if node.users and node in live and not _is_inside_larger_tree(root):
+            total = _JoinReader(root, live).read()
             if total is not None and _share_channels(total):
-                is_changed |= _emit(total, Value(node, editor), live, choose)
+                is_changed |= _emit(total, root, live, choose)
     return editor.finish() if is_changed else program
 
 
-def _is_inside_larger_tree(node: fx.Node) -> bool:
-    reader = only_reader(node)
-    return reader is not None and reader.target in JOINS
+def _is_inside_larger_tree(join: Value) -> bool:
+    return join.only_user is not None and join.only_user.calls(*JOINS)
 
 
 def _share_channels(total: Sum) -> bool:

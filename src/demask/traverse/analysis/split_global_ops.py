@@ -437,9 +437,8 @@ def global_calls(program: Program, table: Table, inputs: Mapping[str, Axes] | No
     placeholders = editor.graph.find_nodes(op="placeholder")
     pairs = {n: image_axes(n) if inputs is None else inputs.get(n.name) for n in placeholders}
     axes = axes_of(editor.graph, relations, {n: pair for n, pair in pairs.items() if pair and pair[0] is not None})
-    for node, relation in relations.items():
-        if node.target in STATISTICS.ops and isinstance(relation, Relation) and _needs_all(relation, axes):
-            names.append(node.name)
+    calls = ((node, relations[node]) for node in editor.calls(*STATISTICS.ops))
+    names += [node.name for node, relation in calls if isinstance(relation, Relation) and _needs_all(relation, axes)]
     return tuple(names)
 
 
