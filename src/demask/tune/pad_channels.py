@@ -282,7 +282,7 @@ class _Padded(nn.Module):
         return torch.constant_pad_nd(x, [0, 0, 0, 0, 0, self.more])
 
 
-class _Sum(nn.Module):
+class _PaddedSum(nn.Module):
     """A narrow stream that is padded where it joins a wider one, and read without the pad, too."""
 
     def __init__(self, narrow: nn.Module, wide: nn.Module):
@@ -298,8 +298,8 @@ class _Sum(nn.Module):
 
 _PADS = (
     case(nn.Sequential(nn.Conv2d(2, 5, 3), nn.ReLU(), _Padded(3), nn.Conv2d(8, 4, 1)), (2, 2, 4, 5)),
-    case(_Sum(nn.Conv2d(2, 5, 1), nn.Conv2d(2, 8, 1)), (2, 2, 4, 5)),
-    case(_Sum(nn.Linear(5, 5), nn.Linear(5, 8)), (2, 3, 5), dynamic={0: (0, 1)}),
+    case(_PaddedSum(nn.Conv2d(2, 5, 1), nn.Conv2d(2, 8, 1)), (2, 2, 4, 5)),
+    case(_PaddedSum(nn.Linear(5, 5), nn.Linear(5, 8)), (2, 3, 5), dynamic={0: (0, 1)}),
 )
 
 
