@@ -8,10 +8,14 @@ from demask.rewrites.normalize import NORMALIZE
 from demask.rewrites.onnx import ONNX
 from demask.rewrites.rule import Pass, Phase, Rule
 from demask.rewrites.segment import SEGMENT
+from demask.shrink.stack_border_maps import SEPARATE, STACKED
+from demask.traverse.analysis.split_global_ops import BROADCAST, SINGLE_OUTPUTS, STATISTICS
+from demask.tune.candidates import TUNE
+from demask.tune.fold_affine import FOLD
 from docs.generate import DOCS
 
 PATH = DOCS / "rewrites.md"
-PHASES = (NORMALIZE, ACTIVATIONS, ONNX, SEGMENT)
+PHASES = (NORMALIZE, ACTIVATIONS, ONNX, SEGMENT, SEPARATE, STACKED, FOLD, TUNE, SINGLE_OUTPUTS, STATISTICS, BROADCAST)
 HEAD = """# Rewrites
 
 One entry per rewrite: a program changed into one that computes the same. Made from the phases in

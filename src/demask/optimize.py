@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, Mismatch, NeedsGraph, NotExportable
 from demask.facts.analysis import Analysis
-from demask.failures import is_strict, public
+from demask.failures import Log, is_strict, public
 from demask.files.optimized_files import EarlierChoice, OptimizedFile
 from demask.graph.capture.shared_captures import share_captures
 from demask.graph.example_inputs import draw_examples
@@ -485,12 +485,13 @@ def _enter_candidates(
 ) -> Iterator[str]:
     """Add candidates with segments to the race, then others; yield which fail, and why."""
     asker = LayerCosts(wanted.costs, smaller.example)
-    segments = SegmentCandidates(asker, wanted.table, wanted.precision)
+    segments = SegmentCandidates(asker, wanted.table, wanted.precision, Log())
     if wanted.segments and race.device == CPU:
         forms = segments.forms(smaller, program, progress)
         yield from _enter_all(race, forms, provenance, progress)
     dense = _dense_candidates(race, smaller, asker, segments, progress)
     yield from _enter_all(race, dense, provenance, progress)
+    yield from segments.log.notes
     wanted.costs.save()
 
 
@@ -522,7 +523,7 @@ def _dense_candidates(
         return  # the layers of a candidate without segments alone take longer
     few = bool(race.modules)
     yield Candidate(DEMASKED, smaller)
-    yield from generate_candidates(smaller, asker, segments.table, progress, few=few)
+    yield from generate_candidates(smaller, asker, segments.table, progress, few=few, log=segments.log)
 
 
 def _enter(race: CandidateRace, candidate: Candidate, provenance: Provenance) -> str:

@@ -41,7 +41,8 @@ RULE_TABLES = {
     "stride.accelerator.emit_compute",
     "stride.accelerator.emit_layout",
     "traverse.local.carried",
-    "traverse.analysis.split_global_ops",
+    "tune.fold_affine",
+    "tune.join_as_sum",
 }
 
 

@@ -17,12 +17,13 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.graph.result.demasked_module import build, build_plain
 from demask.ops import TABLE
+from demask.rewrites.driver import rewrite
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune import buffer_assignment as memory
 from demask.tune import shape_cache as plans
 from demask.tune.buffer_assignment import InArena, InPlace, assign_buffers
 from demask.tune.channels_last import convert_layouts
-from demask.tune.fold_affine import fold_affine
+from demask.tune.fold_affine import FOLD
 from demask.tune.fuse_epilogues import fuse_epilogues
 from demask.tune.optimized_module import Optimized
 from fuzz.laws import difference
@@ -57,11 +58,11 @@ def plain_form(program):
 
 
 def fused_form(program):
-    return fuse_epilogues(fold_affine(program), lambda *_: True)
+    return fuse_epilogues(rewrite(program, FOLD), lambda *_: True)
 
 
 def last_form(program):
-    return convert_layouts(fused_form(program), lambda _: True, TABLE)
+    return convert_layouts(fused_form(program), TABLE, lambda _: True)
 
 
 FORMS = {"plain": plain_form, "fused": fused_form, "last": last_form}

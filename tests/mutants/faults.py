@@ -185,7 +185,7 @@ WRITTEN = (
     fault("earlier-choice-not-compared", "files/optimized_files.py",
           "if reasons := race.admit(EARLIER, network):",
           "race.modules[EARLIER] = network\n        if reasons := []:", "optimized_files"),
-    fault("norm-without-eps", "tune/fold_affine.py", 'torch.rsqrt(var + arguments["eps"])',
+    fault("norm-without-eps", "tune/fold_affine.py", 'torch.rsqrt(var + call.arg("eps"))',
           "torch.rsqrt(var)", "tune", "optimize"),
     fault("norm-shift-sign", "tune/fold_affine.py",
           "(0 if bias is None else bias) - mean * scale",

@@ -25,7 +25,7 @@ PLACES: tuple[tuple, ...] = (
     ("shrink/emit/constant_store.py", "joins micro",
      ("connective", "return a.tensor.shape == b.tensor.shape and torch.equal(a.tensor, b.tensor)")),
     # tune, optimize
-    ("tune/candidates.py", "optimize tune",
+    ("tune/one_pixel_convs.py", "optimize tune",
      ("connective", "plain = all(isinstance(n, int) and n == 1 for n in sizes)")),
     ("optimize.py", "sparse_files tune optimize", ("off by one", "if layer.stored < layer.weights")),
     # machine, verify, report, compat
@@ -129,7 +129,7 @@ PLACES: tuple[tuple, ...] = (
     ("traverse/analysis/partial_reductions.py", "traverse_reductions",
      ("guard", "if axis not in self.dims and piece.shape[axis] != self.shape[axis]:")),
     ("traverse/analysis/split_global_ops.py", "traverse_parted",
-     ("sign", "space = range(rank - len(sizes), rank)")),
+     ("sign", "space = range(x.rank - len(sizes), x.rank)")),
     ("traverse/batching/batch_plan.py", "traverse_batch", ("sign",
      "self.cut(into, n).narrow(self.axis + 1, start, size).copy_(self.cut(part, size))")),
     ("traverse/batching/batch.py", "traverse_batch",

@@ -16,7 +16,7 @@ from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
 from demask.stride.accelerator.instructions import Instructions, listed
 from demask.stride.accelerator.machine import Machine
-from demask.tune.fold_affine import fold_affine
+from demask.tune.fold_affine import FOLD
 
 
 def drawn(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -39,7 +39,7 @@ def images(*shape: int) -> torch.Tensor:
 def plain(model, args, machine=None, kwargs=None) -> Instructions:
     """The list of a network that has no strides."""
     program = rewrite(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))), CANONICAL)
-    return listed(fold_affine(program), machine or Machine())
+    return listed(rewrite(program, FOLD), machine or Machine())
 
 
 def far(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -13,9 +13,10 @@ from torch.nn.utils import parametrize, prune
 
 from demask.graph.result.demasked_module import build
 from demask.ops import TABLE
+from demask.rewrites.driver import rewrite
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune.channels_last import convert_layouts
-from demask.tune.fold_affine import fold_affine
+from demask.tune.fold_affine import FOLD
 from demask.tune.fuse_epilogues import fuse_epilogues
 from demask.tune.optimized_module import Optimized
 from demask.tune.stale_sources import CountedParameter, Sources
@@ -42,8 +43,8 @@ class Border(nn.Module):
 def optimized(last: bool = True) -> Optimized:
     torch.manual_seed(1)
     program, provenance = shrink_program(capture_program(Border().eval(), (X,), None, None), TABLE)
-    program = fuse_epilogues(fold_affine(program), lambda *_: True)
-    return build(convert_layouts(program, lambda _: last, TABLE), provenance, Optimized).eval()
+    program = fuse_epilogues(rewrite(program, FOLD), lambda *_: True)
+    return build(convert_layouts(program, TABLE, lambda _: last), provenance, Optimized).eval()
 
 
 def scaled_in_place(module: nn.Module, name: str, tensor: Tensor) -> None:

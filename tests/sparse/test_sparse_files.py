@@ -23,11 +23,12 @@ from demask.graph.result.demasked_module import Demasked, build
 from demask.machine import clock as timer
 from demask.machine.cost import Costs
 from demask.ops import TABLE
+from demask.rewrites.driver import rewrite
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.sparse.segment import candidates as sparse_forms
 from demask.sparse.segment.build_segments import SEGMENT, segmented, segments_of
 from demask.sparse.segment.candidates import ALL, DENSE, EACH, SPARSE
-from demask.tune.fold_affine import fold_affine
+from demask.tune.fold_affine import FOLD
 from demask.tune.optimized_module import Optimized
 from test_fast_files import edited
 
@@ -53,7 +54,7 @@ def network(model) -> tuple[nn.Module, Optimized, Tensor]:
     """A network, the same as one segment, its input."""
     program = capture_program(model, (X,), None, None)
     provenance = shrink_program(program, TABLE)[1]
-    form = segmented(fold_affine(program), always, always)
+    form = segmented(rewrite(program, FOLD), always, always)
     assert len(segments_of(form.graph)) == 1
     return model, build(form, provenance, Optimized), X
 
@@ -187,7 +188,7 @@ def test_bytes_are_the_same_twice(network, tmp_path):
 def test_a_network_that_calls_the_op_itself_is_saved_and_spelled_out(network, tmp_path):
     """Segments need no optimize(): `demask.sparse` has modules of them."""
     model, fast, x = network
-    program = segmented(fold_affine(capture_program(model, (x,), None, None)), always, always)
+    program = segmented(rewrite(capture_program(model, (x,), None, None), FOLD), always, always)
     plain = build(program, fast.demasked).eval()
     demask.save(plain, tmp_path / "plain.demask")
     loaded = demask.load(tmp_path / "plain.demask")

@@ -17,9 +17,10 @@ from demask.errors import DemaskError
 from demask.files.archive import GRAPH, TENSORS
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE
+from demask.rewrites.driver import rewrite
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune.channels_last import convert_layouts
-from demask.tune.fold_affine import fold_affine
+from demask.tune.fold_affine import FOLD
 from demask.tune.fuse_epilogues import fuse_epilogues
 from demask.tune.join_as_sum import rewrite_joins
 from demask.tune.optimized_module import Optimized
@@ -51,8 +52,8 @@ def network():
         model.norm.bias[0] = 0.5
     x = torch.randn(2, 3, 8, 8)
     program, provenance = shrink_program(capture_program(model, (x,), None, None), TABLE)
-    program = fuse_epilogues(rewrite_joins(fold_affine(program), lambda *_: "grow"), lambda *_: True)
-    return model, build(convert_layouts(program, lambda _: True, TABLE), provenance, Optimized), x
+    program = fuse_epilogues(rewrite_joins(rewrite(program, FOLD), lambda *_: "grow"), lambda *_: True)
+    return model, build(convert_layouts(program, TABLE, lambda _: True), provenance, Optimized), x
 
 
 def close(a, b):

@@ -15,21 +15,28 @@ from torch.utils import _pytree as pytree
 
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
+from demask.failures import Log, strict
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import build_plain
+from demask.graph.value import Value
+from demask.machine.cost import Question
 from demask.ops import TABLE
+from demask.rewrites import rule
+from demask.rewrites.driver import rewrite
+from demask.rewrites.rule import Phase
 from demask.shrink.pipeline import capture_program, shrink_program
-from demask.tune import channels_last as layout
 from demask.tune import epilogue as epilogues
 from demask.tune import fuse_epilogues as fuse
 from demask.tune import join_as_sum as joins
-from demask.tune import pad_channels as widen
-from demask.tune.absorb_gathers import absorb_gathers
-from demask.tune.candidates import convert_one_pixel_convs
-from demask.tune.fold_affine import fold_affine
+from demask.tune.candidates import PLAIN_LAYERS, TUNE, generate_candidates
+from demask.tune.channels_last import images_channels_last
+from demask.tune.fold_affine import FOLD
+from demask.tune.fuse_epilogues import epilogues_fused
+from demask.tune.layer_costs import LayerCosts
 from demask.tune.onnxruntime_candidate import for_runtime
+from demask.tune.pad_channels import pads_removed, widths_rounded
 from fuzz.generate import generate
 from fuzz.laws import difference
 from micro import MICROS, Micro, Net, dead
@@ -131,30 +138,26 @@ def check(program: Program, change: Pass, args: tuple[Tensor, ...]) -> Program:
     return after
 
 
+def applied(*entries: rule.Rule | rule.Pass) -> Pass:
+    return lambda program: rewrite(program, Phase("test", entries), TABLE)
+
+
 def _joined(form: str | None) -> Pass:
-    def choose(editor: GraphEditor, found: joins.Sum, branch: fx.Node, join: fx.Node) -> str | None:
+    def choose(total: joins.Sum, branch: Value, join: Value) -> str | None:
         name = str(branch.target)
-        places = found.axis == 1 and "conv" in name and "transpose" not in name
+        places = total.axis == 1 and "conv" in name and "transpose" not in name
         return "grow" if form == "place" and not places else form
 
-    return lambda program: joins.rewrite_joins(program, choose)
+    return applied(joins.joins_as_sums(choose))
 
 
 def _rounded(multiple: int) -> Pass:
-    return lambda program: widen.round_widths(program, lambda n: -(-n // multiple) * multiple, lambda *_: True, TABLE)
+    return applied(widths_rounded(multiple, lambda *_: True))
 
 
-def _laid(wants: Callable[[], Callable[[fx.Node], bool]]) -> Pass:
-    return lambda program: layout.convert_layouts(program, wants(), TABLE)
-
-
-def _alternating() -> Callable[[fx.Node], bool]:
+def _mixed(program: Program) -> Program:
     turn = count()
-    return lambda node: next(turn) % 2 == 0
-
-
-def fused(program: Program) -> Program:
-    return fuse.fuse_epilogues(program, lambda *_: True)
+    return applied(images_channels_last(lambda _: next(turn) % 2 == 0))(program)
 
 
 def then(*passes: Pass) -> Pass:
@@ -166,32 +169,23 @@ def then(*passes: Pass) -> Pass:
     return all_of
 
 
-def widened(program: Program) -> Program:
-    return widen.remove_pads(program, lambda *_: True, TABLE)
-
-
-LAST, FIRST = _laid(lambda: lambda _: True), _laid(lambda: lambda _: False)
-MIXED = _laid(lambda: _alternating())
+folded = applied(*FOLD.entries)
+fused = applied(epilogues_fused(lambda *_: True))
+widened = applied(pads_removed(lambda *_: True))
+LAST, FIRST = (applied(images_channels_last(lambda _, wanted=wanted: wanted)) for wanted in (True, False))
 PASSES: dict[str, Pass] = {
-    "absorbed": fold_affine,
-    "grow": _joined("grow"),
+    **{entry.name: applied(entry) for entry in (*FOLD.entries, *TUNE.entries)},
     "place": _joined("place"),
     "joins as they are": _joined(None),
-    "widened": widened,
-    "rounded to 8": _rounded(8),
-    "rounded to 16": _rounded(16),
-    "ungathered": lambda program: absorb_gathers(program, TABLE),
     "for a runtime": lambda program: for_runtime(program, TABLE, 8),
-    "fused": fused,
-    "last": LAST,
     "first": FIRST,
-    "mixed": MIXED,
+    "mixed": _mixed,
 }
 SEQUENCES: dict[str, Pass] = {
-    f"{join}, {multiple}, {place}": then(fold_affine, _joined(join), widened, _rounded(multiple), fused, laid)
+    f"{join}, {multiple}, {place}": then(folded, _joined(join), widened, _rounded(multiple), fused, laid)
     for join, multiple, place, laid in (
         ("grow", 8, "last", LAST),
-        ("place", 16, "mixed", MIXED),
+        ("place", 16, "mixed", _mixed),
         ("grow", 16, "first", FIRST),
         (None, 8, "last", LAST),
     )
@@ -279,7 +273,7 @@ def scaled(factor: Tensor) -> nn.Module:
 
 
 def test_rows_of_an_image_without_a_batch_are_no_channels() -> None:
-    alike(scaled(torch.randn(1, 8, 1)), fold_affine, torch.randn(3, 10, 9))
+    alike(scaled(torch.randn(1, 8, 1)), folded, torch.randn(3, 10, 9))
 
 
 def test_rows_of_an_image_without_a_batch_are_not_widened() -> None:
@@ -320,19 +314,7 @@ def test_a_norm_by_its_batch_is_not_absorbed() -> None:
         return F.batch_norm(m["a"](x), mean, var, training=True)
 
     net = Net(run, a=nn.Conv2d(3, 8, 3), n=nn.BatchNorm2d(8))
-    alike(net, fold_affine, torch.randn(2, 3, 10, 9))
-
-
-def test_a_norm_goes_into_a_transposed_convolution() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6)).eval()
-    for vector in (net[1].weight, net[1].bias, net[1].running_mean):
-        vector.data.normal_()
-    x = torch.randn(2, 4, 7, 5)
-    program = fold_affine(capture_program(net, (x,), None, None))
-    calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
-    assert calls == [torch.ops.aten.conv_transpose2d.input]
-    torch.testing.assert_close(build_plain(program)(x), net(x))
+    alike(net, folded, torch.randn(2, 3, 10, 9))
 
 
 # The checkers themselves: each fails on a fault planted for it.
@@ -379,27 +361,33 @@ def test_a_changed_program_is_noticed() -> None:
 def test_rows_at_the_wrong_places_are_noticed(monkeypatch) -> None:
     real = joins._branch
 
-    def turned(editor, node, where, *rest):
-        return real(editor, node, where.roll(1), *rest)
+    def turned(value, where, *rest):
+        return real(value, where.roll(1), *rest)
 
     monkeypatch.setattr(joins, "_branch", turned)
-    fails(then(fold_affine, _joined("grow")))
+    fails(then(folded, _joined("grow")))
 
 
-def test_every_pass_does_something() -> None:
-    """Over all micro-networks, each pass changes a graph (else its law is tested on nothing)."""
-    left = set(PASSES) - {"joins as they are", "first"}
-    for case in MICROS:
-        program, _ = made(case)
-        base = fused(program)
-        for name in sorted(left):
-            start = base if name in ("last", "mixed") else program
-            start = _joined("grow")(program) if name == "widened" else start
-            if text(PASSES[name](start)) != text(start):
-                left.discard(name)
-        if not left:
-            return
-    assert not left
+class FixedCosts:
+    """Seconds that follow from the size of a question."""
+
+    def seconds(self, question: Question) -> float:
+        return 1e-6 + 1e-11 * question.flops + 1e-10 * question.bytes
+
+
+def test_a_rewrite_that_fails_is_left_out_of_candidates(monkeypatch) -> None:
+    def fails(*_: Any) -> Program:
+        raise KeyError("planted")
+
+    monkeypatch.setattr(fuse, "fuse_epilogues", fails)
+    program, args = made(RESIDUAL)
+    costs: Any = FixedCosts()
+    log, asker = Log(), LayerCosts(costs, ExampleSizes.of(program.graph, args))
+    with strict(False):
+        candidates = list(generate_candidates(program, asker, TABLE, lambda _: None, log=log))
+    assert len(candidates) > 1 and all("the fusion of epilogues is left out" in note for note in log.notes)
+    for candidate in candidates:
+        check(program, lambda _, candidate=candidate: candidate.program, args)
 
 
 class Squeezed(nn.Module):
@@ -417,7 +405,7 @@ class Squeezed(nn.Module):
 
 def test_convolutions_of_one_pixel_are_linear_layers() -> None:
     net, x = Squeezed().eval(), torch.randn(2, 6, 5, 7)
-    program = convert_one_pixel_convs(fold_affine(capture_program(net, (x,), None, None)), TABLE)
+    program = rewrite(capture_program(net, (x,), None, None), PLAIN_LAYERS, TABLE)
     calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
     assert [name for name in calls if "conv" in name or "linear" in name] == (["aten.linear.default"] * 2)
     assert calls.count("aten.flatten.using_ints") == 1

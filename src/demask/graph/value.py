@@ -97,6 +97,16 @@ class Value:
         return tuple(Value(user, self.editor) for user in self.node.users)
 
     @property
+    def only_user(self) -> Value | None:
+        """The only call that reads it; None if there are several or none."""
+        return self.users[0] if len(self.node.users) == 1 else None
+
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        """The values that the call reads, each once."""
+        return tuple(Value(node, self.editor) for node in self.node.all_input_nodes)
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """Every argument of the call by its name in the op's schema, operands as values. Functions
         of Python, which have no schema, have their arguments by position."""
@@ -105,6 +115,11 @@ class Value:
         else:
             named = {str(k): value for k, value in enumerate(self.node.args)}
         return {name: values_in(value, self.editor) for name, value in named.items()}
+
+    @property
+    def outputs_read(self) -> frozenset[int]:
+        """Which of a call's several outputs are read."""
+        return frozenset(schema.output_of(user) for user in self.node.users)
 
     def arg(self, name: str) -> Any:
         """An argument of the call by its name in the op's schema; operands are values."""
@@ -124,7 +139,7 @@ class Value:
         """The value of a new call of any op."""
         return Value(self.editor.call(target, *map(node_of, args), **node_of(kwargs)), self.editor)
 
-    def like(self, **changed: Any) -> Value:
+    def like(self, /, **changed: Any) -> Value:
         """The value of a new call of the same op, with some arguments changed."""
         arguments = schema.arguments(self.node) | node_of(changed)
         return Value(self.editor.call_named(self.target, arguments), self.editor)
@@ -149,23 +164,36 @@ class Value:
         return self.call(aten.cat.default, [self, *others], dim)
 
     __add__ = _op(aten.add.Tensor, operator.add)
+    __neg__ = _op(aten.neg.default, operator.neg)
     __sub__ = _op(aten.sub.Tensor, operator.sub)
     __mul__ = _op(aten.mul.Tensor, operator.mul)
+    __truediv__ = _op(aten.div.Tensor, operator.truediv)
+    addcmul = _op(aten.addcmul.default)
+    amax = _op(aten.amax.default)
+    amin = _op(aten.amin.default)
+    argmax = _op(aten.argmax.default)
+    argmin = _op(aten.argmin.default)
+    exp = _op(aten.exp.default)
     expand = _op(aten.expand.default)
     flatten = _op(aten.flatten.using_ints)
     index_select = _op(aten.index_select.default)
+    log = _op(aten.log.default)
     masked_fill = _op(aten.masked_fill.Tensor)
+    mean = _op(aten.mean.dim)
     pad = _op(aten.constant_pad_nd.default)
     permute = _op(aten.permute.default)
     reshape = _op(aten.reshape.default)
+    rsqrt = _op(aten.rsqrt.default)
     select = _op(aten.select.int)
     sigmoid = _op(aten.sigmoid.default)
     slice = _op(aten.slice.Tensor)
+    square = _op(aten.square.default)
     squeeze = _op(aten.squeeze.dim)
     squeeze_dims = _op(aten.squeeze.dims)
     sum = _op(aten.sum.dim_IntList)
     to = _op(aten.to.dtype)
     unsqueeze = _op(aten.unsqueeze.default)
+    var = _op(aten.var.correction)
     view_as_real = _op(aten.view_as_real.default)
 
 

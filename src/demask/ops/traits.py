@@ -117,9 +117,8 @@ ARITHMETIC = COMMUTATIVE | _ops("sub.Tensor div.Tensor")
 WHERES = _ops("where.self where.ScalarOther where.ScalarSelf")
 RELUS = _ops("relu.default relu6.default")  # 0 for all that is below 0
 CLAMPS = _ops("clamp.default clamp_min.default hardtanh.default")  # a lower bound as an argument
-# Ops that join branches at positions of an axis; and all ops in trees of such joins.
+# Ops that join branches at positions of an axis.
 JOINS = _ops("index_add.default cat.default")
-JOIN_TREES = JOINS | _ops("slice.Tensor constant_pad_nd.default index_select.default add.Tensor")
 # Ops that preserve the memory format of images, in addition to pointwise ops.
 FORMAT_PRESERVING = _ops("batch_norm.default max_pool2d.default avg_pool2d.default cat.default")
 # Norms -> the argument that selects the statistics of the batch.

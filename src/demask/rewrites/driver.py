@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -62,9 +62,11 @@ def rewrite(program: Program, phase: Phase, table: Table = NO_OPS, log: Log | No
     return program
 
 
-def apply_rules(editor: GraphEditor, phase: Phase, log: Log | None = None) -> int:
+def apply_rules(
+    editor: GraphEditor, phase: Phase, log: Log | None = None, *, names: Collection[str] | None = None
+) -> int:
     """Apply a phase of rules alone to the calls of a graph, in its order and in place; the number of
-    calls that were replaced."""
+    calls that were replaced. names: of the calls that may be; None: all of them."""
     log = Log() if log is None else log
     by_op: dict[Any, list[Rule]] = {}
     for each in phase.entries:
@@ -73,6 +75,8 @@ def apply_rules(editor: GraphEditor, phase: Phase, log: Log | None = None) -> in
             by_op.setdefault(op, []).append(each)
     count = 0
     for node in editor.calls(*by_op):
+        if names is not None and node.name not in names:
+            continue
         for each in by_op[node.target]:
             what = f"{phase.name}, {each.name}, of {node.name} ({node.target})"
             if log.attempt(what, partial(_apply_rule, editor, each, node, phase.name, log), False):

@@ -119,10 +119,14 @@ def _elements(mask: Value) -> Tensor | None:
     aten.split_with_sizes.default,
     aten.split.Tensor,
     aten.chunk.default,
+    aten.tensor_split.sections,
+    aten.tensor_split.indices,
     cases=(
         case(lambda x: x.split([1, 3], 1), (2, 4, 6)),
         case(lambda x: x.split(2, -1)[1], (2, 4, 6), dynamic={0: (0,)}),
         case(lambda x: x.chunk(2, 2), (2, 4, 6)),
+        case(lambda x: x.tensor_split(4, -1)[1:3], (2, 4, 6)),
+        case(lambda x: x.tensor_split([1, 3], 2), (2, 4, 6)),
     ),
     refused=(case(lambda x: x.split([1, x.shape[0] - 1]), (4, 6), dynamic={0: (0,)}),),
 )
@@ -132,9 +136,8 @@ def split_as_slices(out: Value, x: Value, *arguments: Any) -> tuple[Value | None
     sizes = [part.shape[dim] for part in out.fake]
     if not all(type(size) is int for size in sizes):
         return None
-    read = [user.node.args[1] for user in out.users]
     starts = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
-    return tuple(x.slice(dim, starts[k], starts[k + 1]) if k in read else None for k in range(len(sizes)))
+    return tuple(x.slice(dim, starts[k], starts[k + 1]) if k in out.outputs_read else None for k in range(len(sizes)))
 
 
 @rule(

@@ -55,7 +55,7 @@ from demask.shrink.rewrites.partial_norms import condense_axes
 from demask.shrink.rewrites.point_convolutions import carry_positions
 from demask.shrink.rewrites.reorder_heads import reorder_heads
 from demask.shrink.rewrites.side_network import split_side_network
-from demask.shrink.stack_border_maps import stack_border_maps, unstack_border_maps
+from demask.shrink.stack_border_maps import SEPARATE, STACKED
 
 Cuts = Mapping[str, Cut]
 
@@ -202,7 +202,7 @@ def _functional(captured: Program, fold_parameters: bool, writes: bool) -> Progr
     """A captured program without in-place calls, its constants folded."""
     log = Log()
     program = functionalize(captured, writes=writes)
-    program = log.attempt("one call per border map", partial(unstack_border_maps, program), program)
+    program = rewrite(program, SEPARATE, log=log)
     folds = partial(fold_constants, program, parameters=fold_parameters)
     program = log.attempt("the folding of constants", folds, program)
     return replace(program, notes=(*log.notes, *program.notes))
@@ -229,7 +229,7 @@ def canonicalize(
 
 def uniform(program: Program, table: Table) -> Program:
     """A smaller program in the notation of one that has just been captured."""
-    return canonicalize(fold_constants(unstack_border_maps(program)), table)
+    return canonicalize(fold_constants(rewrite(program, SEPARATE)), table)
 
 
 def canonical(program: Program, table: Table) -> Program:
@@ -281,12 +281,8 @@ def shrink_program(
     log = Log() if log is None else log
     first = _measure(whole, table)
     step = log.attempt("demasking", lambda: _shrink_repeatedly(first, table, (borders, sides, fixed), log), first)
-    program = (
-        None
-        if fixed is not None
-        else log.attempt("one call for several border maps", lambda: stack_border_maps(step.program), None)
-    )
-    last, cuts = program or step.program, dict(step.cuts)
+    last = rewrite(step.program, STACKED, table, log) if fixed is None else step.program
+    cuts = dict(step.cuts)
     names = partial(name_tied_tensors, last, cuts)
     program, cuts = log.attempt("all names of tied tensors", names, (last, cuts))
     return program, _provenance(first, replace(step, program=program, cuts=cuts), log)

@@ -3,23 +3,27 @@
     conv(x, cat(a, b)) == cat(conv(x, a), conv(x, b))
 
 The cost of a small call is that of calling, and a deep network has a border map per layer.
-`unstack_border_maps` is the inverse, for a network that is demasked again.
+`separate_border_maps` is the inverse, for a network that is demasked again.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import Tensor
 
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.graph.value import Value
 from demask.ops import schema
-from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
+from demask.rewrites.rule import Pass, Phase, case, rule
 
 aten = torch.ops.aten
 # Most elements of one stack on the example sizes: larger ones cost memory and save no time.
@@ -30,106 +34,139 @@ _CONVOLUTIONS = CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS
 def stack_border_maps(program: Program) -> Program:
     """The program with its small border maps of equal geometry computed together."""
     editor = GraphEditor(program)
-    alike: dict[Any, list[list[fx.Node]]] = defaultdict(lambda: [[]])
+    alike: dict[Any, list[list[Value]]] = defaultdict(lambda: [[]])
     for node in editor.calls(*_CONVOLUTIONS):
-        if _is_border(node):
-            stacks = alike[_geometry(node)]
-            if sum(map(_elements, [*stacks[-1], node])) > ELEMENTS:
+        call = Value(node, editor)
+        if _is_border(call):
+            stacks = alike[_geometry(call)]
+            if sum(map(_elements, [*stacks[-1], call])) > ELEMENTS:
                 stacks.append([])
-            stacks[-1].append(node)
-    for stacks in alike.values():
-        for stack in stacks:
-            if len(stack) > 1:
-                _stack(editor, stack)
-    return editor.finish()
+            stacks[-1].append(call)
+    large = [stack for stacks in alike.values() for stack in stacks if len(stack) > 1]
+    for stack in large:
+        _stack(stack)
+    return editor.finish() if large else program
 
 
-def unstack_border_maps(program: Program) -> Program:
-    """The program with every convolution over stacked kernels split into its parts."""
-    editor = GraphEditor(program)
-    for node in editor.calls(*_CONVOLUTIONS):
-        weights = _stacked_weights(node)
-        if weights is None:
-            continue
-        (split,) = node.users
-        arguments = schema.arguments(node)
-        with editor.graph.inserting_before(node):
-            parts = [editor.call_named(node.target, arguments | {"weight": w}, node) for w in weights]
-        for part in list(split.users):
-            k: Any = part.args[1]
-            part.replace_all_uses_with(parts[k])
-    return editor.finish()
-
-
-def _is_border(node: fx.Node) -> bool:
+def _is_border(call: Value) -> bool:
     """Whether a convolution reads a channel of ones, or of ones with pads, by a stored kernel."""
-    arguments = schema.arguments(node)
-    plain = arguments["bias"] is None and arguments["groups"] == 1
-    ones, _ = _unpadded_ones(arguments["input"])
-    return plain and ones.target is aten.new_ones.default and arguments["weight"].op == "get_attr"
+    plain = call.arg("bias") is None and call.arg("groups") == 1
+    ones, _ = _unpadded_ones(call.arg("input"))
+    return plain and ones.calls(aten.new_ones.default) and call.arg("weight").constant is not None
 
 
-def _unpadded_ones(source: Any) -> tuple[Any, tuple[Any, ...]]:
+def _unpadded_ones(source: Value) -> tuple[Value, tuple[Any, ...]]:
     """The operand of a pad and its pads; any other value itself, without pads."""
-    if source.target is aten.constant_pad_nd.default:
-        return source.args[0], source.args[1:]
+    if source.calls(aten.constant_pad_nd.default):
+        return source.arg("self"), source.node.args[1:]
     return source, ()
 
 
-def _geometry(node: fx.Node) -> Any:
+def _geometry(call: Value) -> Any:
     """What two calls must have in common to be stacked: all but their kernels."""
-    arguments = schema.arguments(node)
-    ones, pads = _unpadded_ones(arguments["input"])
-    rest = {k: v for k, v in arguments.items() if k not in ("input", "weight")}
-    kernel = fake(arguments["weight"]).shape[2:]
-    shape = repr((ones.args[1:], ones.kwargs, pads))
-    return (node.target, ones.target, shape, repr(rest), kernel)
+    ones, pads = _unpadded_ones(call.arg("input"))
+    rest = {name: value for name, value in call.arguments.items() if name not in ("input", "weight")}
+    shape = repr((ones.node.args[1:], ones.node.kwargs, pads))
+    return call.target, shape, repr(rest), call.arg("weight").shape[2:]
 
 
-def _elements(node: fx.Node) -> int:
+def _elements(call: Value) -> int:
     total = 1
-    for size in fake(node).shape:
+    for size in call.shape:
         total *= schema.example_size(size)
     return total
 
 
-def _output_axis(node: fx.Node) -> int:
-    return 1 if "output_padding" in schema.arguments(node) else 0
+def _output_axis(call: Value) -> int:
+    """The axis of output channels of a convolution's kernel."""
+    return 1 if call.calls(*TRANSPOSED_CONVOLUTIONS) else 0
 
 
-def _stack(editor: GraphEditor, nodes: list[fx.Node]) -> None:
-    first, axis = nodes[0], _output_axis(nodes[0])
-    weights = [schema.arguments(node)["weight"] for node in nodes]
-    later = set(editor.graph.nodes)
-    for node in editor.graph.nodes:
-        if node is first:
+def _stack(calls: list[Value]) -> None:
+    first, axis = calls[0], _output_axis(calls[0])
+    weights, graph = [call.arg("weight") for call in calls], first.editor.graph
+    later = set(graph.nodes)
+    for node in graph.nodes:
+        if node is first.node:
             break
         later.discard(node)
     for weight in weights:
-        if weight in later:
-            first.prepend(weight)
-    with editor.graph.inserting_before(first):
-        kernel = editor.call(aten.cat.default, weights, axis)
-        whole = editor.call_named(first.target, schema.arguments(first) | {"weight": kernel})
-        sizes = [fake(weight).shape[axis] for weight in weights]
-        parts = editor.call(aten.split_with_sizes.default, whole, sizes, 1)
-        for k, node in enumerate(nodes):
-            part = editor.call_for(node, operator.getitem, parts, k)
-            node.replace_all_uses_with(part)
+        if weight.node in later:
+            first.node.prepend(weight.node)
+    with graph.inserting_before(first.node):
+        stacked = first.like(weight=weights[0].cat(weights[1:], axis))
+        parts = stacked.call(aten.split_with_sizes.default, stacked, [weight.shape[axis] for weight in weights], 1)
+        for k, call in enumerate(calls):
+            part = first.editor.call_for(call.node, operator.getitem, parts.node, k)
+            call.node.replace_all_uses_with(part)
 
 
-def _stacked_weights(node: fx.Node) -> list[fx.Node] | None:
-    """The kernels of a stack, if the output of the call is split accordingly; else None."""
-    arguments, axis = schema.arguments(node), _output_axis(node)
-    weight, users = arguments["weight"], list(node.users)
-    if weight.target is not aten.cat.default or arguments["groups"] != 1 or arguments["bias"] is not None:
+def _maps(ones: Any, **geometry: Any) -> Callable[[Tensor], Tensor]:
+    """Two maps that depend on sizes only, added to images."""
+    kernels = [torch.linspace(-1, 1, 18).double().reshape(2, 1, 3, 3) * k for k in (1, 2)]
+
+    def call(x: Tensor) -> Tensor:
+        a, b = (F.conv2d(ones(x), kernel, **geometry) for kernel in kernels)
+        return x + a * b
+
+    return call
+
+
+STACKED = Phase(
+    "stacked border maps",
+    (
+        Pass(
+            "one call for several border maps",
+            lambda program, table: stack_border_maps(program),
+            "(conv(x, a), conv(x, b)) == split(conv(x, cat(a, b))), where x is an image of ones",
+            cases=(
+                case(_maps(lambda x: x.new_ones([1, 1, 4, 5]), padding=1), (2, 2, 4, 5)),
+                case(
+                    _maps(lambda x: torch.constant_pad_nd(x.new_ones([1, 1, 2, x.shape[3]]), [1, 1, 2, 2])),
+                    (2, 2, 4, 5),
+                    dynamic={0: (0, 3)},
+                ),
+            ),
+            exact=False,
+        ),
+    ),
+)
+
+
+def _split_of(conv: Any, *sizes: int, dim: int = 1, axis: int = 0) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda x, a, b: conv(x, torch.cat([a, b], axis)).split(sizes, dim)
+
+
+@rule(
+    aten.split_with_sizes.default,
+    cases=(
+        case(_split_of(F.conv2d, 2, 4), (2, 3, 7, 5), (2, 3, 3, 3), (4, 3, 3, 3)),
+        case(_split_of(F.conv2d, 2, 4, dim=0), (3, 7, 8), (2, 3, 3, 3), (4, 3, 3, 3)),
+        case(_split_of(F.conv_transpose1d, 2, 4, axis=1), (2, 3, 7), (3, 2, 3), (3, 4, 3), dynamic={0: (0,)}),
+    ),
+    refused=(
+        case(lambda x, a, b: (torch.cat([a, b]) * x).split([2, 4], 1), (2, 6), (1, 6), (1, 6)),
+        case(lambda x, w: F.conv1d(x, w).split([2, 4], 1), (2, 3, 7), (6, 3, 3)),
+        case(_split_of(partial(F.conv1d, bias=torch.ones(6).double()), 2, 4), (2, 3, 7), (2, 3, 3), (4, 3, 3)),
+        case(_split_of(partial(F.conv1d, groups=2), 2, 4), (2, 6, 7), (2, 3, 3), (4, 3, 3)),
+        case(_split_of(F.conv1d, 2, 4, dim=0), (6, 3, 7), (2, 3, 3), (4, 3, 3)),
+        case(_split_of(F.conv1d, 2, 1, axis=1), (2, 3, 7), (3, 2, 3), (3, 1, 3)),
+        case(_split_of(F.conv1d, 3, 3), (2, 3, 7), (2, 3, 3), (4, 3, 3)),
+    ),
+    exact=False,
+)
+def separate_border_maps(out: Value, conv: Value, sizes: list[Any], dim: int) -> tuple[Value, ...] | None:
+    """split(conv(x, cat(a, b))) == (conv(x, a), conv(x, b))"""
+    if not conv.calls(*_CONVOLUTIONS) or not conv.arg("weight").calls(aten.cat.default):
         return None
-    weights: Any = weight.args[0]
-    cut = schema.arguments(weight)["dim"]
-    if cut != axis or any(w.op != "get_attr" for w in weights) or len(users) != 1:
+    if conv.arg("bias") is not None or conv.arg("groups") != 1:
         return None
-    if users[0].target is not aten.split_with_sizes.default:
+    kernels, axis = conv.arg("weight"), _output_axis(conv)
+    if dim != conv.rank - 1 - _CONVOLUTIONS[conv.target]:
         return None
-    sizes = schema.arguments(users[0])
-    alike = sizes["split_sizes"] == [fake(w).shape[axis] for w in weights]
-    return list(weights) if alike and sizes["dim"] == 1 else None
+    if sizes != [kernel.shape[axis] for kernel in kernels.arg("tensors")]:
+        return None
+    return tuple(conv.like(weight=kernel) for kernel in kernels.arg("tensors"))
+
+
+SEPARATE = Phase("separate border maps", (separate_border_maps,))

@@ -9,27 +9,36 @@ float64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from demask.graph.editor import GraphEditor, reshape_views
 from demask.graph.program import Program
-from demask.graph.queries import channels_of, input_dependent, only_reader, per_channel
+from demask.graph.queries import input_dependent, per_channel
+from demask.graph.value import Value
 from demask.ops import schema
-from demask.ops.schema import fake
-from demask.ops.traits import ARITHMETIC, COMMUTATIVE, OUTPUT_AXIS
+from demask.ops.traits import COMMUTATIVE, OUTPUT_AXIS
+from demask.rewrites.rule import Pass, Phase, case
 
 aten = torch.ops.aten
+# Calls of a layer and a constant vector v -> scale and shift.
+_AFFINE: dict[Any, Callable[[Tensor], tuple[Tensor | None, Tensor | None]]] = {
+    aten.mul.Tensor: lambda v: (v, None),
+    aten.div.Tensor: lambda v: (1 / v, None),
+    aten.add.Tensor: lambda v: (None, v),
+    aten.sub.Tensor: lambda v: (None, -v),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
     """x * scale + shift along one axis. scale, shift: float64 vectors; None for 1 and for 0."""
 
-    x: fx.Node
+    x: Value
     axis: int
     scale: Tensor | None
     shift: Tensor | None
@@ -40,142 +49,125 @@ def fold_affine(program: Program) -> Program:
     editor = GraphEditor(program)
     live = input_dependent(editor.graph)
     reshape_views(editor.graph)
-    for node in editor.calls():
-        step = _step(editor, node)
-        if step is not None and step.x in live:
-            folded = _pushed(editor, step, node, live)
+    for node in editor.calls(aten.batch_norm.default, *_AFFINE):
+        call = Value(node, editor)
+        step = _norm(call) if call.calls(aten.batch_norm.default) else _arithmetic(call)
+        if step is not None and step.x.node in live:
+            folded = _pushed(step, call, live)
             if folded is not None:
-                live.add(folded)
-                editor.replace(node, folded)
+                live.add(folded.node)
+                editor.replace(node, folded.node)
     return editor.finish()
 
 
-def contraction_weight(editor: GraphEditor, node: Any) -> Tensor | None:
-    """The weight of a contraction with constant weight and bias; None for other calls."""
-    if not isinstance(node, fx.Node) or node.target not in OUTPUT_AXIS:
+def contraction_weight(call: Any) -> Tensor | None:
+    """The weight of a contraction with constant weight and bias; None for other values."""
+    if not isinstance(call, Value) or not call.calls(*OUTPUT_AXIS):
         return None
-    arguments = schema.arguments(node)
-    weight = editor.tensor(arguments["weight"])
-    if weight is None or (arguments["bias"] is not None and editor.tensor(arguments["bias"]) is None):
+    arguments = call.arguments
+    weight, bias = arguments["weight"].constant, arguments["bias"]
+    if weight is None or (bias is not None and bias.constant is None):
         return None
-    if OUTPUT_AXIS[node.target] == 1 and arguments["groups"] != 1:
+    if OUTPUT_AXIS[call.target] == 1 and arguments["groups"] != 1:
         return None
-    batched = node.target is aten.linear.default or fake(node).ndim == weight.ndim
-    if not batched:
+    if not is_linear(call) and call.rank != weight.ndim:
         return None  # an image without a batch: its channels are on another axis
     return weight if weight.is_floating_point() else None
 
 
-def channel_axis(node: fx.Node) -> int:
+def is_linear(layer: Value) -> bool:
+    """Whether a contraction is a linear layer, not a convolution."""
+    return layer.calls(aten.linear.default)
+
+
+def channel_axis(layer: Value) -> int:
     """The axis of a contraction's output channels."""
-    return fake(node).ndim - 1 if node.target is aten.linear.default else 1
+    return layer.rank - 1 if is_linear(layer) else 1
 
 
-def replace_layer(editor: GraphEditor, node: fx.Node, weight: Tensor, bias: Tensor | None, reader: fx.Node) -> fx.Node:
+def summands(call: Value) -> tuple[Value, Value] | None:
+    """The two values that a call adds; None for other calls."""
+    if not call.calls(aten.add.Tensor) or call.arg("alpha") != 1:
+        return None
+    x, other = call.arg("self"), call.arg("other")
+    return (x, other) if isinstance(x, Value) and isinstance(other, Value) else None
+
+
+def replace_layer(layer: Value, weight: Tensor, bias: Tensor | None, reader: Value) -> Value:
     """The call that replaces a contraction, with another weight and bias, rounded to its dtype. It
     is inserted before `reader`, the only call that reads it."""
+    editor, node = layer.editor, layer.node
     arguments = schema.arguments(node)
-    dtype = fake(arguments["weight"]).dtype
+    dtype = layer.arg("weight").dtype
     kernel = editor.replace_constant(arguments["weight"], weight.to(dtype).contiguous(), node)
     offset = None
     if bias is not None and arguments["bias"] is not None:
         offset = editor.replace_constant(arguments["bias"], bias.to(dtype), node)
     elif bias is not None:
         name = str(arguments["weight"].target).rpartition(".")[0]
-        offset = editor.add_constant(f"{name}.bias".lstrip("."), bias.to(dtype), reader, parameter=True)
-    layer = editor.repeat_call(node, reader, weight=kernel, bias=offset)
-    editor.replace(node, layer)
-    return layer
+        offset = editor.add_constant(f"{name}.bias".lstrip("."), bias.to(dtype), reader.node, parameter=True)
+    new = editor.repeat_call(node, reader.node, weight=kernel, bias=offset)
+    editor.replace(node, new)
+    return Value(new, editor)
 
 
-def _step(editor: GraphEditor, node: fx.Node) -> Affine | None:
-    """A call as an affine map of a layer's output; None if it is none."""
-    if node.target is aten.batch_norm.default:
-        return _norm(editor, node)
-    if node.target not in ARITHMETIC:
-        return None
-    x, other, *_ = node.args
-    if node.kwargs or len(node.args) > 2 or not isinstance(x, fx.Node):
-        return None
-    if editor.tensor(x) is not None and node.target in COMMUTATIVE:
+def _arithmetic(call: Value) -> Affine | None:
+    """A layer and a constant per channel as an affine map of the layer's output."""
+    x, other = call.arg("self"), call.arg("other")
+    if isinstance(x, Value) and x.constant is not None and call.calls(*COMMUTATIVE):
         x, other = other, x
-    value = editor.tensor(other)
-    if type(other) in (int, float):
-        value = torch.tensor(other, dtype=torch.float64)
-    if value is None or not isinstance(x, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
+    if contraction_weight(x) is None or call.dtype != x.dtype or call.arguments.get("alpha", 1) != 1:
         return None
-    if contraction_weight(editor, x) is None or fake(x).ndim != fake(node).ndim:
-        return None
+    value = other.constant if isinstance(other, Value) else torch.tensor(other, dtype=torch.float64)
     axis = channel_axis(x)
-    count = channels_of(x, axis)
-    vector = None if count is None else per_channel(value, fake(x).ndim, axis, count)
-    if vector is None or fake(node).dtype != fake(x).dtype:
-        return None
-    if node.target is aten.mul.Tensor:
-        return Affine(x, axis, vector.double(), None)
-    if node.target is aten.div.Tensor:
-        return Affine(x, axis, 1 / vector.double(), None)
-    shift = -vector.double() if node.target is aten.sub.Tensor else vector.double()
-    return Affine(x, axis, None, shift)
+    vector = None if value is None else per_channel(value, x.rank, axis, x.shape[axis])
+    return None if vector is None else Affine(x, axis, *_AFFINE[call.target](vector.double()))
 
 
-def _norm(editor: GraphEditor, node: fx.Node) -> Affine | None:
+def _norm(call: Value) -> Affine | None:
     """A batch norm with constant statistics as an affine map."""
-    arguments = schema.arguments(node)
-    if arguments["training"]:
+    if call.arg("training"):
         return None
-    names = ("weight", "bias", "running_mean", "running_var")
-    tensors = [None if arguments[name] is None else editor.tensor(arguments[name]) for name in names]
-    absent = any(arguments[n] is not None and t is None for n, t in zip(names, tensors, strict=True))
-    if absent or tensors[2] is None or tensors[3] is None:
+    operands = [call.arg(name) for name in ("weight", "bias", "running_mean", "running_var")]
+    weight, bias, mean, var = (None if x is None or x.constant is None else x.constant.double() for x in operands)
+    if mean is None or var is None or any(x is not None and x.constant is None for x in operands):
         return None
-    weight, bias, mean, var = (None if t is None else t.double() for t in tensors)
-    assert mean is not None and var is not None
-    scale = torch.rsqrt(var + arguments["eps"])
+    scale = torch.rsqrt(var + call.arg("eps"))
     if weight is not None:
         scale = scale * weight
-    return Affine(arguments["input"], 1, scale, (0 if bias is None else bias) - mean * scale)
+    return Affine(call.arg("input"), 1, scale, (0 if bias is None else bias) - mean * scale)
 
 
-def _pushed(editor: GraphEditor, step: Affine, reader: fx.Node, live: set[fx.Node]) -> fx.Node | None:
-    """The node that computes `step`, by changing the call that computes its operand; None if that
-    is impossible."""
-    node = step.x
-    if only_reader(node) is None:
+def _pushed(step: Affine, reader: Value, live: set[fx.Node]) -> Value | None:
+    """The value of `step`, by a change of the call that computes its operand; None if that is
+    impossible."""
+    x = step.x
+    if len(x.users) != 1:
         return None
-    if contraction_weight(editor, node) is not None:
-        return _into(editor, step, reader) if channel_axis(node) == step.axis else None
-    plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
-    if not plain or not all(isinstance(a, fx.Node) for a in node.args):
+    if contraction_weight(x) is not None:
+        return _into(step, reader) if channel_axis(x) == step.axis else None
+    sides = summands(x) or ()
+    varying = [side for side in sides if side.node in live]
+    if len(varying) != 1 or not varying[0].is_shaped(x):
         return None
-    sides: Any = node.args
-    varying = [side for side in sides if side in live]
-    fixed = [side for side in sides if side not in live]
-    if len(varying) != 1 or fake(varying[0]).shape != fake(node).shape:
-        return None
-    inner = _pushed(editor, Affine(varying[0], step.axis, step.scale, step.shift), reader, live)
+    inner = _pushed(Affine(varying[0], step.axis, step.scale, step.shift), reader, live)
     if inner is None:
         return None
-    offset = fixed[0]
-    if step.scale is not None:
-        shape = [1] * (fake(node).ndim - step.axis)
-        shape[0] = -1
-        factor = step.scale.to(fake(node).dtype).reshape(shape)
-        read = editor.add_constant(f"{inner.name}_scale", factor, reader)
-        offset = editor.insert(reader, None, aten.mul.Tensor, offset, read)
-    total = editor.insert(reader, node, aten.add.Tensor, inner, offset)
-    live.update((inner, total))
+    editor, offset = x.editor, next(side for side in sides if side.node not in live)
+    with editor.graph.inserting_before(reader.node):
+        if step.scale is not None:
+            shape = [-1] + [1] * (x.rank - step.axis - 1)
+            offset = offset * reader.read(f"{inner.name}_scale", step.scale.to(x.dtype).reshape(shape))
+    total = Value(editor.insert(reader.node, x.node, aten.add.Tensor, inner.node, offset.node), editor)
+    live.update((inner.node, total.node))
     return total
 
 
-def _into(editor: GraphEditor, step: Affine, reader: fx.Node) -> fx.Node:
+def _into(step: Affine, reader: Value) -> Value:
     """The layer that computes `step`, with its scale and shift in weight and bias."""
-    arguments = schema.arguments(step.x)
-    axis = OUTPUT_AXIS[step.x.target]
-    weight = editor.tensor(arguments["weight"])
-    bias = None if arguments["bias"] is None else editor.tensor(arguments["bias"])
-    assert weight is not None
-    weight, bias = weight.double(), None if bias is None else bias.double()
+    axis, bias = OUTPUT_AXIS[step.x.target], step.x.arg("bias")
+    weight = step.x.arg("weight").constant.double()
+    bias = None if bias is None else bias.constant.double()
     if step.scale is not None:
         shape = [1] * weight.ndim
         shape[axis] = -1
@@ -183,4 +175,52 @@ def _into(editor: GraphEditor, step: Affine, reader: fx.Node) -> fx.Node:
         bias = None if bias is None else bias * step.scale
     if step.shift is not None:
         bias = step.shift if bias is None else bias + step.shift
-    return replace_layer(editor, step.x, weight, bias, reader)
+    return replace_layer(step.x, weight, bias, reader)
+
+
+def _norm_of(channels: int, *, affine: bool = True) -> nn.Module:
+    norm = nn.BatchNorm2d(channels, affine=affine)
+    for tensor in (*norm.parameters(), norm.running_mean, norm.running_var):
+        assert tensor is not None
+        tensor.data.uniform_(0.5, 1.5)
+    return norm
+
+
+class _BorderMap(nn.Module):
+    """A norm of a layer and a map that depends on sizes only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.map, self.norm = nn.Conv2d(2, 6, 3), nn.Conv2d(1, 6, 3), _norm_of(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.map(x.new_ones([1, 1, 4, 5])) + self.layer(x))
+
+
+class _Scaled(nn.Module):
+    """Constants per channel after a layer."""
+
+    def __init__(self, layer: nn.Module, *shape: int):
+        super().__init__()
+        self.layer, self.constant = layer, nn.Parameter(torch.rand(shape) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.constant * (self.layer(x) / self.constant - 2) + self.constant
+
+
+IMAGE = (2, 2, 4, 5)
+FOLD_AFFINE = Pass(
+    "the folding of norms into layers",
+    lambda program, table: fold_affine(program),
+    "norm(W x + b) == (s W) x + (s b + t)",
+    cases=(
+        case(nn.Sequential(nn.Conv2d(2, 6, 3), _norm_of(6)), IMAGE),
+        case(nn.Sequential(nn.Conv2d(2, 6, 3, groups=2, bias=False), _norm_of(6, affine=False)), IMAGE),
+        case(nn.Sequential(nn.ConvTranspose2d(2, 6, 3), _norm_of(6)), IMAGE),
+        case(_BorderMap(), IMAGE, dynamic={0: (0,)}),
+        case(_Scaled(nn.Conv2d(2, 6, 3), 6, 1, 1), IMAGE),
+        case(_Scaled(nn.Linear(5, 6), 6), IMAGE),
+    ),
+    exact=False,
+)
+FOLD = Phase("folded norms", (FOLD_AFFINE,))

@@ -17,15 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.graph.queries import channels_of, input_dependent, only_reader, per_channel
-from demask.ops import schema
-from demask.ops.schema import fake, same_shape
-from demask.ops.traits import JOIN_TREES, JOINS, OUTPUT_AXIS
-from demask.tune.fold_affine import channel_axis, contraction_weight, replace_layer
+from demask.graph.queries import channels_of, input_dependent, per_channel
+from demask.graph.value import Value
+from demask.ops import traits
+from demask.ops.traits import JOINS, OUTPUT_AXIS
+from demask.rewrites.rule import Pass, case
+from demask.tune.fold_affine import channel_axis, contraction_weight, replace_layer, summands
 
 aten = torch.ops.aten
 # How a branch writes at its channels: rows for all channels, or a 1 x 1 convolution after it.
@@ -34,13 +35,13 @@ FORMS = ("grow", "place")
 
 @dataclass(slots=True)
 class Sum:
-    """A join as a sum over C channels. constant: (C,) float64. terms: a node, and for each channel
-    of the join its channel in the node, (C,) int64, -1 for none. inner: the calls of the join."""
+    """A join as a sum over C channels. constant: (C,) float64. terms: a value, and for each channel
+    of the join its channel in the value, (C,) int64, -1 for none. inner: the calls of the join."""
 
     axis: int
     constant: Tensor
-    terms: list[tuple[fx.Node, Tensor]]
-    inner: list[fx.Node] = field(default_factory=list)
+    terms: list[tuple[Value, Tensor]]
+    inner: list[Value] = field(default_factory=list)
 
     def taken(self, which: Tensor) -> Sum:
         """The sum of the selected channels. which: channels of this sum, -1 for none."""
@@ -49,30 +50,30 @@ class Sum:
         return Sum(
             self.axis,
             torch.where(present, self.constant[index], torch.zeros((), dtype=torch.float64)),
-            [(node, torch.where(present, where[index], -torch.ones_like(index))) for node, where in self.terms],
+            [(value, torch.where(present, where[index], -torch.ones_like(index))) for value, where in self.terms],
             self.inner,
         )
 
 
-Chooser = Callable[[GraphEditor, Sum, fx.Node, fx.Node], str | None]
+# The form of a branch of a join, one of FORMS, or None to leave the join unchanged.
+Chooser = Callable[[Sum, Value, Value], str | None]
 
 
 def rewrite_joins(program: Program, choose: Chooser) -> Program:
-    """The program with joins as sums. choose(editor, sum, branch, join): one of FORMS for a branch,
-    or None to leave the join unchanged."""
-    editor = GraphEditor(program)
+    """The program with joins as sums. choose(sum, branch, join): as in `Chooser`."""
+    editor, is_changed = GraphEditor(program), False
     live = input_dependent(editor.graph)
     for node in reversed(editor.calls(*JOINS)):
-        if node.users and node in live and not _is_inside_larger_tree(node):
-            total = _read(editor, node, live)
+        root = Value(node, editor)
+        if node.users and node in live and not _is_inside_larger_tree(root):
+            total = _JoinReader(root, live).read()
             if total is not None and _share_channels(total):
-                _emit(editor, total, node, live, choose)
-    return editor.finish()
+                is_changed |= _emit(total, root, live, choose)
+    return editor.finish() if is_changed else program
 
 
-def _is_inside_larger_tree(node: fx.Node) -> bool:
-    reader = only_reader(node)
-    return reader is not None and reader.target in JOINS
+def _is_inside_larger_tree(join: Value) -> bool:
+    return join.only_user is not None and join.only_user.calls(*JOINS)
 
 
 def _share_channels(total: Sum) -> bool:
@@ -81,98 +82,137 @@ def _share_channels(total: Sum) -> bool:
     return bool((torch.as_tensor(count) > 1).any()) and len(total.terms) > 1
 
 
-def _read(editor: GraphEditor, root: fx.Node, live: set[fx.Node]) -> Sum | None:
-    """A join as a sum; None if its channels are not on a channel axis of known size."""
-    arguments = schema.arguments(root)
-    axis = arguments["dim"] % fake(root).ndim
-    if channels_of(root, axis) is None or axis not in (1, fake(root).ndim - 1):
-        return None
-    total = _tree(editor, root, axis, root, live)
-    return Sum(axis, total.constant, _merged(total.terms), total.inner)
-
-
-def _merged(terms: list[tuple[fx.Node, Tensor]]) -> list[tuple[fx.Node, Tensor]]:
-    """The terms, with those of one node at different channels merged into one."""
-    merged: list[tuple[fx.Node, Tensor]] = []
-    for node, where in terms:
+def _merged(terms: list[tuple[Value, Tensor]]) -> list[tuple[Value, Tensor]]:
+    """The terms, with those of one value at different channels merged into one."""
+    merged: list[tuple[Value, Tensor]] = []
+    for value, where in terms:
         for k, (known, other) in enumerate(merged):
-            if known is node and not bool(((other >= 0) & (where >= 0)).any()):
-                merged[k] = (node, torch.maximum(other, where))
+            if known == value and not bool(((other >= 0) & (where >= 0)).any()):
+                merged[k] = (value, torch.maximum(other, where))
                 break
         else:
-            merged.append((node, where))
+            merged.append((value, where))
     return merged
 
 
-def _tree(editor: GraphEditor, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]) -> Sum:
-    """A node as a sum. A node that other calls read, or that is no join, is a single term."""
-    if node is root or (only_reader(node) is not None and node.target in JOIN_TREES):
-        total = _call(editor, node, axis, root, live)
+@dataclass(frozen=True, slots=True)
+class _JoinReader:
+    """Reads the tree of a join as a sum. root: the join. live: what depends on inputs."""
+
+    root: Value
+    live: set[fx.Node]
+
+    @property
+    def axis(self) -> int:
+        return self.root.arg("dim") % self.root.rank
+
+    def read(self) -> Sum | None:
+        """The join as a sum; None if its channels are not on a channel axis of known size."""
+        if self.count(self.root) is None or self.axis not in (1, self.root.rank - 1):
+            return None
+        total = self.tree(self.root)
+        return Sum(self.axis, total.constant, _merged(total.terms), total.inner)
+
+    def count(self, value: Value) -> int | None:
+        """The number of channels; None if it is dynamic, or if there are none."""
+        return channels_of(value.node, self.axis)
+
+    def tree(self, value: Value) -> Sum:
+        """A value as a sum. One that other calls read, or that is no join, is a single term."""
+        readers: dict[Any, Callable[[Value], Sum | None]] = {
+            aten.add.Tensor: self.add,
+            aten.cat.default: self.cat,
+            aten.constant_pad_nd.default: self.pad,
+            aten.slice.Tensor: self.slice,
+            aten.index_select.default: self.select,
+            aten.index_add.default: self.scatter,
+        }
+        read = readers.get(value.target) if value == self.root or len(value.users) == 1 else None
+        total = None if read is None else read(value)
         if total is not None:
-            total.inner.append(node)
+            total.inner.append(value)
             return total
-    count = channels_of(node, axis)
-    assert count is not None
-    return Sum(axis, torch.zeros(count, dtype=torch.float64), [(node, torch.arange(count))])
+        count = self.count(value)
+        assert count is not None
+        return Sum(self.axis, torch.zeros(count, dtype=torch.float64), [(value, torch.arange(count))])
 
-
-def _call(editor: GraphEditor, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]) -> Sum | None:
-    """A call of a join as a sum; None if it is none."""
-    arguments = schema.arguments(node)
-    rank = fake(node).ndim
-
-    def inner(x: Any) -> Sum:
-        return _tree(editor, x, axis, root, live)
-
-    if node.target is aten.add.Tensor:
-        return _added(editor, node, axis, live, inner)
-    if node.target is aten.cat.default:
-        parts: Any = arguments["tensors"]
-        if arguments["dim"] % rank != axis or any(channels_of(p, axis) is None for p in parts):
+    def source(self, call: Value) -> Value | None:
+        """The operand of a call that moves channels, if theirs is the only axis that it changes."""
+        source: Value = call.arg("self")
+        if self.count(source) is None or call.arguments.get("dim", self.axis) % call.rank != self.axis:
             return None
-        return _joined(axis, [inner(part) for part in parts])
-    source = arguments.get("self")
-    if not isinstance(source, fx.Node) or channels_of(source, axis) is None:
-        return None
-    if node.target is aten.constant_pad_nd.default:
-        return _padded(arguments, rank, axis, inner(source))
-    if arguments["dim"] % rank != axis:
-        return None
-    if node.target is aten.slice.Tensor:
-        span = slice(arguments["start"], arguments["end"], arguments["step"])
-        if not all(n is None or isinstance(n, int) for n in (span.start, span.stop, span.step)):
+        return source
+
+    def add(self, call: Value) -> Sum | None:
+        """An addition as a sum."""
+        sides = summands(call)
+        if sides is None:
             return None
-        return inner(source).taken(torch.arange(channels_of(source, axis) or 0)[span])
-    index = editor.tensor(arguments["index"])
-    if index is None or index.ndim != 1:
-        return None
-    if node.target is aten.index_select.default:
-        return inner(source).taken(index.long())
-    return _scattered(arguments, axis, index.long(), channels_of(source, axis) or 0, inner)
+        x, other = sides
+        count, value = self.count(call), other.constant
+        whole = [side.is_tensor and side.is_shaped(call) for side in sides]
+        if value is not None and count is not None and whole[0]:
+            vector = per_channel(value, call.rank, self.axis, count)
+            if vector is not None:
+                total = self.tree(x)
+                return Sum(self.axis, total.constant + vector.double(), total.terms, total.inner)
+        if not whole[0] or self.count(other) != count or count is None:
+            return None
+        if other.rank != call.rank or (other.node in self.live and not whole[1]):
+            return None  # the call broadcasts: it is a term itself
+        a, b = self.tree(x), self.tree(other)
+        return Sum(self.axis, a.constant + b.constant, a.terms + b.terms, a.inner + b.inner)
 
+    def cat(self, call: Value) -> Sum | None:
+        """A concatenation as a sum."""
+        parts: list[Value] = call.arg("tensors")
+        if call.arg("dim") % call.rank != self.axis or any(self.count(part) is None for part in parts):
+            return None
+        return _joined(self.axis, [self.tree(part) for part in parts])
 
-def _added(
-    editor: GraphEditor, node: fx.Node, axis: int, live: set[fx.Node], inner: Callable[[Any], Sum]
-) -> Sum | None:
-    """An addition as a sum. inner: returns an operand as a sum."""
-    x, other, *rest = node.args
-    if rest or node.kwargs or not (isinstance(x, fx.Node) and isinstance(other, fx.Node)):
-        return None
-    shape = fake(node).shape
-    value = editor.tensor(other)
-    count = channels_of(node, axis)
-    whole = [isinstance(fake(side), Tensor) and same_shape(fake(side), fake(node)) for side in (x, other)]
-    if value is not None and count is not None and whole[0]:
-        vector = per_channel(value, len(shape), axis, count)
-        if vector is not None:
-            total = inner(x)
-            return Sum(axis, total.constant + vector.double(), total.terms, total.inner)
-    if not whole[0] or channels_of(other, axis) != count or count is None:
-        return None
-    if fake(other).ndim != len(shape) or (other in live and not whole[1]):
-        return None  # the call broadcasts: it is a term itself
-    a, b = inner(x), inner(other)
-    return Sum(axis, a.constant + b.constant, a.terms + b.terms, a.inner + b.inner)
+    def pad(self, call: Value) -> Sum | None:
+        """A pad as a sum; None if other axes are padded or channels cropped."""
+        source, rank = self.source(call), call.rank
+        pads = list(call.arg("pad")) + [0] * (2 * rank - len(call.arg("pad")))
+        here = 2 * (rank - 1 - self.axis)
+        low, high = pads[here], pads[here + 1]
+        if source is None or any(pads[:here]) or any(pads[here + 2 :]) or not all(isinstance(n, int) for n in pads):
+            return None
+        if min(low, high) < 0:
+            return None
+        padded = self.tree(source)
+        none = [torch.full((n,), -1, dtype=torch.long) for n in (low, high)]
+        which = torch.cat([none[0], torch.arange(len(padded.constant)), none[1]])
+        padded = padded.taken(which)
+        padded.constant[which < 0] = float(call.arg("value") or 0)
+        return padded
+
+    def slice(self, call: Value) -> Sum | None:
+        """A slice of channels as a sum."""
+        source, ends = self.source(call), [call.arg(name) for name in ("start", "end", "step")]
+        if source is None or not all(n is None or isinstance(n, int) for n in ends):
+            return None
+        return self.tree(source).taken(torch.arange(source.shape[self.axis])[slice(*ends)])
+
+    def select(self, call: Value) -> Sum | None:
+        """A gather of channels as a sum."""
+        source, index = self.source(call), call.arg("index").constant
+        if source is None or index is None or index.ndim != 1:
+            return None
+        return self.tree(source).taken(index.long())
+
+    def scatter(self, call: Value) -> Sum | None:
+        """An index_add as a sum: `source` added at channels `index` of `self`."""
+        target, index = self.source(call), call.arg("index").constant
+        if target is None or index is None or index.ndim != 1:
+            return None
+        if call.arg("alpha") != 1 or len(index.unique()) != len(index):
+            return None
+        base, added = self.tree(target), self.tree(call.arg("source"))
+        which = torch.full((len(base.constant),), -1, dtype=torch.long)
+        which[index.long()] = torch.arange(len(index))
+        spread = added.taken(which)
+        return Sum(self.axis, base.constant + spread.constant, base.terms + spread.terms, base.inner + spread.inner)
 
 
 def _joined(axis: int, parts: list[Sum]) -> Sum:
@@ -190,146 +230,136 @@ def _joined(axis: int, parts: list[Sum]) -> Sum:
     return Sum(axis, torch.cat([part.constant for part in parts]), terms, inner)
 
 
-def _padded(arguments: dict[str, Any], rank: int, axis: int, source: Sum) -> Sum | None:
-    """A padded sum as a sum; None if other axes are padded or channels cropped."""
-    pads = list(arguments["pad"]) + [0] * (2 * rank - len(arguments["pad"]))
-    here = 2 * (rank - 1 - axis)
-    low, high = pads[here], pads[here + 1]
-    if any(pads[:here]) or any(pads[here + 2 :]) or not all(isinstance(n, int) for n in pads):
-        return None
-    if min(low, high) < 0:
-        return None
-    none = [torch.full((n,), -1, dtype=torch.long) for n in (low, high)]
-    which = torch.cat([none[0], torch.arange(len(source.constant)), none[1]])
-    padded = source.taken(which)
-    padded.constant[which < 0] = float(arguments["value"] or 0)
-    return padded
-
-
-def _scattered(
-    arguments: dict[str, Any], axis: int, index: Tensor, count: int, inner: Callable[[Any], Sum]
-) -> Sum | None:
-    """An index_add as a sum: `source` added at channels `index` of `self`, which has `count`."""
-    if arguments["alpha"] != 1 or len(index.unique()) != len(index):
-        return None
-    base, added = inner(arguments["self"]), inner(arguments["source"])
-    which = torch.full((count,), -1, dtype=torch.long)
-    which[index] = torch.arange(len(index))
-    spread = added.taken(which)
-    return Sum(axis, base.constant + spread.constant, base.terms + spread.terms, base.inner + spread.inner)
-
-
-def _emit(editor: GraphEditor, total: Sum, root: fx.Node, live: set[fx.Node], choose: Chooser) -> None:
-    """Replace the root by a chain of additions: other terms first, then each layer."""
-    owned = [node in live and _is_owned_layer(editor, node, total) for node, _ in total.terms]
+def _emit(total: Sum, root: Value, live: set[fx.Node], choose: Chooser) -> bool:
+    """Replace the root by a chain of additions, other terms first, then each layer; whether the
+    forms of all layers are chosen."""
+    owned = [value.node in live and _is_owned_layer(value, total) for value, _ in total.terms]
     branches = [term for term, mine in zip(total.terms, owned, strict=True) if mine]
     others = [term for term, mine in zip(total.terms, owned, strict=True) if not mine]
-    forms = [choose(editor, total, node, root) for node, _ in branches]
+    forms = [choose(total, value, root) for value, _ in branches]
     if not branches or None in forms:
-        return
-    terms = [_placed(editor, node, where, total.axis, root, forms[0]) for node, where in others if node in live]
-    constant: Tensor | None = total.constant
-    for (node, where), form in zip(branches, forms, strict=True):
-        terms.append(_branch(editor, node, where, constant, form, root))
-        constant = None
-    fixed = [(node, where) for node, where in others if node not in live]
-    if fixed:
-        terms.insert(1, _constant_sum(editor, fixed, total.axis, root))
-    partial_sum = terms[0]
+        return False
+    editor = root.editor
+    with editor.graph.inserting_before(root.node):
+        terms = [_placed(value, where, total.axis, root, forms[0]) for value, where in others if value.node in live]
+        constant: Tensor | None = total.constant
+        for (value, where), form in zip(branches, forms, strict=True):
+            terms.append(_branch(value, where, constant, form, root))
+            constant = None
+        fixed = [_placed(value, where, total.axis, root) for value, where in others if value.node not in live]
+        if fixed:  # their sum depends on no input: it is computed once per size
+            terms.insert(1, sum(fixed[1:], fixed[0]))
+    partial_sum = terms[0].node
     for term in terms[1:]:
-        partial_sum = editor.insert(root, root, aten.add.Tensor, partial_sum, term)
-    editor.replace(root, partial_sum)
+        partial_sum = editor.insert(root.node, root.node, aten.add.Tensor, partial_sum, term.node)
+    editor.replace(root.node, partial_sum)
+    return True
 
 
-def _is_owned_layer(editor: GraphEditor, node: fx.Node, total: Sum) -> bool:
+def _is_owned_layer(value: Value, total: Sum) -> bool:
     """Whether a term is a layer that only the tree reads. Rows of a grouped convolution cannot
     move: they are bound to their columns."""
-    if contraction_weight(editor, node) is None or schema.arguments(node).get("groups", 1) != 1:
+    if contraction_weight(value) is None or value.arguments.get("groups", 1) != 1:
         return False
-    once = sum(n is node for n, _ in total.terms) == 1
-    return once and set(node.users) <= set(total.inner) and channel_axis(node) == total.axis
+    once = sum(other == value for other, _ in total.terms) == 1
+    return once and set(value.users) <= set(total.inner) and channel_axis(value) == total.axis
 
 
-def _placed(
-    editor: GraphEditor, node: fx.Node, where: Tensor, axis: int, root: fx.Node, form: str | None = None
-) -> fx.Node:
+def _placed(value: Value, where: Tensor, axis: int, root: Value, form: str | None = None) -> Value:
     """A term at its channels of the join, with zeros at the others."""
-    count = channels_of(node, axis) or 0
-    if form == "place" and axis == 1 and not torch.equal(where[:count], torch.arange(count)):
-        return _through(editor, node, where, None, root)
-    if torch.equal(where, torch.arange(count)):
-        return node
-    rank, more = fake(node).ndim, len(where) - count
-    after = [0, 0] * (rank - 1 - axis)
-    if more > 0 and torch.equal(where[:count], torch.arange(count)) and (where[count:] < 0).all():
-        return editor.insert(root, None, aten.constant_pad_nd.default, node, [*after, 0, more], 0.0)
+    count = value.shape[axis]
+    is_prefix = torch.equal(where[:count], torch.arange(count))
+    if form == "place" and axis == 1 and not is_prefix:
+        return _through(value, where, None, root)
+    more = len(where) - count
+    if is_prefix and more == 0:
+        return value
+    after = [0, 0] * (value.rank - 1 - axis)
+    if is_prefix and more > 0 and bool((where[count:] < 0).all()):
+        return value.pad([*after, 0, more], 0.0)
     if bool((where < 0).any()):
-        node = editor.insert(root, None, aten.constant_pad_nd.default, node, [*after, 0, 1], 0.0)
+        value = value.pad([*after, 0, 1], 0.0)
         where = torch.where(where < 0, torch.full_like(where, count), where)
-    read = editor.add_constant(f"{node.name}_index", where.int(), root)
-    return editor.insert(root, None, aten.index_select.default, node, axis, read)
+    return value.index_select(axis, _read(root, f"{value.name}_index", where.int()))
 
 
-def _constant_sum(editor: GraphEditor, terms: list[tuple[fx.Node, Tensor]], axis: int, root: fx.Node) -> fx.Node:
-    """The sum of terms that depend on no input, which is computed once per size."""
-    placed = [_placed(editor, node, where, axis, root) for node, where in terms]
-    total = placed[0]
-    for term in placed[1:]:
-        total = editor.insert(root, None, aten.add.Tensor, total, term)
-    return total
+def _read(root: Value, name: str, tensor: Tensor) -> Value:
+    return Value(root.editor.add_constant(name, tensor, root.node), root.editor)
 
 
-def _branch(
-    editor: GraphEditor, node: fx.Node, where: Tensor, constant: Tensor | None, form: str | None, root: fx.Node
-) -> fx.Node:
+def _branch(value: Value, where: Tensor, constant: Tensor | None, form: str | None, root: Value) -> Value:
     """A layer that writes at its channels of the join, with the join's constant in its bias."""
-    arguments = schema.arguments(node)
-    weight, axis = editor.tensor(arguments["weight"]), OUTPUT_AXIS[node.target]
-    assert weight is not None
-    bias = None if arguments["bias"] is None else editor.tensor(arguments["bias"])
-    present, index = where >= 0, where.clamp_min(0)
     add = constant if constant is not None and bool((constant != 0).any()) else None
     if form == "place":
-        return _through(editor, node, where, add, root)
+        return _through(value, where, add, root)
+    weight, bias = (None if x is None else x.constant for x in (value.arg("weight"), value.arg("bias")))
+    assert weight is not None
+    axis, present, index = OUTPUT_AXIS[value.target], where >= 0, where.clamp_min(0)
     shape = [1] * weight.ndim
     shape[axis] = -1
     grown = torch.where(present.reshape(shape), weight.index_select(axis, index), weight.new_zeros(()))
     if bias is not None:
         bias = torch.where(present, bias[index].double(), torch.zeros((), dtype=torch.float64))
     offset = bias if add is None else add if bias is None else bias + add
-    layer = replace_layer(editor, node, grown, offset, root)
-    layer.meta = dict(root.meta)
+    layer = replace_layer(value, grown, offset, root)
+    layer.node.meta = dict(root.node.meta)
     return layer
 
 
-def _through(editor: GraphEditor, node: fx.Node, where: Tensor, constant: Tensor | None, root: fx.Node) -> fx.Node:
+def _through(value: Value, where: Tensor, constant: Tensor | None, root: Value) -> Value:
     """A 1 x 1 convolution that moves channels to those of the join. It has a stride if slices skip
     rows and columns before it."""
-    value = fake(node)
-    node, stride = _unskipped(node)
-    count = channels_of(node, 1) or 0
-    kernel = torch.zeros(len(where), count, *[1] * (value.ndim - 2), dtype=value.dtype)
+    value, stride = _unskipped(value)
+    axes = value.rank - 2
+    kernel = torch.zeros(len(where), value.shape[1], *[1] * axes, dtype=value.dtype)
     positions = (where >= 0).nonzero().flatten()
     kernel[positions, where[positions]] = 1
-    read = editor.add_constant(f"{node.name}_places", kernel, root)
-    bias = None
+    operands = [value.node, _read(root, f"{value.name}_places", kernel).node, None, stride]
     if constant is not None:
-        bias = editor.add_constant(f"{node.name}_shift", constant.to(value.dtype), root)
-    target = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}[value.ndim]
-    return editor.insert(root, root, target, node, read, bias, stride)
+        operands[2] = _read(root, f"{value.name}_shift", constant.to(value.dtype)).node
+    return Value(root.editor.insert(root.node, root.node, traits.CONV_OF_AXES[axes], *operands), root.editor)
 
 
-def _unskipped(node: fx.Node) -> tuple[fx.Node, list[int]]:
+def _unskipped(value: Value) -> tuple[Value, list[int]]:
     """The value before slices that select every s-th row or column, and s for each axis."""
-    axes = fake(node).ndim - 2
-    source, stride = node, [1] * axes
-    while source.target is aten.slice.Tensor:
-        arguments = schema.arguments(source)
-        axis, step = arguments["dim"] - 2, arguments["step"]
-        inner = arguments["self"]
-        size = fake(inner).shape[arguments["dim"]]
-        whole = isinstance(size, int) and fake(source).shape[arguments["dim"]] == -(-size // step)
-        if axis < 0 or stride[axis] != 1 or (arguments["start"] or 0) != 0 or not whole:
+    stride = [1] * (value.rank - 2)
+    while value.calls(aten.slice.Tensor):
+        source, dim, step = value.arg("self"), value.arg("dim"), value.arg("step")
+        size, axis = source.shape[dim], dim - 2
+        whole = isinstance(size, int) and value.shape[dim] == -(-size // step)
+        if axis < 0 or stride[axis] != 1 or (value.arg("start") or 0) != 0 or not whole:
             break
-        source, stride[axis] = inner, step
-    return source, stride
+        value, stride[axis] = source, step
+    return value, stride
+
+
+class _Join(nn.Module):
+    """A branch added at some channels of another, as demasking writes sums of masked branches."""
+
+    def __init__(self, branch: nn.Module, other: nn.Module):
+        super().__init__()
+        self.branch, self.other, self.shift = branch, other, nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis, after = (1, [0, 0, 0, 0]) if x.ndim == 4 else (-1, [])
+        shift = self.shift.reshape(1, 6, 1, 1) if x.ndim == 4 else self.shift
+        wide = torch.constant_pad_nd(self.other(x).relu(), [*after, 1, 1], 0.5) + shift
+        return wide.index_add(axis, torch.tensor([5, 0, 2]), self.branch(x))
+
+
+_CASES = (
+    case(_Join(nn.Conv2d(2, 3, 1), nn.Conv2d(2, 4, 1)), (2, 2, 4, 5)),
+    case(_Join(nn.ConvTranspose2d(2, 3, 1, bias=False), nn.Conv2d(2, 4, 1)), (2, 2, 4, 5)),
+    case(_Join(nn.Linear(5, 3), nn.Linear(5, 4)), (2, 3, 5), dynamic={0: (0, 1)}),
+)
+
+
+def joins_as_sums(choose: Chooser) -> Pass:
+    """The pass that rewrites joins as a chooser says."""
+    return Pass(
+        "joins as sums",
+        lambda program, table: rewrite_joins(program, choose),
+        "index_add(pad(x), i, conv(y)) == x + conv'(y), where conv' writes at the channels i",
+        cases=_CASES,
+        exact=False,
+    )

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from demask.graph.program import Program
 from demask.ops import Table
-from demask.tune.absorb_gathers import absorb_gathers
-from demask.tune.fold_affine import fold_affine
-from demask.tune.join_as_sum import rewrite_joins
-from demask.tune.pad_channels import remove_pads, round_widths
+from demask.rewrites.driver import rewrite
+from demask.rewrites.rule import Phase
+from demask.tune.absorb_gathers import ABSORB_GATHERS
+from demask.tune.fold_affine import FOLD_AFFINE
+from demask.tune.join_as_sum import joins_as_sums
+from demask.tune.pad_channels import pads_removed, widths_rounded
+
+RUNTIME = Phase("layers of runtimes", (FOLD_AFFINE, joins_as_sums(lambda *_: "grow"), pads_removed(lambda *_: True)))
 
 
 def for_runtime(program: Program, table: Table, multiple: int = 1) -> Program:
     """The program with norms folded into weights, joins as sums of layers that write at their own
     positions, and widths rounded up to a multiple. Equal up to rounding of the weights."""
-    program = rewrite_joins(fold_affine(program), lambda *_: "grow")
-    program = remove_pads(program, lambda *_: True, table)
-    if multiple == 1:
-        return program
-    program = absorb_gathers(program, table)
-    width = lambda count: -(-count // multiple) * multiple  # noqa: E731
-    return round_widths(program, width, lambda *_: True, table)
+    widths = () if multiple == 1 else (ABSORB_GATHERS, widths_rounded(multiple, lambda *_: True))
+    return rewrite(program, Phase(RUNTIME.name, (*RUNTIME.entries, *widths)), table)

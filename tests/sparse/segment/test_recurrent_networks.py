@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 import demask
 from demask.graph.editor import GraphEditor
+from demask.rewrites.driver import rewrite
 from demask.shrink.pipeline import capture_program
 from demask.sparse.segment.build_segments import layers_of, segmented, segments_of
 from demask.sparse.segment.match_calls import MatchedCall
-from demask.tune.fold_affine import fold_affine
+from demask.tune.fold_affine import FOLD
 from test_tune import ran
 
 SIGNAL = torch.randn(2, 3, 13, generator=torch.Generator().manual_seed(0))
@@ -110,7 +111,7 @@ def test_plans_in_float32(name: str) -> None:
     make, inputs = NETWORKS[name]
     torch.manual_seed(3)
     model = make().eval()
-    program = fold_affine(capture_program(model, inputs, None, None))
+    program = rewrite(capture_program(model, inputs, None, None), FOLD)
     program = segmented(program, always, always)
     with torch.no_grad():
         want = model.double()(*(x.double() for x in inputs))

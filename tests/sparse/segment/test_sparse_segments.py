@@ -20,6 +20,7 @@ from demask.errors import BadInput
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import build_plain
+from demask.rewrites.driver import rewrite
 from demask.shrink.pipeline import capture_program
 from demask.sparse.segment import build_segments as segments
 from demask.sparse.segment import convex_groups as regions
@@ -27,7 +28,7 @@ from demask.sparse.segment import inline as spell
 from demask.sparse.segment.build_segments import SEGMENT, layers_of, segmented, segments_of
 from demask.sparse.segment.match_calls import MatchedCall
 from demask.sparse.segment_steps import NAMES, ConvStep, LinearStep, SparseWeight
-from demask.tune.fold_affine import fold_affine
+from demask.tune.fold_affine import FOLD
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net
 from test_tune import check, program_of
@@ -58,7 +59,7 @@ def pruned(model: nn.Module, density: float = 0.4) -> nn.Module:
 
 def made(model: nn.Module, *args: Tensor, shapes: Any = None) -> tuple[Program, tuple[Any, ...]]:
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
-    return fold_affine(capture_program(pruned(model), args, None, shapes)), args
+    return rewrite(capture_program(pruned(model), args, None, shapes), FOLD), args
 
 
 def all_sparse(program: Program) -> Program:
@@ -306,7 +307,7 @@ def test_every_micro_network(case: Micro) -> None:
     torch.manual_seed(7)
     model, args = case.make()
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
-    program = fold_affine(program_of(model.double().eval(), args))
+    program = rewrite(program_of(model.double().eval(), args), FOLD)
     check(program, all_sparse, args)
     check(program, and_back, args)
 
@@ -329,7 +330,7 @@ def test_random_networks_with_random_layers_sparse(seeds: range) -> None:
     for seed in seeds:
         network = generate(seed)
         args = network.example(network.batch)
-        program = fold_affine(program_of(network.build(), args))
+        program = rewrite(program_of(network.build(), args), FOLD)
         for change in (all_sparse, some_sparse(seed), and_back):
             try:
                 check(program, change, args)

@@ -11,9 +11,10 @@ from test_sparse_segments import all_sparse, always, and_back, check, made, prun
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from demask.rewrites.driver import rewrite
 from demask.shrink.pipeline import capture_program
 from demask.sparse.segment.build_segments import segmented, segments_of
-from demask.tune.fold_affine import fold_affine
+from demask.tune.fold_affine import FOLD
 from micro import Net
 from test_tune import ran
 
@@ -146,7 +147,7 @@ def test_plans_in_float32(name: str) -> None:
     model = pruned(make())
     with torch.no_grad():
         want = model(x.double())
-    program = fold_affine(capture_program(model.float(), (x,), None, None))
+    program = rewrite(capture_program(model.float(), (x,), None, None), FOLD)
     program = segmented(program, always, always)
     found, before = [], torch.get_num_threads()
     try:

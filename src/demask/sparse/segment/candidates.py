@@ -13,19 +13,22 @@ from itertools import accumulate, cycle
 from math import prod
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from demask.facts.analysis import Analysis
+from demask.failures import Log
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant
 from demask.graph.program import Program as Whole
 from demask.graph.provenance import TuneDecision
 from demask.graph.queries import input_dependent
+from demask.graph.value import Value
 from demask.kernels.llvm import availability as llvm
 from demask.machine.cost import Question
 from demask.ops import Relation, Table, schema
 from demask.rewrites.activations import ACTIVATIONS
 from demask.rewrites.driver import rewrite
+from demask.rewrites.rule import Phase
 from demask.shrink.program_size import count_macs, sum_macs
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.build_segments import DENSE_FROM, NARROW, csr, name_of, segmented, segments_of
@@ -34,13 +37,13 @@ from demask.sparse.segment.match_calls import MatchedCall, calls_of, matrix
 from demask.sparse.segment.recurrent_rows import is_recurrent
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
-from demask.tune.absorb_gathers import absorb_gathers
+from demask.tune.absorb_gathers import ABSORB_GATHERS
 from demask.tune.candidates import GAIN, Candidate, CandidateBuilder, seconds_by_image_size
 from demask.tune.epilogue import Epilogue
-from demask.tune.fold_affine import fold_affine
+from demask.tune.fold_affine import FOLD, FOLD_AFFINE
 from demask.tune.fuse_epilogues import epilogue_chain
 from demask.tune.layer_costs import CACHE, Layer, LayerCosts
-from demask.tune.onnxruntime_candidate import for_runtime
+from demask.tune.onnxruntime_candidate import RUNTIME
 
 ALL, EACH = "segments of all layers", "sparse layers, where each is faster"
 BY_INDEX, OUTSIDE = ", joins by index", ", large products outside"
@@ -49,6 +52,9 @@ DENSE, SPARSE = "dense", "sparse"
 AHEAD = 0.7
 LEAST_SHARE = 0.5  # of the multiply-adds of a network, in segments of all layers
 GAIN_OF_EACH = 0.9  # share of sparse seconds below which a mix of dense and sparse layers pays
+# Joins as sums of layers that write at their own positions; joins as they are.
+SUMS = Phase("layers of segments", (*RUNTIME.entries, ABSORB_GATHERS))
+JOINS = Phase("layers of segments, joins by index", (*ACTIVATIONS.entries, FOLD_AFFINE))
 SETS = 3  # inputs that a layer is timed with in turns, if one would stay in the cache
 TOKENS, WIDTH = 64, 256  # of dense matrices that torch may multiply faster than a segment
 
@@ -57,12 +63,14 @@ TOKENS, WIDTH = 64, 256  # of dense matrices that torch may multiply faster than
 class SegmentCandidates:
     """The candidates of a network with segments, for the sizes of its example input.
 
-    precision: how sparse weights are stored. layers: those in segments of all layers.
+    precision: how sparse weights are stored. log: notes the rewrites that failed, which are left
+    out. layers: those in segments of all layers.
     """
 
     asker: LayerCosts
     table: Table
     precision: str | None = None
+    log: Log = field(default_factory=Log)
     layers: list[FusedLayer] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
@@ -79,7 +87,7 @@ class SegmentCandidates:
         if not is_useful and not any(map(_is_sparse, reduced.constants.values())):
             return
         cut = _elements(reduced) < _elements(original)
-        for name, base in _base_programs(reduced, original if cut else None, self.table):
+        for name, base in _base_programs(reduced, original if cut else None, self.table, self.log):
             if is_useful:
                 tell("building segments")
                 yield from self._if_new(self._all_layers(ALL + name, base))
@@ -135,17 +143,19 @@ class SegmentCandidates:
     def _with_fast_calls(self, name: str, program: Whole) -> Candidate:
         sizes = seconds_by_image_size(program, self.asker)
         last = {size for size, costs in sizes.items() if costs[True] < GAIN * costs[False]}
-        maker = CandidateBuilder(self.asker, lambda node: self.asker.shape(node)[2:] in last, self.table)
+        maker = CandidateBuilder(self.asker, lambda call: self.asker.shape(call.node)[2:] in last, self.table, self.log)
         return maker.build(name, program)
 
 
-def _base_programs(reduced: Whole, original: Whole | None, table: Table) -> Iterator[tuple[str, Whole]]:
+def _base_programs(
+    reduced: Whole, original: Whole | None, table: Table, log: Log | None = None
+) -> Iterator[tuple[str, Whole]]:
     """Programs without norms, with suffixes for their names: joins as sums of layers that write at
     their own positions, joins as they are, the original with all channels."""
-    yield "", absorb_gathers(for_runtime(reduced, table), table)
-    yield BY_INDEX, fold_affine(rewrite(reduced, ACTIVATIONS))
+    yield "", rewrite(reduced, SUMS, table, log)
+    yield BY_INDEX, rewrite(reduced, JOINS, table, log)
     if original is not None:
-        yield ", uncut", fold_affine(original)
+        yield ", uncut", rewrite(original, FOLD, table, log)
 
 
 def _elements(program: Whole) -> int:
@@ -192,10 +202,10 @@ class FusedLayer:
     other: bool
 
     @classmethod
-    def of(cls, node: fx.Node, asker: LayerCosts) -> FusedLayer:
+    def of(cls, call: Value, asker: LayerCosts) -> FusedLayer:
         """The layer of an ATen call."""
-        epilogue = epilogue_chain(node, input_dependent(node.graph))
-        return cls(asker.of(node), epilogue.after, epilogue.other is not None)
+        epilogue = epilogue_chain(call, input_dependent(call.node.graph))
+        return cls(asker.of(call.node), epilogue.after, epilogue.other is not None)
 
     def seconds(self, asker: LayerCosts, layouts: tuple[bool, ...]) -> float:
         """Seconds of its fastest dense implementation. layouts: whether images are in channels
@@ -220,7 +230,7 @@ class _AllLayers:
         if not self.is_wanted(editor, call):
             return False
         if call.affine is None and call.node.name not in self.outside:
-            self.outside[call.node.name] = FusedLayer.of(call.node, self.asker)
+            self.outside[call.node.name] = FusedLayer.of(Value(call.node, editor), self.asker)
         return True
 
     def is_wanted(self, editor: GraphEditor, call: MatchedCall) -> bool:
@@ -254,7 +264,7 @@ class _SparseLayers:
         if name not in self.known:
             weight = editor.tensor(call.weight)
             assert weight is not None
-            self.known[name] = self._predicted(call, matrix(call, weight), density)
+            self.known[name] = self._predicted(Value(call.node, editor), call, matrix(call, weight), density)
             self.names[name] = name_of(editor, call)
         return self.known[name][SPARSE] < self.known[name][DENSE]
 
@@ -269,7 +279,7 @@ class _SparseLayers:
             for node, seconds in self.known.items()
         ]
 
-    def _predicted(self, call: MatchedCall, matrix: Tensor, density: float) -> dict[str, float]:
+    def _predicted(self, node: Value, call: MatchedCall, matrix: Tensor, density: float) -> dict[str, float]:
         """Seconds of a layer in its fastest dense implementation, and with its nonzeros."""
         layer = self.asker.of(call.node)
         count = round(float(f"{density:.2g}") * matrix.numel())
@@ -279,7 +289,7 @@ class _SparseLayers:
         shape = tuple(matrix.shape)
         make = _timed(call, layer.x, shape, count / max(matrix.numel(), 1))
         question = Question(name, 2.0 * count * pixels, bytes_moved, make)
-        dense = FusedLayer.of(call.node, self.asker).seconds(self.asker, (False,))
+        dense = FusedLayer.of(node, self.asker).seconds(self.asker, (False,))
         return {DENSE: dense, SPARSE: self.asker.costs.seconds(question)}
 
 

@@ -63,7 +63,7 @@ from demask.stride.accelerator.machine import (
 from demask.stride.accelerator.units import ABILITIES, check_instruction, unit_of, work_of
 from demask.stride.lower import lowered
 from demask.stride.targets import Target
-from demask.tune.fold_affine import fold_affine
+from demask.tune.fold_affine import FOLD
 
 FORMAT = "demask instructions 1"
 MAX_INSTRUCTIONS = 1_000_000
@@ -364,7 +364,7 @@ def instructions(
     if not isinstance(machine, Machine | None):
         raise BadInput(f"expected demask.stride.Machine(...) as machine, got {type(machine).__name__}")
     captured = rewrite(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))), CANONICAL)
-    program, choices = lowered(fold_affine(captured), target, table)
+    program, choices = lowered(rewrite(captured, FOLD), target, table)
     return listed(program, machine or Machine(), tuple(map(str, choices)))
 
 

@@ -9,28 +9,30 @@ outputs become calls with one, which can be cut.
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
-from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.graph.value import Value
 from demask.ops import Case, Entry, Relation, Table, schema, traits
 from demask.ops.custom import CustomOp
 from demask.ops.entry import Shape as S
-from demask.ops.schema import fake, same_shape
+from demask.ops.schema import fake
 from demask.registry import CUSTOM_OPS
+from demask.rewrites.driver import apply_rules
+from demask.rewrites.rule import Phase, case, rule
+from demask.rewrites.segment import split_as_slices
 from demask.traverse.analysis.partial_reductions import moments_of
 from demask.traverse.axes import NONE, Axes, axes_of, image_axes
 
 aten = torch.ops.aten
-_Rule = Callable[[GraphEditor, fx.Node, Mapping[str, Any]], "fx.Node | None"]
+X = (2, 4, 6, 5)  # the shape of most cases
 
 
 @torch.library.custom_op("demask::moments", mutates_args=())
@@ -77,32 +79,346 @@ def with_moments(table: Table) -> Table:
     return table if name in table else table.extended({name: _MOMENTS})
 
 
-def split_global_calls(program: Program, table: Table, nodes: Collection[str] | None = None) -> Program:
-    """The program with global calls replaced by statistics and their application.
+# ------------------------------------------------------------------- calls with several outputs
 
-    Calls with several outputs are replaced by calls with one output.
 
-    Args:
-        table: one of `with_moments`, also to be used for the result.
-        nodes: names of the calls to rewrite; None: those that `global_calls` returns.
+@rule(aten.unbind.int, cases=(case(lambda x: x.unbind(1)[1:3], X), case(lambda x: x.unbind(-1)[0], X)))
+def unbind(out: Value, x: Value, dim: int) -> tuple[Value | None, ...]:
+    """The outputs of unbind are selections of one position."""
+    return tuple(x.select(dim, k) if k in out.outputs_read else None for k in range(len(out.fake)))
 
-    Raises:
-        BadInput: for names that the graph lacks or that no rule rewrites.
+
+@rule(
+    aten.var_mean.correction,
+    aten.var_mean.dim,
+    aten.var_mean.default,
+    cases=(
+        case(lambda x: torch.var_mean(x, (1, 3), keepdim=True), X),
+        case(lambda x: aten.var_mean.dim(x, [2], False), X),
+        case(lambda x: aten.var_mean.default(x)[0], X),
+    ),
+    exact=False,
+)
+def variance_and_mean(out: Value, x: Value, *_: Any) -> tuple[Value | None, ...]:
+    """The variance, and the mean."""
+    arguments, read = out.arguments, out.outputs_read
+    keep, dims = arguments.get("keepdim", False), arguments.get("dim") or list(range(x.rank))
+    correction = arguments["correction"] if "correction" in arguments else float(arguments["unbiased"])
+    variance = x.var(dims, correction=correction, keepdim=keep) if 0 in read else None
+    return variance, x.mean(dims, keep) if 1 in read else None
+
+
+@rule(
+    aten.max.dim,
+    aten.min.dim,
+    cases=(case(lambda x: tuple(x.max(2)), X), case(lambda x: x.min(-1, keepdim=True)[1], X)),
+)
+def extreme_and_position(out: Value, x: Value, dim: int, keep: bool) -> tuple[Value | None, ...]:
+    """The largest or smallest values, and their positions."""
+    is_max, read = out.calls(aten.max.dim), out.outputs_read
+    values = (x.amax if is_max else x.amin)([dim], keep) if 0 in read else None
+    return values, (x.argmax if is_max else x.argmin)(dim, keep) if 1 in read else None
+
+
+@rule(
+    *traits.ADAPTIVE_MAX_POOLS,
+    cases=(
+        case(lambda x: F.adaptive_max_pool2d(x, 1), X),
+        case(lambda x: F.adaptive_max_pool1d(x, 1, return_indices=True), X[:3]),
+    ),
+    refused=(
+        case(lambda x: F.adaptive_max_pool2d(x, (1, 2)), X),
+        case(lambda x: F.adaptive_max_pool2d(x, 1, return_indices=True)[1], X),
+    ),
+)
+def adaptive_max_pool_of_one(out: Value, x: Value, sizes: list[int]) -> tuple[Value | None, ...] | None:
+    """A pool with one position is a maximum."""
+    if any(size != 1 for size in sizes) or 0 not in out.outputs_read:
+        return None
+    return x.amax(list(range(x.rank - len(sizes), x.rank)), True), None
+
+
+SINGLE_OUTPUTS = Phase(
+    "calls with one output",
+    (split_as_slices, unbind, variance_and_mean, extreme_and_position, adaptive_max_pool_of_one),
+)
+
+
+# ------------------------------------------------------------------------------------------ norms
+
+
+@rule(
+    aten.group_norm.default,
+    cases=(
+        case(lambda x: F.group_norm(x, 2, x[0, :, 0, 0], x[1, :, 0, 0]), X),
+        case(lambda x: F.group_norm(x, 4), X[:3]),
+    ),
+    refused=(case(lambda x: F.group_norm(x, 2), X[:2]),),
+    exact=False,
+)
+def group_norm(
+    out: Value, x: Value, groups: int, weight: Value | None, bias: Value | None, eps: float, *_: Any
+) -> Value | None:
+    """norm(x) == x * scale + shift, of the moments of x per channel, merged in each group"""
+    if x.rank < 3:
+        return None
+    return _normalize_groups(x, groups, list(range(2, x.rank)), weight, bias, eps)
+
+
+@rule(
+    aten.instance_norm.default,
+    cases=(case(lambda x: F.instance_norm(x, weight=x[0, :, 0, 0]), X),),
+    refused=(case(lambda x, m: F.instance_norm(x, m, m.abs(), use_input_stats=False), X, (4,)),),
+    exact=False,
+)
+def instance_norm(
+    out: Value, x: Value, weight: Value | None, bias: Value | None, mean: Any, var: Any, of_input: bool, *rest: Any
+) -> Value | None:
+    """norm(x) == x * scale + shift, of the moments of x per channel"""
+    if not of_input:
+        return None
+    return _normalize_groups(x, x.shape[1], list(range(2, x.rank)), weight, bias, out.arg("eps"))
+
+
+@rule(
+    aten.batch_norm.default,
+    cases=(case(lambda x: F.batch_norm(x, None, None, bias=x[0, :, 0, 0], training=True), X),),
+    refused=(case(lambda x, m: F.batch_norm(x, m, m.abs()), X, (4,)),),
+    exact=False,
+)
+def batch_norm_of_its_batch(
+    out: Value, x: Value, weight: Value | None, bias: Value | None, mean: Any, var: Any, training: bool, *rest: Any
+) -> Value | None:
+    """norm(x) == x * scale + shift, of the moments of x per channel over the batch"""
+    if not training:
+        return None
+    return _normalize_groups(x, x.shape[1], [0, *range(2, x.rank)], weight, bias, out.arg("eps"))
+
+
+def _normalize_groups(
+    x: Value, groups: int, dims: list[int], weight: Value | None, bias: Value | None, eps: float
+) -> Value:
+    """The norm over groups of channels: moments per channel, merged in each group."""
+    grouped = [1 if 0 in dims else x.shape[0], groups, x.shape[1] // groups]
+    mean, variance = (value.reshape(grouped) for value in _mean_and_variance(x, dims))
+    if grouped[2] > 1:
+        mean, variance = _merge_groups(mean, variance)
+    scale = (variance + eps).rsqrt()
+    weight, bias = (None if value is None else value.reshape([1, *grouped[1:]]) for value in (weight, bias))
+    if weight is not None:
+        scale = weight * scale
+    shift = -(mean * scale)
+    if bias is not None:
+        shift = bias + shift
+    return _apply_norm(x, *(_per_channel(value, grouped, x.rank) for value in (scale, shift)))
+
+
+def _mean_and_variance(x: Value, dims: list[int]) -> tuple[Value, Value]:
+    """Mean and variance, float64, reduced axes of size one."""
+    stacked = x.call(torch.ops.demask.moments.default, x, dims)
+    return stacked.select(0, 0), stacked.select(0, 1)
+
+
+def _merge_groups(mean: Value, variance: Value) -> tuple[Value, Value]:
+    """Mean and variance over channels of equal size: the mean of means; the mean of variances plus
+    squared distances from that mean."""
+    overall = mean.mean([2], True)
+    return overall, (variance + (mean - overall).square()).mean([2], True)
+
+
+def _per_channel(value: Value, grouped: list[int], rank: int) -> Value:
+    expanded = value if grouped[2] == 1 else value.expand(grouped)
+    return expanded.reshape([grouped[0], grouped[1] * grouped[2], *[1] * (rank - 2)])
+
+
+def _apply_norm(x: Value, scale: Value, shift: Value | None = None) -> Value:
+    """x * scale + shift, in float32 at least, as torch's norms do."""
+    work = _work_type(x.dtype)
+    scale = _cast(scale, work)
+    return _cast(x * scale if shift is None else _cast(shift, work).addcmul(x, scale), x.dtype)
+
+
+def _work_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which torch computes norms and softmax."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _cast(value: Value, dtype: torch.dtype) -> Value:
+    return value if value.dtype == dtype else value.to(dtype)
+
+
+@rule(
+    aten.layer_norm.default,
+    cases=(
+        case(lambda x: F.layer_norm(x, (6, 5)), X),
+        case(lambda x: F.layer_norm(x, (5,), x[0, 0, 0], x[0, 0, 1]), X),
+        case(lambda x: F.layer_norm(x, (5,), x[0, 0, 0]), X),
+        case(lambda x: F.layer_norm(x, (5,), None, x[0, 0, 0]), X),
+    ),
+    exact=False,
+)
+def layer_norm(
+    out: Value, x: Value, shape: list[int], weight: Value | None, bias: Value | None, eps: float, *_: Any
+) -> Value:
+    """norm(x) == (x * scale + shift) * weight + bias, of the moments of x"""
+    mean, variance = _mean_and_variance(x, list(range(x.rank - len(shape), x.rank)))
+    scale = (variance + eps).rsqrt()
+    result = _apply_norm(x, scale, -(mean * scale))
+    if weight is not None and bias is not None:
+        result = bias.addcmul(result, weight)
+    elif weight is not None:
+        result = result * weight
+    elif bias is not None:
+        result = result + bias
+    return _cast(result, out.dtype)
+
+
+@rule(
+    aten.rms_norm.default,
+    cases=(case(lambda x: F.rms_norm(x, (6, 5)), X), case(lambda x: F.rms_norm(x, (5,), x[0, 0, 0], eps=1e-3), X)),
+    exact=False,
+)
+def rms_norm(out: Value, x: Value, shape: list[int], weight: Value | None, eps: float | None) -> Value:
+    """norm(x) == x * scale * weight, where the mean of squares is the variance plus the squared mean"""
+    mean, variance = _mean_and_variance(x, list(range(x.rank - len(shape), x.rank)))
+    work = torch.float64 if x.dtype == torch.float64 else torch.float32
+    scale = (variance + mean.square() + (torch.finfo(work).eps if eps is None else eps)).rsqrt()
+    result = _apply_norm(x, scale)
+    return result if weight is None else _cast(result * weight, out.dtype)
+
+
+@rule(
+    aten.softmax.int,
+    aten.log_softmax.int,
+    cases=(case(lambda x: F.softmax(x, 2), X), case(lambda x: F.log_softmax(x, -1), X)),
+    exact=False,
+)
+def softmax(out: Value, x: Value, dim: int, *_: Any) -> Value:
+    """softmax(x) == exp(x - max(x)) / sum(exp(x - max(x)))"""
+    x = _cast(x, _work_type(out.dtype))
+    shifted = x - x.amax([dim], True)
+    exponentials = shifted.exp()
+    total = exponentials.sum([dim], True)
+    result = exponentials / total if out.calls(aten.softmax.int) else shifted - total.log()
+    return _cast(result, out.dtype)
+
+
+# ------------------------------------------------------------------------------------------ pools
+
+
+@rule(
+    *traits.ADAPTIVE_AVERAGE_POOLS,
+    cases=(
+        case(lambda x: F.adaptive_avg_pool2d(x, 1), X),
+        case(lambda x: F.adaptive_avg_pool2d(x, (1, 3)), X),
+        case(lambda x: F.adaptive_avg_pool1d(x, 1), X[:3]),
+    ),
+    refused=(
+        case(lambda x: F.adaptive_avg_pool2d(x, (2, 3)), X),
+        case(lambda x: F.adaptive_avg_pool1d(x, 1), (2, 3, 1)),
+    ),
+    exact=False,
+)
+def adaptive_pool_of_one(out: Value, x: Value, sizes: list[int]) -> Value | None:
+    """The mean along axes of which one position remains, then the pool along the others."""
+    space = range(x.rank - len(sizes), x.rank)
+    dims = [k for k, size in zip(space, sizes, strict=True) if size == 1 < x.shape[k]]
+    if not dims:
+        return None
+    mean = x.mean(dims, True)
+    is_complete = all(mean.shape[k] == size for k, size in zip(space, sizes, strict=True))
+    return mean if is_complete else out.like(self=mean)
+
+
+@rule(
+    *traits.AVERAGE_POOLS,
+    *traits.MAX_POOLS,
+    cases=(
+        case(lambda x: F.avg_pool2d(x, (6, 5)), X),
+        case(lambda x: aten.max_pool2d(x, [5]), (2, 4, 5, 5)),
+        case(lambda x: F.max_pool1d(x, 6), X[:3]),
+    ),
+    refused=(
+        case(lambda x: F.avg_pool2d(x, (6, 4)), X),
+        case(lambda x: F.avg_pool2d(x, (6, 5), padding=(1, 0)), X),
+        case(lambda x: F.avg_pool2d(x, (6, 5), divisor_override=7), X),
+    ),
+    exact=False,
+)
+def pool_of_full_image(out: Value, x: Value, kernel: list[int], *_: Any) -> Value | None:
+    """A pool whose window is the full image is a mean or a maximum."""
+    axes = traits.POOLS[out.target]
+    kernel = kernel * (axes // len(kernel))
+    if kernel != list(x.shape[-axes:]) or any(out.arg("padding")):
+        return None
+    if out.arguments.get("divisor_override") is not None:
+        return None
+    space = list(range(x.rank - axes, x.rank))
+    return x.mean(space, True) if out.calls(*traits.AVERAGE_POOLS) else x.amax(space, True)
+
+
+STATISTICS = Phase(
+    "statistics and their application",
+    (
+        adaptive_pool_of_one,
+        pool_of_full_image,
+        group_norm,
+        instance_norm,
+        batch_norm_of_its_batch,
+        layer_norm,
+        rms_norm,
+        softmax,
+    ),
+)
+
+
+@rule(
+    *traits.ARITHMETIC,
+    cases=(
+        case(lambda x: x - x[:, :1].expand(2, 4, 6, 5), X),
+        case(lambda x: x[0, 0, 0].expand(2, 4, 6, 5) / x, X),
+        case(lambda x: torch.add(x[:, :1].expand(2, 4, 6, 5), x[:1].expand(2, 4, 6, 5), alpha=2), X),
+    ),
+    refused=(
+        case(lambda x: x[:, :1].expand(2, 4, 6, 5) * x[:, 0, 0, 0][:, None, None, None], X),
+        case(lambda x: x.float() * x[0, 0, 0, 0].expand(2, 4, 6, 5), X),
+    ),
+)
+def broadcast_without_expand(out: Value, x: Any, other: Any, *_: Any) -> Value | None:
+    """Arithmetic broadcasts a value instead of reading its expanded copy."""
+    narrow, wide = _unexpanded(x), _unexpanded(other)
+    if narrow is not None and isinstance(other, Value) and other.is_shaped(out):
+        return out.like(self=narrow)
+    if wide is None or not x.is_shaped(out):
+        return None
+    return out.like(other=wide)
+
+
+def _unexpanded(value: Any) -> Value | None:
+    """The operand of an expand; None for other values, and for a number, whose type would count less."""
+    if not isinstance(value, Value) or not value.calls(aten.expand.default):
+        return None
+    source = value.arg("self")
+    return source if source.rank else None
+
+
+BROADCAST = Phase("broadcast values", (broadcast_without_expand,))
+
+
+# --------------------------------------------------------------------------------- their application
+
+
+def split_global_calls(program: Program, table: Table) -> Program:
+    """The program with global calls replaced by statistics and their application, and calls with
+    several outputs by calls with one output.
+
+    table: one of `with_moments`, also to be used for the result.
     """
-    chosen = global_calls(program, table) if nodes is None else sorted(nodes)
-    editor = _with_single_outputs(program)
-    known = {node.name: node for node in program.graph.nodes}
-    copies = {node.name: node for node in editor.graph.nodes}
-    for name in chosen:
-        if name not in known:
-            raise BadInput(f"expected names of calls in the graph, got {name!r}, which it lacks")
-        target = known[name].target
-        if target not in _RULES and target not in _OUTPUT_RULES:
-            raise BadInput(f"{name} ({target}) has no statistics to separate")
-        if target in _RULES:
-            _replace_call(editor, copies[name])
-    for node in editor.graph.find_nodes(op="call_function", target=aten.expand.default):
-        _broadcast_unexpanded(node)
+    names = global_calls(program, table)
+    editor = GraphEditor(program)
+    apply_rules(editor, SINGLE_OUTPUTS)
+    apply_rules(editor, STATISTICS, names=names)
+    apply_rules(editor, BROADCAST)
     return editor.finish()
 
 
@@ -112,315 +428,24 @@ def global_calls(program: Program, table: Table, inputs: Mapping[str, Axes] | No
     table: one of `with_moments`. inputs: the axes of placeholders by name; None: those of images
     (n c h w) and sequences (n c l).
     """
-    editor = _with_single_outputs(program)
-    trained = [node for node in editor.graph.nodes if _uses_batch_statistics(node)]
-    names = [node.name for node in trained]
-    for node in trained:  # the table has no entry for them, so that their axes would end there
-        _replace_call(editor, node)
+    editor = GraphEditor(program)
+    apply_rules(editor, SINGLE_OUTPUTS)
+    names = [node.name for node in editor.calls(aten.batch_norm.default) if schema.arguments(node)["training"]]
+    # The table has no entry for them, so that their axes would end there.
+    apply_rules(editor, STATISTICS, names=names)
     relations = Analysis(program.with_graph(editor.graph), table).relations
     placeholders = editor.graph.find_nodes(op="placeholder")
     pairs = {n: image_axes(n) if inputs is None else inputs.get(n.name) for n in placeholders}
     axes = axes_of(editor.graph, relations, {n: pair for n, pair in pairs.items() if pair and pair[0] is not None})
-    for node, relation in relations.items():
-        if node.target in _RULES and isinstance(relation, Relation) and _needs_all(relation, axes):
-            names.append(node.name)
+    calls = ((node, relations[node]) for node in editor.calls(*STATISTICS.ops))
+    names += [node.name for node, relation in calls if isinstance(relation, Relation) and _needs_all(relation, axes)]
     return tuple(names)
-
-
-def _with_single_outputs(program: Program) -> GraphEditor:
-    """An editor whose graph has calls of one output in place of calls of several, where known."""
-    editor = GraphEditor(program)
-    for node in editor.calls(*_OUTPUT_RULES):
-        _split_outputs(editor, node)
-    return editor
 
 
 def _needs_all(relation: Relation, axes: Mapping[fx.Node, Axes]) -> bool:
     """Whether a cut axis of the operand must be complete, or a pool reduces it to one position."""
     x, output = relation.operands[0].value, fake(relation.node)
     cut = [axis for axis in axes.get(x, NONE) if axis is not None]
-    if relation.node.target in _POOLS:
+    if relation.node.target in traits.POOLS:
         return any(output.shape[axis] == 1 < fake(x).shape[axis] for axis in cut)
     return any(set(relation.ins[0][axis]) & relation.complete for axis in cut)
-
-
-def _replace_call(editor: GraphEditor, node: fx.Node) -> None:
-    with editor.graph.inserting_before(node):
-        replacement = _RULES[node.target](editor, node, schema.arguments(node))
-    if replacement is not None:
-        editor.replace(node, replacement, inherit=True)
-
-
-def _broadcast_unexpanded(node: fx.Node) -> None:
-    """Let arithmetic broadcast a full value instead of reading its expanded copy."""
-    for user in [user for user in node.users if user.target in traits.ARITHMETIC]:
-        others = [fake(n) for n in user.all_input_nodes if n is not node]
-        if any(same_shape(v, fake(user)) for v in others):
-            user.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
-
-
-def _mean_and_variance(editor: GraphEditor, x: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node]:
-    """The nodes of mean and variance, float64, reduced axes of size one."""
-    stacked = editor.call(torch.ops.demask.moments.default, x, dims)
-    return editor.call(aten.select.int, stacked, 0, 0), editor.call(aten.select.int, stacked, 0, 1)
-
-
-def _deviation(editor: GraphEditor, variance: fx.Node, eps: float) -> fx.Node:
-    """1 / sqrt(variance + eps)"""
-    return editor.call(aten.rsqrt.default, editor.call(aten.add.Scalar, variance, eps))
-
-
-def _apply_norm(editor: GraphEditor, node: fx.Node, x: fx.Node, scale: fx.Node, shift: fx.Node | None) -> fx.Node:
-    """x * scale + shift, in float32 at least, as torch's norms do."""
-    dtype = fake(node).dtype
-    work = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    scale = _cast(editor, scale, work)
-    if shift is None:
-        result = editor.call(aten.mul.Tensor, x, scale)
-    else:
-        result = editor.call(aten.addcmul.default, _cast(editor, shift, work), x, scale)
-    return _cast(editor, result, dtype)
-
-
-def _cast(editor: GraphEditor, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    is_same = fake(node).dtype == dtype
-    return node if is_same else editor.call(aten.to.dtype, node, dtype)
-
-
-def _normalize_groups(
-    editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any], groups: int, dims: list[int]
-) -> fx.Node:
-    """The norm over groups of channels: moments per channel, merged in each group."""
-    x = bound["input"]
-    shape = fake(x).shape
-    batch, per_group = 1 if 0 in dims else shape[0], shape[1] // groups
-    mean, variance = _mean_and_variance(editor, x, dims)
-    grouped = [batch, groups, per_group]
-    mean, variance = (editor.call(aten.reshape.default, v, grouped) for v in (mean, variance))
-    if per_group > 1:
-        mean, variance = _merge_groups(editor, mean, variance)
-    scale = _deviation(editor, variance, bound["eps"])
-    weight, bias = (
-        None if bound[name] is None else editor.call(aten.reshape.default, bound[name], [1, *grouped[1:]])
-        for name in ("weight", "bias")
-    )
-    if weight is not None:
-        scale = editor.call(aten.mul.Tensor, weight, scale)
-    shift = editor.call(aten.neg.default, editor.call(aten.mul.Tensor, mean, scale))
-    if bias is not None:
-        shift = editor.call(aten.add.Tensor, bias, shift)
-    pair = [_per_channel(editor, v, grouped, fake(x).ndim) for v in (scale, shift)]
-    return _apply_norm(editor, node, x, *pair)
-
-
-def _merge_groups(editor: GraphEditor, mean: fx.Node, variance: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Mean and variance over channels of equal size: the mean of means; the mean of variances plus
-    squared distances from that mean."""
-    overall = editor.call(aten.mean.dim, mean, [2], True)
-    distances = editor.call(aten.square.default, editor.call(aten.sub.Tensor, mean, overall))
-    second_moments = editor.call(aten.add.Tensor, variance, distances)
-    return overall, editor.call(aten.mean.dim, second_moments, [2], True)
-
-
-def _per_channel(editor: GraphEditor, value: fx.Node, grouped: list[int], rank: int) -> fx.Node:
-    expanded = value if grouped[2] == 1 else editor.call(aten.expand.default, value, grouped)
-    sizes = [grouped[0], grouped[1] * grouped[2], *[1] * (rank - 2)]
-    return editor.call(aten.reshape.default, expanded, sizes)
-
-
-def _group_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
-    space = list(range(2, fake(node).ndim))
-    return _normalize_groups(editor, node, bound, bound["num_groups"], space) if space else None
-
-
-def _instance_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
-    if not bound["use_input_stats"]:
-        return None
-    value = fake(node)
-    return _normalize_groups(editor, node, bound, value.shape[1], list(range(2, value.ndim)))
-
-
-def _uses_batch_statistics(node: fx.Node) -> bool:
-    return node.target is aten.batch_norm.default and schema.arguments(node)["training"]
-
-
-def _batch_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
-    value = fake(node)
-    dims = [0, *range(2, value.ndim)]
-    return _normalize_groups(editor, node, bound, value.shape[1], dims)
-
-
-def _layer_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
-    x, rank = bound["input"], fake(node).ndim
-    dims = list(range(rank - len(bound["normalized_shape"]), rank))
-    mean, variance = _mean_and_variance(editor, x, dims)
-    scale = _deviation(editor, variance, bound["eps"])
-    shift = editor.call(aten.neg.default, editor.call(aten.mul.Tensor, mean, scale))
-    return _apply_affine(editor, node, x, (scale, shift), (bound["weight"], bound["bias"]))
-
-
-def _rms_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
-    """The mean of squares is the variance plus the squared mean."""
-    x, rank = bound["input"], fake(node).ndim
-    dims = list(range(rank - len(bound["normalized_shape"]), rank))
-    mean, variance = _mean_and_variance(editor, x, dims)
-    power = editor.call(aten.add.Tensor, variance, editor.call(aten.square.default, mean))
-    eps = bound["eps"]
-    work = torch.float64 if fake(x).dtype == torch.float64 else torch.float32
-    scale = _deviation(editor, power, torch.finfo(work).eps if eps is None else eps)
-    return _apply_affine(editor, node, x, (scale, None), (bound["weight"], None))
-
-
-def _apply_affine(
-    editor: GraphEditor,
-    node: fx.Node,
-    x: fx.Node,
-    norm: tuple[fx.Node, fx.Node | None],
-    affine: tuple[fx.Node | None, fx.Node | None],
-) -> fx.Node:
-    """Apply the norm, then a weight and a bias per position."""
-    result, (weight, bias) = _apply_norm(editor, node, x, *norm), affine
-    if weight is not None and bias is not None:
-        result = editor.call(aten.addcmul.default, bias, result, weight)
-    elif weight is not None:
-        result = editor.call(aten.mul.Tensor, result, weight)
-    elif bias is not None:
-        result = editor.call(aten.add.Tensor, result, bias)
-    return _cast(editor, result, fake(node).dtype)
-
-
-def _exponentials(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """x - max(x), its exponentials, and their sum; half precision in float32, as torch does."""
-    x, dtype = bound["self"], fake(node).dtype
-    work = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    x = _cast(editor, x, work)
-    dim = bound["dim"]
-    shifted = editor.call(aten.sub.Tensor, x, editor.call(aten.amax.default, x, [dim], True))
-    exponentials = editor.call(aten.exp.default, shifted)
-    return shifted, exponentials, editor.call(aten.sum.dim_IntList, exponentials, [dim], True)
-
-
-def _softmax(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
-    _, exponentials, total = _exponentials(editor, node, bound)
-    result = editor.call(aten.div.Tensor, exponentials, total)
-    return _cast(editor, result, fake(node).dtype)
-
-
-def _log_softmax(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
-    shifted, _, total = _exponentials(editor, node, bound)
-    result = editor.call(aten.sub.Tensor, shifted, editor.call(aten.log.default, total))
-    return _cast(editor, result, fake(node).dtype)
-
-
-def _adaptive_pool(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
-    """The mean along axes of which one position remains, then the pool along the others."""
-    x, sizes = bound["self"], list(bound["output_size"])
-    rank = fake(x).ndim
-    space = range(rank - len(sizes), rank)
-    dims = [k for k, size in zip(space, sizes, strict=True) if size == 1 < fake(x).shape[k]]
-    if not dims:
-        return None
-    mean = editor.call(aten.mean.dim, x, dims, True)
-    shape = fake(mean).shape
-    if all(shape[k] == size for k, size in zip(space, sizes, strict=True)):
-        return mean
-    return editor.call(node.target, mean, sizes)
-
-
-def _global_pool(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
-    """A mean or maximum in place of a pool whose window is the full image."""
-    x = bound["self"]
-    size, kernel, padding = fake(x).shape, bound["kernel_size"], bound["padding"]
-    space = list(range(fake(x).ndim - len(kernel), fake(x).ndim))
-    image = [size[k] for k in space]
-    kernel = list(kernel) * (len(space) // len(kernel))
-    if list(kernel) != image or any(padding) or math.prod(image) == 1:
-        return None
-    if bound.get("divisor_override") is not None or any(d != 1 for d in bound.get("dilation", ())):
-        return None
-    reduce = aten.mean.dim if "avg" in str(node.target) else aten.amax.default
-    return editor.call(reduce, x, space, True)
-
-
-def _split_outputs(editor: GraphEditor, node: fx.Node) -> None:
-    """Replace each output of a call by a call with one output, where a rule is known."""
-    for user in list(node.users):
-        if user.target is not operator.getitem:
-            continue
-        with editor.graph.inserting_before(user):
-            replacement = _OUTPUT_RULES[node.target](editor, node, schema.output_of(user))
-        if replacement is not None:
-            editor.replace(user, replacement, inherit=True)
-
-
-def _split(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node | None:
-    bound, values = schema.arguments(node), schema.outputs(node)
-    x, dim = bound["self"], bound["dim"] % values[0].ndim
-    sizes = [value.shape[dim] for value in values]
-    if not all(isinstance(size, int) for size in sizes):
-        return None
-    start = sum(sizes[:k])
-    return editor.call(aten.slice.Tensor, x, dim, start, start + sizes[k])
-
-
-def _unbind(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
-    bound = schema.arguments(node)
-    return editor.call(aten.select.int, bound["self"], bound["dim"], k)
-
-
-def _variance_or_mean(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
-    bound = schema.arguments(node)
-    x, keep = bound["self"], bound.get("keepdim", False)
-    dims = bound.get("dim") or list(range(fake(x).ndim))
-    if k:
-        return editor.call(aten.mean.dim, x, dims, keep)
-    correction = bound["correction"] if "correction" in bound else float(bound["unbiased"])
-    return editor.call(aten.var.correction, x, dims, correction=correction, keepdim=keep)
-
-
-def _extreme(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
-    """Values (output 0) or positions (output 1) of the largest or smallest along an axis."""
-    bound, largest = schema.arguments(node), node.target is aten.max.dim
-    x, dim, keep = bound["self"], bound["dim"], bound["keepdim"]
-    if k == 0:
-        return editor.call(aten.amax.default if largest else aten.amin.default, x, [dim], keep)
-    return editor.call(aten.argmax.default if largest else aten.argmin.default, x, dim, keep)
-
-
-def _adaptive_max(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node | None:
-    bound = schema.arguments(node)
-    x, sizes = bound["self"], list(bound["output_size"])
-    if k or any(size != 1 for size in sizes):
-        return None
-    rank = fake(x).ndim
-    return editor.call(aten.amax.default, x, list(range(rank - len(sizes), rank)), True)
-
-
-_OUTPUT_RULES: dict[Any, Callable[[GraphEditor, fx.Node, int], fx.Node | None]] = {
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split,
-    aten.chunk.default: _split,
-    aten.tensor_split.sections: _split,
-    aten.tensor_split.indices: _split,
-    aten.unbind.int: _unbind,
-    aten.var_mean.correction: _variance_or_mean,
-    aten.var_mean.dim: _variance_or_mean,
-    aten.var_mean.default: _variance_or_mean,
-    aten.max.dim: _extreme,
-    aten.min.dim: _extreme,
-    **dict.fromkeys(traits.ADAPTIVE_MAX_POOLS, _adaptive_max),
-}
-_POOLS: dict[Any, _Rule] = {
-    **dict.fromkeys(traits.ADAPTIVE_AVERAGE_POOLS, _adaptive_pool),
-    **dict.fromkeys((*traits.AVERAGE_POOLS, *traits.MAX_POOLS), _global_pool),
-}
-_RULES: dict[Any, _Rule] = {
-    **_POOLS,
-    aten.group_norm.default: _group_norm,
-    aten.instance_norm.default: _instance_norm,
-    aten.batch_norm.default: _batch_norm,
-    aten.layer_norm.default: _layer_norm,
-    aten.rms_norm.default: _rms_norm,
-    aten.softmax.int: _softmax,
-    aten.log_softmax.int: _log_softmax,
-}
