@@ -8,10 +8,12 @@ from demask.rewrites.normalize import NORMALIZE
 from demask.rewrites.onnx import ONNX
 from demask.rewrites.rule import Pass, Phase, Rule
 from demask.rewrites.segment import SEGMENT
+from demask.stride.average_pools import POOLS_AS_CONVOLUTIONS, SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS
 from docs.generate import DOCS
 
 PATH = DOCS / "rewrites.md"
-PHASES = (NORMALIZE, ACTIVATIONS, ONNX, SEGMENT)
+STRIDE = (POOLS_AS_CONVOLUTIONS, SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS)
+PHASES = (NORMALIZE, ACTIVATIONS, ONNX, SEGMENT, *STRIDE)
 HEAD = """# Rewrites
 
 One entry per rewrite: a program changed into one that computes the same. Made from the phases in

@@ -32,7 +32,7 @@ from demask.rewrites.normalize import CANONICAL
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.on_device import run_through_cpu
 from demask.shrink.pipeline import capture_program
-from demask.stride.average_pools import pools_to_convs
+from demask.stride.average_pools import POOLS_AS_CONVOLUTIONS
 from demask.stride.dilate import dilate
 from demask.stride.forms import FORMS, LACKING, StrideForm, write_dense
 from demask.stride.strided_conv import (
@@ -170,7 +170,7 @@ def lowered(
     wanted = target_of(target)
     _check_forms(wanted)
     if "avg_pool" in wanted.forbidden:
-        program = pools_to_convs(program, whole=False)
+        program = rewrite(program, POOLS_AS_CONVOLUTIONS, table)
     _check_ops(program.graph, wanted)
     editor = GraphEditor(program)
     reshape_views(editor.graph)

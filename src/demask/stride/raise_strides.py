@@ -30,7 +30,7 @@ from demask.shrink.layout.ties import strided_axes
 from demask.shrink.on_device import run_through_cpu
 from demask.shrink.pipeline import capture_program
 from demask.shrink.program_size import count_elements_written, count_macs
-from demask.stride.average_pools import convs_to_pools
+from demask.stride.average_pools import SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS
 from demask.stride.subsampling_as_slices import rewrite_as_slices
 
 PASSES = 1000  # upper bound; every pass reduces the work of some call
@@ -101,7 +101,8 @@ def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, 
         if lightest[0] >= weight:
             break
         weight, best = lightest[0], lightest[2]
-    best = convs_to_pools(best, means=True)
+    for phase in (SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS):
+        best = rewrite(best, phase, table)
     return best, _describe_strided(best, table)
 
 
