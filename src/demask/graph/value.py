@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from demask.compat.dispatch import OpOverload
 from demask.graph.editor import GraphEditor
-from demask.ops import schema
+from demask.ops import Declined, Relation, bind, schema
 from demask.ops.schema import same_shape
 
 aten = torch.ops.aten
@@ -106,6 +106,11 @@ class Value:
             named = {str(k): value for k, value in enumerate(self.node.args)}
         return {name: values_in(value, self.editor) for name, value in named.items()}
 
+    @property
+    def relation(self) -> Relation | Declined | None:
+        """What the table of ops, which the editor has, states of the call."""
+        return bind(self.node, self.editor.table)
+
     def arg(self, name: str) -> Any:
         """An argument of the call by its name in the op's schema; operands are values."""
         return self.arguments[name]
@@ -124,7 +129,7 @@ class Value:
         """The value of a new call of any op."""
         return Value(self.editor.call(target, *map(node_of, args), **node_of(kwargs)), self.editor)
 
-    def like(self, **changed: Any) -> Value:
+    def like(self, /, **changed: Any) -> Value:
         """The value of a new call of the same op, with some arguments changed."""
         arguments = schema.arguments(self.node) | node_of(changed)
         return Value(self.editor.call_named(self.target, arguments), self.editor)

@@ -12,13 +12,11 @@ from torch import Tensor, fx
 
 from demask.compat.dispatch import OpOverload
 from demask.failures import Log
-from demask.graph.editor import GraphEditor
+from demask.graph.editor import NO_OPS, GraphEditor, drop_unread
 from demask.graph.program import Program, path_of
 from demask.graph.value import Value
 from demask.ops import Table, op_name, schema
 from demask.rewrites.rule import Pass, Phase, Replacement, Rule
-
-NO_OPS = Table({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +42,17 @@ class Change:
 def rewrite(program: Program, phase: Phase, table: Table = NO_OPS, log: Log | None = None) -> Program:
     """The program that the entries of a phase turn this one into.
 
-    table: of ops; rules do not read it. log: notes the entries, and the calls of rules, that failed,
+    table: of ops. log: notes the entries, and the calls of rules, that failed,
     which are left out; and collects changes, if it has a list for them.
     """
-    log = Log() if log is None else log
+    log, start = Log() if log is None else log, program
     for kind, entries in groupby(phase.entries, type):
         if kind is Rule:
-            editor = GraphEditor(program)
-            if apply_rules(editor, Phase(phase.name, tuple(entries)), log):
+            editor, rules, count = GraphEditor(program, table=table), Phase(phase.name, tuple(entries)), 0
+            while (replaced := apply_rules(editor, rules, log)) and phase.repeat:
+                count += replaced
+                drop_unread(editor.graph)
+            if count + replaced:
                 program = editor.finish()
             continue
         for entry in entries:
@@ -59,12 +60,12 @@ def rewrite(program: Program, phase: Phase, table: Table = NO_OPS, log: Log | No
             before, program = program, log.attempt(entry.name, partial(entry.apply, program, table), program)
             if log.changes is not None:
                 log.changes += _differences(before, program, phase.name, entry)
-    return program
+    return rewrite(program, phase, table, log) if phase.repeat and program is not start else program
 
 
 def apply_rules(editor: GraphEditor, phase: Phase, log: Log | None = None) -> int:
-    """Apply a phase of rules alone to the calls of a graph, in its order and in place; the number of
-    calls that were replaced."""
+    """Apply a phase of rules alone to the calls of a graph that are read, in its order, once and in
+    place; the number of calls that were replaced."""
     log = Log() if log is None else log
     by_op: dict[Any, list[Rule]] = {}
     for each in phase.entries:
@@ -73,7 +74,7 @@ def apply_rules(editor: GraphEditor, phase: Phase, log: Log | None = None) -> in
             by_op.setdefault(op, []).append(each)
     count = 0
     for node in editor.calls(*by_op):
-        for each in by_op[node.target]:
+        for each in by_op[node.target] if node.users else ():
             what = f"{phase.name}, {each.name}, of {node.name} ({node.target})"
             if log.attempt(what, partial(_apply_rule, editor, each, node, phase.name, log), False):
                 count += 1

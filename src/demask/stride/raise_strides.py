@@ -31,7 +31,7 @@ from demask.shrink.on_device import run_through_cpu
 from demask.shrink.pipeline import capture_program
 from demask.shrink.program_size import count_elements_written, count_macs
 from demask.stride.average_pools import SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS
-from demask.stride.subsampling_as_slices import rewrite_as_slices
+from demask.stride.subsampling_as_slices import SUBSAMPLING_AS_SLICES
 
 PASSES = 1000  # upper bound; every pass reduces the work of some call
 
@@ -93,10 +93,12 @@ def raise_strides(
 def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, ...]]:
     """The program with raised strides, and a description of each strided convolution."""
     best = fold_constants(rewrite(program, CANONICAL))
-    start, weight = rewrite_as_slices(best, table), _work(best, table)
+    start, weight = rewrite(best, SUBSAMPLING_AS_SLICES, table), _work(best, table)
     for _ in range(PASSES):
         pulled = _absorb_slices(fold_constants(rewrite(start, CANONICAL)), table)
-        start = rewrite_as_slices(pulled, table)  # may compute more until its slices are pulled back in turn
+        start = rewrite(
+            pulled, SUBSAMPLING_AS_SLICES, table
+        )  # may compute more until its slices are pulled back in turn
         lightest = min(((_work(one, table), k, one) for k, one in enumerate((pulled, start))))
         if lightest[0] >= weight:
             break
