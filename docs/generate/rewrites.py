@@ -9,11 +9,12 @@ from demask.rewrites.onnx import ONNX
 from demask.rewrites.rule import Pass, Phase, Rule
 from demask.rewrites.segment import SEGMENT
 from demask.stride.average_pools import POOLS_AS_CONVOLUTIONS, SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS
+from demask.stride.raise_strides import ABSORBED
 from demask.stride.subsampling_as_slices import SUBSAMPLING_AS_SLICES
 from docs.generate import DOCS
 
 PATH = DOCS / "rewrites.md"
-STRIDE = (SUBSAMPLING_AS_SLICES, POOLS_AS_CONVOLUTIONS, SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS)
+STRIDE = (SUBSAMPLING_AS_SLICES, ABSORBED, POOLS_AS_CONVOLUTIONS, SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS)
 PHASES = (NORMALIZE, ACTIVATIONS, ONNX, SEGMENT, *STRIDE)
 HEAD = """# Rewrites
 

@@ -58,8 +58,10 @@ def rewrite(program: Program, phase: Phase, table: Table = NO_OPS, log: Log | No
         for entry in entries:
             assert isinstance(entry, Pass)
             before, program = program, log.attempt(entry.name, partial(entry.apply, program, table), program)
-            if log.changes is not None:
-                log.changes += _differences(before, program, phase.name, entry)
+            if log.changes is not None and before is not program:
+                log.changes += differences(
+                    call_lines(before.graph), call_lines(program.graph), phase.name, entry.name, entry.reason
+                )
     return rewrite(program, phase, table, log) if phase.repeat and program is not start else program
 
 
@@ -110,15 +112,20 @@ def _nodes_between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         yield first
 
 
-def _differences(before: Program, after: Program, phase: str, entry: Pass) -> Iterator[Change]:
-    """What a pass changed: calls that only one of the programs has, by module."""
-    if before is after:
-        return
-    texts = [{_call_text(n): path_of(n) for n in p.graph.nodes if n.op == "call_function"} for p in (before, after)]
-    sides = [{text: module for text, module in one.items() if text not in other} for one, other in (texts, texts[::-1])]
+def call_lines(graph: fx.Graph) -> dict[str, str]:
+    """The calls of a graph as lines, and the module of each."""
+    return {_call_text(node): path_of(node) for node in graph.nodes if node.op == "call_function"}
+
+
+def differences(
+    before: dict[str, str], after: dict[str, str], phase: str, rewrite: str, reason: str
+) -> Iterator[Change]:
+    """What a rewrite changed: calls (`call_lines`) that are only before or only after it, by module."""
+    both = (before, after)
+    sides = [{text: module for text, module in one.items() if text not in other} for one, other in (both, both[::-1])]
     for module in dict.fromkeys([*sides[0].values(), *sides[1].values()]):
         lines = [tuple(text for text, of in side.items() if of == module) for side in sides]
-        yield Change(phase, entry.name, entry.reason, module, *lines)
+        yield Change(phase, rewrite, reason, module, *lines)
 
 
 def _call_text(node: fx.Node) -> str:
