@@ -9,13 +9,18 @@ from demask.rewrites.onnx import ONNX
 from demask.rewrites.rule import Pass, Phase, Rule
 from demask.rewrites.segment import SEGMENT
 from demask.shrink.stack_border_maps import SEPARATE, STACKED
+from demask.stride.average_pools import POOLS_AS_CONVOLUTIONS, SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS
+from demask.stride.raise_strides import ABSORBED
+from demask.stride.subsampling_as_slices import SUBSAMPLING_AS_SLICES
 from demask.traverse.analysis.split_global_ops import BROADCAST, SINGLE_OUTPUTS, STATISTICS
 from demask.tune.candidates import TUNE
 from demask.tune.fold_affine import FOLD
 from docs.generate import DOCS
 
 PATH = DOCS / "rewrites.md"
-PHASES = (NORMALIZE, ACTIVATIONS, ONNX, SEGMENT, SEPARATE, STACKED, FOLD, TUNE, SINGLE_OUTPUTS, STATISTICS, BROADCAST)
+STRIDE = (SUBSAMPLING_AS_SLICES, ABSORBED, POOLS_AS_CONVOLUTIONS, SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS)
+TRAVERSE = (SINGLE_OUTPUTS, STATISTICS, BROADCAST)
+PHASES = (NORMALIZE, ACTIVATIONS, ONNX, SEGMENT, SEPARATE, STACKED, FOLD, TUNE, *TRAVERSE, *STRIDE)
 HEAD = """# Rewrites
 
 One entry per rewrite: a program changed into one that computes the same. Made from the phases in

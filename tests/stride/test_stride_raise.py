@@ -157,6 +157,30 @@ def test_convolutions_that_read_a_grid_alone():
         assert (made(x) - model(x)).abs().max() <= 1e-12
 
 
+class Phases(nn.Module):
+    """A strided convolution as the sum over the phases of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.taps = nn.Parameter(torch.randn(2, 3, 3, 3))
+
+    def forward(self, x):
+        def part(i, j):
+            taps = self.taps[:, :, i::2, j::2]
+            rows, columns = 2 + taps.shape[2], 2 + taps.shape[3]
+            return F.conv2d(x[:, :, i : i + 2 * rows - 1 : 2, j : j + 2 * columns - 1 : 2], taps)
+
+        return part(0, 0) + part(0, 1) + part(1, 0) + part(1, 1)
+
+
+def test_a_sum_over_phases_is_one_convolution():
+    model, x = Phases().double().eval(), torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    made = raise_strides(model, (x,))
+    assert strides(made) == [[2, 2]]
+    with torch.no_grad():
+        assert (made(x) - model(x)).abs().max() <= 1e-12
+
+
 def test_zeros_in_weights_stay():
     model = Sampled(WAYS["slice"][0], 2, nn.ReLU(), kernel_size=3, padding=1).eval()
     with torch.no_grad():

@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from demask.failures import Log
 from demask.graph.result.module_calls import graph_of_calls
 from demask.ops import schema
+from demask.rewrites.driver import rewrite
+from demask.rewrites.normalize import CANONICAL
+from demask.shrink.pipeline import capture_program
 from demask.stride import NoSoundForm, Target, lower, raise_strides
+from demask.stride.lower import lowered
+from demask.stride.raise_strides import raised
 from test_stride_lower import NETWORKS, drawn
 
 TARGETS = ("max_pool", "slice", "avg_pool", "no_pool", "space_to_depth", "matrix_unit")
@@ -135,6 +141,20 @@ def test_average_pools_become_convolutions_and_come_back(name, stride):
     targets = [n.target for n in lowered.graph.nodes]
     assert torch.ops.aten.avg_pool2d.default not in targets
     goes_round(net, (x,), NO_MEAN)
+
+
+def test_traces_have_what_is_lowered_and_raised():
+    """Every replacement of a stride is a change, with the calls before and after; so is its return."""
+    program = rewrite(capture_program(nn.Conv2d(3, 4, 3, 2, 1), (torch.ones(1, 3, 8, 8),), None, None), CANONICAL)
+    log = Log(changes=[])
+    without, (choice,) = lowered(program, "slice", log=log)
+    (change,) = log.changes
+    assert (change.phase, change.rewrite, change.reason) == ("strides", choice.form, choice.why)
+    assert [line.split("(")[0].split()[-1] for line in change.before] == ["aten.conv2d.default"]
+    assert "aten.slice.Tensor" in "".join(change.after)
+    log = Log(changes=[])
+    raised(without, log=log)
+    assert "absorbed slices" in [change.rewrite for change in log.changes]
 
 
 def test_trained_weights_stay_a_convolution():

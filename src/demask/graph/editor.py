@@ -13,10 +13,11 @@ from torch.fx.node import map_arg
 
 from demask.graph.fake_values import FakeValues, mode_of
 from demask.graph.program import Constant, Program, copy_graph
-from demask.ops import schema
+from demask.ops import Table, schema
 from demask.ops.traits import VIEWS
 
 aten = torch.ops.aten
+NO_OPS = Table({})
 
 
 class GraphEditor:
@@ -28,12 +29,13 @@ class GraphEditor:
     other methods before the node that reads the new one.
 
     copies: the copy of each node of the program. constants: those that the graph may read, by name.
-    origin: the node that new calls replace, whose module they belong to; None if unknown.
+    origin: the node that new calls replace, whose module they belong to; None if unknown. table: of
+    ops, for what is derived from relations.
     """
 
-    def __init__(self, program: Program, graph: fx.Graph | None = None):
+    def __init__(self, program: Program, graph: fx.Graph | None = None, table: Table = NO_OPS):
         """graph: the graph to edit; None: a copy of the program's graph."""
-        self.program = program
+        self.program, self.table = program, table
         self.graph, self.copies = copy_graph(program) if graph is None else (graph, {})
         self.constants: dict[str, Constant] = dict(program.constants) if graph is None else {}
         self.origin: fx.Node | None = None

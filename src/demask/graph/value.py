@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from demask.compat.dispatch import OpOverload
 from demask.graph.editor import GraphEditor
-from demask.ops import schema
+from demask.ops import Declined, Relation, bind, schema
 from demask.ops.schema import same_shape
 
 aten = torch.ops.aten
@@ -120,6 +120,11 @@ class Value:
     def outputs_read(self) -> frozenset[int]:
         """Which of a call's several outputs are read."""
         return frozenset(schema.output_of(user) for user in self.node.users)
+
+    @property
+    def relation(self) -> Relation | Declined | None:
+        """What the table of ops, which the editor has, states of the call."""
+        return bind(self.node, self.editor.table)
 
     def arg(self, name: str) -> Any:
         """An argument of the call by its name in the op's schema; operands are values."""

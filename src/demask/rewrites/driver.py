@@ -12,13 +12,11 @@ from torch import Tensor, fx
 
 from demask.compat.dispatch import OpOverload
 from demask.failures import Log
-from demask.graph.editor import GraphEditor
+from demask.graph.editor import NO_OPS, GraphEditor, drop_unread
 from demask.graph.program import Program, path_of
 from demask.graph.value import Value
 from demask.ops import Table, op_name, schema
 from demask.rewrites.rule import Pass, Phase, Replacement, Rule
-
-NO_OPS = Table({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +42,34 @@ class Change:
 def rewrite(program: Program, phase: Phase, table: Table = NO_OPS, log: Log | None = None) -> Program:
     """The program that the entries of a phase turn this one into.
 
-    table: of ops; rules do not read it. log: notes the entries, and the calls of rules, that failed,
+    table: of ops. log: notes the entries, and the calls of rules, that failed,
     which are left out; and collects changes, if it has a list for them.
     """
-    log = Log() if log is None else log
+    log, start = Log() if log is None else log, program
     for kind, entries in groupby(phase.entries, type):
         if kind is Rule:
-            editor = GraphEditor(program)
-            if apply_rules(editor, Phase(phase.name, tuple(entries)), log):
+            editor, rules, count = GraphEditor(program, table=table), Phase(phase.name, tuple(entries)), 0
+            while (replaced := apply_rules(editor, rules, log)) and phase.repeat:
+                count += replaced
+                drop_unread(editor.graph)
+            if count + replaced:
                 program = editor.finish()
             continue
         for entry in entries:
             assert isinstance(entry, Pass)
             before, program = program, log.attempt(entry.name, partial(entry.apply, program, table), program)
-            if log.changes is not None:
-                log.changes += _differences(before, program, phase.name, entry)
-    return program
+            if log.changes is not None and before is not program:
+                log.changes += differences(
+                    call_lines(before.graph), call_lines(program.graph), phase.name, entry.name, entry.reason
+                )
+    return rewrite(program, phase, table, log) if phase.repeat and program is not start else program
 
 
 def apply_rules(
     editor: GraphEditor, phase: Phase, log: Log | None = None, *, names: Collection[str] | None = None
 ) -> int:
-    """Apply a phase of rules alone to the calls of a graph, in its order and in place; the number of
-    calls that were replaced. names: of the calls that may be; None: all of them."""
+    """Apply a phase of rules alone to the calls of a graph that are read, in its order, once and in
+    place; the number of calls that were replaced. names: of the calls that may be; None: all of them."""
     log = Log() if log is None else log
     by_op: dict[Any, list[Rule]] = {}
     for each in phase.entries:
@@ -75,7 +78,7 @@ def apply_rules(
             by_op.setdefault(op, []).append(each)
     count = 0
     for node in editor.calls(*by_op):
-        if names is not None and node.name not in names:
+        if not node.users or (names is not None and node.name not in names):
             continue
         for each in by_op[node.target]:
             what = f"{phase.name}, {each.name}, of {node.name} ({node.target})"
@@ -113,15 +116,20 @@ def _nodes_between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         yield first
 
 
-def _differences(before: Program, after: Program, phase: str, entry: Pass) -> Iterator[Change]:
-    """What a pass changed: calls that only one of the programs has, by module."""
-    if before is after:
-        return
-    texts = [{_call_text(n): path_of(n) for n in p.graph.nodes if n.op == "call_function"} for p in (before, after)]
-    sides = [{text: module for text, module in one.items() if text not in other} for one, other in (texts, texts[::-1])]
+def call_lines(graph: fx.Graph) -> dict[str, str]:
+    """The calls of a graph as lines, and the module of each."""
+    return {_call_text(node): path_of(node) for node in graph.nodes if node.op == "call_function"}
+
+
+def differences(
+    before: dict[str, str], after: dict[str, str], phase: str, rewrite: str, reason: str
+) -> Iterator[Change]:
+    """What a rewrite changed: calls (`call_lines`) that are only before or only after it, by module."""
+    both = (before, after)
+    sides = [{text: module for text, module in one.items() if text not in other} for one, other in (both, both[::-1])]
     for module in dict.fromkeys([*sides[0].values(), *sides[1].values()]):
         lines = [tuple(text for text, of in side.items() if of == module) for side in sides]
-        yield Change(phase, entry.name, entry.reason, module, *lines)
+        yield Change(phase, rewrite, reason, module, *lines)
 
 
 def _call_text(node: fx.Node) -> str:

@@ -105,10 +105,11 @@ class Pass:
 @dataclass(frozen=True, slots=True)
 class Phase:
     """Entries that are applied one after the other; rules that follow one another, in one walk over
-    the calls, of which the first that applies replaces the call."""
+    the calls, of which the first that applies replaces the call. repeat: until none changes anything."""
 
     name: str
     entries: tuple[Rule | Pass, ...]
+    repeat: bool = False
 
     @property
     def ops(self) -> frozenset[Any]:

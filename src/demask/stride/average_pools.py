@@ -4,10 +4,10 @@
     avg_pool(x) == conv(x, ones) * (1 / counts)                 if border windows have fewer counts
 
 A pool that does not count its padding, or whose last windows reach beyond it (ceil mode), divides
-by other numbers at borders: the count map, exact for the sizes of the call. Conversely, a depthwise
-convolution with one number per channel as weights is a pool, or the sum of windows times a
-constant. Both are equal up to the order and rounding of sums, and, for a dense kernel with zeros
-between channels, under the assumption that 0 * x is 0.
+by other numbers at borders: the count map, exact for the sizes of the call. Conversely, a
+convolution that sums the windows of each channel and divides them is a pool. Both are equal up to the
+order and rounding of sums, and, for a dense kernel with zeros between channels, under the assumption
+that 0 * x is 0.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from demask.graph.editor import GraphEditor
-from demask.graph.program import Program
-from demask.graph.queries import only_reader
+from demask.graph.value import Value
 from demask.ops import schema, traits
 from demask.ops.schema import fake
+from demask.rewrites.rule import Phase, case, rule
 
 aten = torch.ops.aten
 PAD = aten.constant_pad_nd.default
 Pads = tuple[tuple[int, int], ...]  # per axis: positions before and after
+X1, X2 = (2, 3, 7), (2, 3, 7, 8)  # the shapes of most cases
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,38 +147,38 @@ def _counts(size: int, kernel: int, stride: int, pad: int, count: int, include: 
     return [min(start + kernel, size) - max(start, 0) for start in starts]
 
 
-def pools_to_convs(program: Program, *, whole: bool = True) -> Program:
-    """The program with average pools as depthwise convolutions, followed by a multiplication by the
-    count map if divisors differ.
+@rule(
+    *traits.AVERAGE_POOLS,
+    *traits.ADAPTIVE_AVERAGE_POOLS,
+    cases=(
+        case(lambda x: F.avg_pool1d(x, 3, 2, 1, count_include_pad=False), X1),
+        case(lambda x: F.avg_pool2d(x, (3, 2), 2, (1, 0), ceil_mode=True), X2),
+        case(lambda x: F.avg_pool2d(x, 2, divisor_override=3), X2, dynamic={0: (2, 3)}),
+        case(lambda x: F.adaptive_avg_pool2d(x, (7, 2)), (2, 3, 7, 8)),
+        case(lambda x: F.avg_pool3d(x, 2), (2, 3, 4, 5, 6)),
+    ),
+    refused=(
+        case(lambda x: F.adaptive_avg_pool2d(x, (2, 2)), X2),
+        case(lambda x: F.adaptive_avg_pool2d(x, 1), X2),
+        case(lambda x: F.avg_pool2d(x, 2), torch.ones(1, 2, 4, 4, dtype=torch.int64)),
+        case(lambda x: F.avg_pool2d(x, 2), X2, dynamic={0: (1,)}),
+        case(lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), X2, dynamic={0: (2,)}),
+        case(lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True, divisor_override=2), X2, dynamic={0: (2,)}),
+    ),
+    exact=False,
+)
+def pool_as_convolution(out: Value, x: Value, *arguments: Any) -> Value | None:
+    """An average pool is a depthwise convolution, times the inverse counts of windows if these differ.
 
-    Pools of integers remain (they round), as do pools whose count map depends on sizes known only
-    at run time, and adaptive ones with overlapping windows. whole: whether to convert adaptive
-    pools over the whole image (means), too.
-    """
-    editor = GraphEditor(program)
-    for node in editor.calls(*traits.AVERAGE_POOLS, *traits.ADAPTIVE_AVERAGE_POOLS):
-        replacement = _as_conv(editor, node) if whole or not _is_mean(node) else None
-        if replacement is not None:
-            editor.replace(node, replacement)
-    return editor.finish()
-
-
-def _is_mean(node: fx.Node) -> bool:
-    """Whether a call is an adaptive pool over the whole image."""
-    rank = traits.ADAPTIVE_AVERAGE_POOLS.get(node.target)
-    return rank is not None and set(fake(node).shape[-rank:]) == {1}
-
-
-def _as_conv(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """The depthwise convolution of a pool, inserted before it, and scaled if divisors differ."""
-    pool, x = AveragePool.of(node), schema.arguments(node)["self"]
-    value = fake(x)
-    if pool is None or not value.is_floating_point():
+    A mean of all positions stays: it is an adaptive pool to one window."""
+    pool = AveragePool.of(out.node)
+    if pool is None or not x.dtype.is_floating_point:
         return None
     rank = len(pool.kernel)
-    if not isinstance(value.shape[-rank - 1], int):
+    is_mean = out.calls(*traits.ADAPTIVE_AVERAGE_POOLS) and set(out.shape[-rank:]) == {1}
+    if is_mean or not isinstance(x.shape[-rank - 1], int):
         return None
-    sizes = static_sizes(x, rank)
+    sizes = static_sizes(x.node, rank)
     if sizes is None and (pool.ceil or not pool.is_even):
         return None
     pads: Pads = tuple((p, p) for p in pool.padding)
@@ -185,8 +187,10 @@ def _as_conv(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         pads, kernel = pool.pads(sizes), pool.taps(sizes)
     shared = divisors(pool, sizes)
     weight = 1.0 if shared.ndim else 1 / int(shared)
-    sums = sum_windows(editor, node, x, kernel, weight, pads=pads, stride=pool.stride)
-    return multiply(editor, node, sums, shared.double().reciprocal()) if shared.ndim else sums
+    sums = sum_windows(out.editor, out.node, x.node, kernel, weight, pads=pads, stride=pool.stride)
+    if shared.ndim:
+        sums = multiply(out.editor, out.node, sums, shared.double().reciprocal())
+    return Value(sums, out.editor)
 
 
 def static_sizes(x: fx.Node, rank: int) -> tuple[int, ...] | None:
@@ -246,82 +250,57 @@ def copy_metadata(replacement: fx.Node, node: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """A convolution that sums windows: `last` is scale * the weighted sum of each window of x, with
-    `pads` zeros around it. weights: one number per channel. scale: a map in place of 1 / counts.
-    """
+    """A convolution that sums windows of x, which has `pads` zeros around it, times `weight`.
+    windows: the output's spatial shape."""
 
-    last: fx.Node
-    x: fx.Node
+    x: Value
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     pads: Pads
-    weights: Tensor
-    scale: Tensor | None
+    weight: Tensor
+    windows: tuple[Any, ...]
 
 
-def convs_to_pools(program: Program, *, means: bool = False) -> Program:
-    """The program with convolutions that sum the windows of each channel as average pools.
-
-    These have one finite nonzero weight per channel, no weights between channels, no bias, dilation
-    1, and padding of at most half a window. A multiplication that alone reads the convolution is
-    absorbed if it is the count map of a pool. Otherwise a multiplication follows the pool, unless
-    the divisor is a whole number. means: only convolutions that are exactly a pool, and whose
-    weights are not parameters: the output of `pools_to_convs`.
-    """
-    editor = GraphEditor(program)
-    for node in editor.calls(*traits.CONVOLUTIONS):
-        sums = None if means and _is_trained(editor, node) else _sums(editor, node)
-        pool = None if sums is None else _as_pool(editor, sums, scales=not means)
-        if sums is not None and pool is not None:
-            editor.replace(sums.last, pool)
-    return editor.finish()
-
-
-def _is_trained(editor: GraphEditor, node: fx.Node) -> bool:
-    """Whether a convolution's weight is a parameter, or computed."""
-    read = schema.arguments(node)["weight"]
-    return editor.tensor(read) is None or editor.constants[str(read.target)].parameter
-
-
-def _sums(editor: GraphEditor, node: fx.Node) -> _Sums | None:
-    """A convolution as sums of windows; None if it is none."""
-    arguments, rank = schema.arguments(node), traits.CONVOLUTIONS[node.target]
-    weight, x = editor.tensor(arguments["weight"]), arguments["input"]
+def _sums(conv: Value) -> _Sums | None:
+    """A convolution as sums of windows; None if it is none, or its weight is trained."""
+    arguments, rank = conv.arguments, traits.CONVOLUTIONS[conv.target]
+    weight, x = arguments["weight"].constant, arguments["input"]
     stride, dilation = per_axis(arguments["stride"], rank), per_axis(arguments["dilation"], rank)
     inner = per_axis(arguments["padding"], rank)
     if weight is None or stride is None or inner is None or arguments["bias"] is not None:
         return None
-    weights = _channel_weights(weight)
-    if weights is None or dilation != (1,) * rank or fake(x).shape[-rank - 1] != len(weights):
+    number = _one_weight(weight)
+    if number is None or dilation != (1,) * rank or x.shape[-rank - 1] != len(weight):
+        return None
+    if conv.editor.constants[arguments["weight"].target].parameter:
         return None
     pads: Pads = tuple((p, p) for p in inner)
     outer_pads = _zeros_around(x, rank) if not any(inner) else None
     if outer_pads is not None:
-        x, pads = x.args[0], outer_pads
-    last, scale = _scale_after(editor, node, rank)
-    kernel = tuple(weight.shape[2:])
-    return _Sums(last, x, kernel, stride, pads, weights, scale)
+        x, pads = x.arg("self"), outer_pads
+    return _Sums(x, tuple(weight.shape[2:]), stride, pads, number, tuple(conv.shape[-rank:]))
 
 
-def _channel_weights(weight: Tensor) -> Tensor | None:
-    """One weight per channel, (C,); None if a channel has several, or reads other channels."""
+def _one_weight(weight: Tensor) -> Tensor | None:
+    """The weight of each channel for itself, a scalar; None if there are several, or weights for
+    other channels."""
     count, within = weight.shape[:2]
-    if not weight.is_floating_point() or not bool(weight.isfinite().all()) or count % within:
+    if not weight.is_floating_point() or count % within:
         return None
     flat = weight.flatten(2)
     own = flat[torch.arange(count), torch.arange(count) % within]
-    alike = bool((own == own[:, :1]).all()) and bool((own[:, 0] != 0).all())
+    number = own[0, 0]
+    alike = bool((own == number).all()) and bool(number.isfinite()) and bool(number != 0)
     others = int((flat != 0).sum()) > own.numel()
-    return own[:, 0] if alike and not others else None
+    return number if alike and not others else None
 
 
-def _zeros_around(x: fx.Node, rank: int) -> Pads | None:
+def _zeros_around(x: Value, rank: int) -> Pads | None:
     """The zeros that a pad adds along the last axes; None for other calls."""
-    if x.target is not PAD:
+    if not x.calls(PAD):
         return None
-    arguments = schema.arguments(x)
-    flat = list(arguments["pad"])
-    if arguments["value"] or len(flat) > 2 * rank or not all(isinstance(n, int) for n in flat):
+    flat = list(x.arg("pad"))
+    if x.arg("value") or len(flat) > 2 * rank or not all(isinstance(n, int) for n in flat):
         return None
     flat += [0] * (2 * rank - len(flat))
     if any(n < 0 for n in flat):
@@ -329,53 +308,31 @@ def _zeros_around(x: fx.Node, rank: int) -> Pads | None:
     return tuple((flat[2 * k], flat[2 * k + 1]) for k in reversed(range(rank)))
 
 
-def _scale_after(editor: GraphEditor, node: fx.Node, rank: int) -> tuple[fx.Node, Tensor | None]:
-    """The multiplication by a constant map that alone reads a convolution, and the map; else the
-    convolution and None."""
-    reader = only_reader(node)
-    if reader is None or reader.target is not aten.mul.Tensor:
-        return node, None
-    other = reader.args[1] if reader.args[0] is node else reader.args[0]
-    scale = editor.tensor(other)
-    shape = tuple(fake(node).shape[-rank:])
-    if scale is None or tuple(scale.shape) != shape or scale.dtype != fake(node).dtype:
-        return node, None
-    return reader, scale
-
-
-def _as_pool(editor: GraphEditor, sums: _Sums, *, scales: bool) -> fx.Node | None:
-    """The pool that is equal to sums of windows, or, if `scales`, a pool times a constant; None if
-    there is none."""
+def _pool_of(out: Value, sums: _Sums, scale: Tensor | None) -> Value | None:
+    """The pool that is equal to sums of windows, times a map; None if there is none."""
     rank = len(sums.kernel)
     if any(2 * before > k for (before, _), k in zip(sums.pads, sums.kernel, strict=True)):
         return None  # pools pad by half a window at most
-    sizes = static_sizes(sums.x, rank)
+    sizes = static_sizes(sums.x.node, rank)
     small = sizes is None or any(k > n for k, n in zip(sums.kernel, sizes, strict=True))
     if rank == 3 and any(map(any, sums.pads)) and small:
         return None  # avg_pool3d rejects images smaller than its window, padded or not
-    if sizes is None and (sums.scale is not None or any(a != b for a, b in sums.pads)):
+    if sizes is None and (scale is not None or any(a != b for a, b in sums.pads)):
         return None
+    actual = sums.weight if scale is None else sums.weight * scale
     for pool in _candidates(sums):
-        if _has_windows(sums, pool, sizes) and _divides(sums, pool, sizes):
-            return _call(editor, sums, pool)
-    if not scales:
-        return None
-    whole = None if rank == 1 else 1
-    padding = tuple(before for before, _ in sums.pads)
-    plain = [AveragePool(sums.kernel, sums.stride, padding, ceil, True, whole) for ceil in (False, True)]
-    pool = next((pool for pool in plain if _has_windows(sums, pool, sizes)), None)
-    if pool is None:
-        return None
-    factor = sums.weights.double().reshape(-1, *[1] * rank)
-    factor = factor * divisors(pool, sizes).double()
-    factor = factor if sums.scale is None else factor * sums.scale.double()
-    return multiply(editor, sums.last, _call(editor, sums, pool), factor)
+        expected = divisors(pool, sizes).double().reciprocal().to(actual.dtype)
+        if _has_windows(sums, pool, sizes) and bool((expected == actual).all()):
+            override = [] if rank == 1 else [pool.divisor]
+            lists = list(pool.kernel), list(pool.stride), list(pool.padding)
+            return out.call(traits.AVERAGE_POOL_OF_AXES[rank], sums.x, *lists, pool.ceil, pool.include, *override)
+    return None
 
 
 def _candidates(sums: _Sums) -> list[AveragePool]:
-    """Pools that might divide by the inverse of the convolution's weights: by counts, or by one
+    """Pools that might divide by the inverse of the convolution's weight: by counts, or by one
     number."""
-    weight = float(sums.weights[0])
+    weight = float(sums.weight)
     whole = round(1 / weight) if 2.0**-31 < weight <= 1 else 0
     divisors = [None, whole] if len(sums.kernel) > 1 and whole else [None]
     padding = tuple(before for before, _ in sums.pads)
@@ -389,14 +346,7 @@ def _has_windows(sums: _Sums, pool: AveragePool, sizes: tuple[int, ...] | None) 
     """Whether the pool has as many windows as the convolution (for all sizes, if unknown)."""
     if sizes is None:
         return pool.is_even and not pool.ceil
-    return pool.lengths(sizes) == tuple(fake(sums.last).shape[-len(sums.kernel) :])
-
-
-def _divides(sums: _Sums, pool: AveragePool, sizes: tuple[int, ...] | None) -> bool:
-    """Whether the inverse of the pool's divisors, rounded, equals the convolution's weights."""
-    actual = sums.weights[0] if sums.scale is None else sums.weights[0] * sums.scale
-    expected = divisors(pool, sizes).double().reciprocal().to(sums.weights.dtype)
-    return bool((sums.weights == sums.weights[0]).all()) and bool((expected == actual).all())
+    return pool.lengths(sizes) == sums.windows
 
 
 def divisors(pool: AveragePool, sizes: tuple[int, ...] | None) -> Tensor:
@@ -407,9 +357,90 @@ def divisors(pool: AveragePool, sizes: tuple[int, ...] | None) -> Tensor:
     return counts.flatten()[0] if bool((counts == counts.flatten()[0]).all()) else counts
 
 
-def _call(editor: GraphEditor, sums: _Sums, pool: AveragePool) -> fx.Node:
-    override = [] if len(pool.kernel) == 1 else [pool.divisor]
-    lists = list(pool.kernel), list(pool.stride), list(pool.padding)
-    args = (sums.x, *lists, pool.ceil, pool.include, *override)
-    replacement = editor.insert(sums.last, None, traits.AVERAGE_POOL_OF_AXES[len(pool.kernel)], *args)
-    return copy_metadata(replacement, sums.last)
+def _windows(x: Tensor, number: float = 0.25, size: int = 2, **settings: Any) -> Tensor:
+    """The sum of the windows of each channel, times a number, as a convolution."""
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[x.ndim - 3]
+    settings = {"stride": 2, "groups": x.shape[1]} | settings
+    shape = (x.shape[1], 1, *[size] * (x.ndim - 2))
+    weight = torch.tensor([number] * math.prod(shape), dtype=x.dtype).reshape(shape)
+    return convolve(x, weight, **settings)
+
+
+def _ceil_map(x: Tensor, read: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """An average pool in ceil mode of 7 positions: the last window has one position."""
+    sums = _windows(aten.constant_pad_nd(x, [0, 1]), 1.0)
+    mean = sums * torch.tensor([0.5, 0.5, 0.5, 1], dtype=x.dtype)
+    return (mean, sums) if read else mean
+
+
+@rule(
+    aten.mul.Tensor,
+    cases=(
+        case(_ceil_map, (2, 3, 7)),
+        case(
+            lambda x: (
+                torch.tensor([[0.25, 0.25], [0.5, 0.5]], dtype=x.dtype)
+                * _windows(aten.constant_pad_nd(x, [0, 0, 0, 1]), 1.0)
+            ),
+            (2, 3, 3, 4),
+        ),
+    ),
+    refused=(
+        case(lambda x: _ceil_map(x, read=True), (2, 3, 7)),
+        case(lambda x: _ceil_map(x), (2, 3, 7), dynamic={0: (2,)}),
+        case(lambda x: _windows(x, 1.0) * torch.tensor([0.5, 0.5, 0.25], dtype=x.dtype), (2, 3, 7)),
+        case(lambda x: _windows(x, 1.0) * 0.5, (2, 3, 7)),
+        case(lambda x: x * torch.tensor([0.5, 0.5, 1.0], dtype=x.dtype), (2, 3)),
+    ),
+    exact=False,
+)
+def scaled_sums_as_pool(out: Value, a: Any, b: Any) -> Value | None:
+    """A convolution that sums windows, times the inverse count of each, is an average pool."""
+    for conv, factor in ((a, b), (b, a)):
+        if not isinstance(conv, Value) or not conv.calls(*traits.CONVOLUTIONS) or len(conv.users) > 1:
+            continue
+        scale, sums = factor.constant if isinstance(factor, Value) else None, _sums(conv)
+        if sums is not None and scale is not None and tuple(scale.shape) == sums.windows and scale.dtype == conv.dtype:
+            return _pool_of(out, sums, scale)
+    return None
+
+
+X = (2, 4, 8, 8)
+
+
+_IDENTITY = torch.eye(4, dtype=torch.float64).reshape(4, 4, 1, 1)
+
+
+def _trained_mean() -> nn.Module:
+    mean = nn.Conv2d(4, 4, 2, groups=4, bias=False)
+    nn.init.constant_(mean.weight, 0.25)
+    return mean
+
+
+@rule(
+    *traits.CONVOLUTIONS,
+    cases=(
+        case(_windows, X),
+        case(lambda x: _windows(x, 1 / 3, padding=1), X),
+        case(lambda x: _windows(x, 0.5), (2, 3, 7), dynamic={0: (0, 2)}),
+        case(lambda x: _windows(aten.constant_pad_nd(x, [1, 0, 1, 0]), 1.0), (2, 3, 7, 7)),
+        case(lambda x: F.conv2d(x, _IDENTITY), X),
+        case(lambda x: F.conv2d(x, _IDENTITY[:2, :2].repeat(2, 1, 1, 1), groups=2), X),
+        case(lambda x: _windows(x, 0.125), (2, 3, 4, 4, 4)),
+        case(lambda x: _windows(x, 1 / 27, size=3, padding=1), (2, 3, 3, 4, 4)),
+    ),
+    refused=(case(nn.Conv2d(4, 4, 1, groups=4, bias=False), X),),
+    exact=False,
+)
+def sums_as_pool(out: Value, *arguments: Any) -> Value | None:
+    """A convolution with the weights of an average pool is one, unless they are trained.
+
+    Each channel has one number as weights, the inverse of a divisor, and none for other channels."""
+    sums = _sums(out)
+    return None if sums is None else _pool_of(out, sums, None)
+
+
+POOLS_AS_CONVOLUTIONS = Phase("average pools as convolutions", (pool_as_convolution,))
+# A convolution whose map of counts follows it is no pool of its own.
+SCALED_SUMS_AS_POOLS = Phase("convolutions and count maps as average pools", (scaled_sums_as_pool,))
+SUMS_AS_POOLS = Phase("convolutions as average pools", (sums_as_pool,))

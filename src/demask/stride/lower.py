@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.facts.ranges import ANY, Ranges, compute_ranges
-from demask.failures import public
+from demask.failures import Log, public
 from demask.graph.editor import GraphEditor, reshape_views
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
@@ -27,12 +27,12 @@ from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Table, op_name
 from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
-from demask.rewrites.driver import rewrite
+from demask.rewrites.driver import call_lines, differences, rewrite
 from demask.rewrites.normalize import CANONICAL
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.on_device import run_through_cpu
 from demask.shrink.pipeline import capture_program
-from demask.stride.average_pools import pools_to_convs
+from demask.stride.average_pools import POOLS_AS_CONVOLUTIONS
 from demask.stride.dilate import dilate
 from demask.stride.forms import FORMS, LACKING, StrideForm, write_dense
 from demask.stride.strided_conv import (
@@ -157,27 +157,34 @@ def lower(
     if (elsewhere := run_through_cpu(lower, model, args, kwargs, **rest)) is not None:
         return elsewhere
     before = rewrite(capture_program(model, args, kwargs, dynamic_shapes), CANONICAL)
-    program, choices = lowered(before, wanted, table)
-    return build_uncut(Analysis(before, table), program, map(str, choices))
+    log = Log()
+    program, choices = lowered(before, wanted, table, log)
+    return build_uncut(Analysis(before, table), program, (*map(str, choices), *log.notes))
 
 
 @in_isolation
 @public
 def lowered(
-    program: Program, target: str | Path | Target = "max_pool", table: Table = TABLE
+    program: Program, target: str | Path | Target = "max_pool", table: Table = TABLE, log: Log | None = None
 ) -> tuple[Program, tuple[Choice, ...]]:
-    """A program without strided convolutions, and the replacement of each. Raises as `lower`."""
+    """A program without strided convolutions, and the replacement of each. Raises as `lower`.
+
+    log: notes rewrites that failed, and collects changes if it has a list for them."""
+    log = Log() if log is None else log
     wanted = target_of(target)
     _check_forms(wanted)
     if "avg_pool" in wanted.forbidden:
-        program = pools_to_convs(program, whole=False)
+        program = rewrite(program, POOLS_AS_CONVOLUTIONS, table, log)
     _check_ops(program.graph, wanted)
     editor = GraphEditor(program)
     reshape_views(editor.graph)
     known, constants, choices = _value_ranges(editor, table), {}, []
     while (node := _next_strided(editor, wanted)) is not None:
+        before = None if log.changes is None else call_lines(editor.graph)
         choice = _lowered(editor, node, wanted, known, constants, table)
         choices.append(choice)
+        if log.changes is not None and before is not None:
+            log.changes += differences(before, call_lines(editor.graph), "strides", choice.form, choice.why)
         if choice.form == DILATION:
             known = _value_ranges(editor, table)
     return editor.finish(), tuple(choices)

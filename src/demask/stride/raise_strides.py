@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from demask.facts.analysis import Analysis
-from demask.failures import public
+from demask.failures import Log, public
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
@@ -23,6 +24,7 @@ from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Relation, Table, schema
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
+from demask.rewrites.rule import Pass, Phase, case
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.emit.emit_program import emit_program
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
@@ -30,8 +32,8 @@ from demask.shrink.layout.ties import strided_axes
 from demask.shrink.on_device import run_through_cpu
 from demask.shrink.pipeline import capture_program
 from demask.shrink.program_size import count_elements_written, count_macs
-from demask.stride.average_pools import convs_to_pools
-from demask.stride.subsampling_as_slices import rewrite_as_slices
+from demask.stride.average_pools import SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS
+from demask.stride.subsampling_as_slices import SUBSAMPLING_AS_SLICES
 
 PASSES = 1000  # upper bound; every pass reduces the work of some call
 
@@ -65,7 +67,7 @@ def raise_strides(
 
     Returns:
         A graph module. Its `demasked.notes` is a tuple of texts, one of them for each strided
-        convolution, with the stride.
+        convolution, with the stride, and one for each rewrite that failed.
 
     Raises:
         BadInput: the model does not run on the example inputs.
@@ -85,24 +87,47 @@ def raise_strides(
     if (elsewhere := run_through_cpu(raise_strides, model, args, kwargs, **rest)) is not None:
         return elsewhere
     before = capture_program(model, args, kwargs, dynamic_shapes)
-    return build_uncut(Analysis(before, table), *raised(before, table))
+    log = Log()
+    program, strides = raised(before, table, log)
+    return build_uncut(Analysis(before, table), program, (*strides, *log.notes))
 
 
 @in_isolation
 @public
-def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, ...]]:
-    """The program with raised strides, and a description of each strided convolution."""
-    best = fold_constants(rewrite(program, CANONICAL))
-    start, weight = rewrite_as_slices(best, table), _work(best, table)
+def raised(program: Program, table: Table = TABLE, log: Log | None = None) -> tuple[Program, tuple[str, ...]]:
+    """The program with raised strides, and a description of each strided convolution.
+
+    log: notes what failed, and collects changes if it has a list for them, also those of trials
+    that are not cheaper."""
+    best = fold_constants(rewrite(program, CANONICAL, table, log))
+    start, weight = rewrite(best, SUBSAMPLING_AS_SLICES, table, log), _work(best, table)
     for _ in range(PASSES):
-        pulled = _absorb_slices(fold_constants(rewrite(start, CANONICAL)), table)
-        start = rewrite_as_slices(pulled, table)  # may compute more until its slices are pulled back in turn
+        pulled = rewrite(fold_constants(rewrite(start, CANONICAL, table, log)), ABSORBED, table, log)
+        start = rewrite(pulled, SUBSAMPLING_AS_SLICES, table, log)
+        # May compute more until its slices are pulled back in turn.
         lightest = min(((_work(one, table), k, one) for k, one in enumerate((pulled, start))))
         if lightest[0] >= weight:
             break
         weight, best = lightest[0], lightest[2]
-    best = convs_to_pools(best, means=True)
+    for phase in (SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS):
+        best = rewrite(best, phase, table, log)
     return best, _describe_strided(best, table)
+
+
+class _EverySecond(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :, ::2, ::2]
+
+
+class _SlicedSum(nn.Module):
+    """A slice of a sum and a join of branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1), nn.Conv2d(3, 2, 5, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.a(x) + self.b(x), self.c(x)], 1).sigmoid()[:, :, ::2, ::2]
 
 
 def _absorb_slices(program: Program, table: Table) -> Program:
@@ -112,6 +137,21 @@ def _absorb_slices(program: Program, table: Table) -> Program:
     placement = analysis.placer.placement()
     rewritten = emit_program(program, analysis.relations, analysis.known, analysis.needs, placement)
     return fold_constants(rewritten.program)
+
+
+ABSORBED_SLICES = Pass(
+    "absorbed slices",
+    _absorb_slices,
+    "Slices after convolutions become strides, through calls that carry positions",
+    cases=(
+        case(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), _EverySecond()), (2, 3, 8, 9)),
+        case(_SlicedSum(), (2, 3, 8, 9)),
+    ),
+    exact=False,
+)
+
+
+ABSORBED = Phase("strides", (ABSORBED_SLICES,))
 
 
 def _work(program: Program, table: Table) -> tuple[int, int]:

@@ -18,16 +18,20 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
-from torch import Tensor, fx, ops
+import torch.nn.functional as F
+from torch import Tensor, fx, nn, ops
 
 from demask.graph.editor import GraphEditor
-from demask.graph.queries import only_reader
+from demask.graph.program import Program
+from demask.graph.value import Value
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.flow import carry, carry_back
 from demask.ops.schema import fake
 from demask.ops.traits import AVERAGE_POOLS, CONVOLUTIONS, MAX_POOLS, PADS
+from demask.rewrites.rule import Pass, case, rule
 
 aten = ops.aten
 
@@ -159,67 +163,60 @@ def _flags(value: Any, flags_by_node: Mapping[fx.Node, tuple[bool, ...]]) -> tup
 Progression = tuple[int, int, int]  # first position, step, count
 
 
-def insert_slices(editor: GraphEditor, reader: fx.Node, x: fx.Node, where: Sequence[Progression]) -> fx.Node:
-    """Slices of the last axes of a value, inserted before `reader`. where: one progression per
-    axis."""
-    rank = fake(x).ndim
-    for k, (first, step, count) in enumerate(where):
-        axis = rank - len(where) + k
-        if (first, count) != (0, fake(x).shape[axis]):
-            stop = first + (count - 1) * step + 1
-            x = editor.insert(reader, None, aten.slice.Tensor, x, axis, first, stop, step)
+def insert_slices(x: Value, where: Sequence[Progression]) -> Value:
+    """Slices of the last axes of a value. where: one progression per axis."""
+    for axis, (first, step, count) in enumerate(where, x.rank - len(where)):
+        if (first, count) != (0, x.shape[axis]):
+            x = x.slice(axis, first, first + (count - 1) * step + 1, step)
     return x
 
 
-def cuts_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The consecutive slices that end at a node, the last one first."""
-    while node.target is aten.slice.Tensor:
-        yield node
-        node = schema.source_of(node)
+def cuts_of(x: Value) -> list[Value]:
+    """The consecutive slices that end at a value, the first one first."""
+    return [*cuts_of(x.arg("self")), x] if x.calls(aten.slice.Tensor) else []
 
 
-def root_of(node: Any) -> Any:
-    """The value before the slices that end at a node."""
-    last = list(cuts_of(node))
-    return last[-1].args[0] if last else node
+def root_of(x: Value) -> Value:
+    """The value before the slices that end at a value."""
+    return cuts[0].arg("self") if (cuts := cuts_of(x)) else x
 
 
-def cut_of(node: fx.Node) -> tuple[int, Any, Any, Any]:
+def cut_of(part: Value) -> tuple[int, Any, Any, Any]:
     """Axis, start, end and step of a slice; a negative start is resolved if the size is known."""
-    arguments = schema.arguments(node)
-    value, start = fake(arguments["self"]), arguments["start"] or 0
-    axis = arguments["dim"] % value.ndim
-    size = value.shape[axis]
+    x, dim, start, end, step = part.arguments.values()
+    axis, start = dim % x.rank, start or 0
+    size = x.shape[axis]
     if isinstance(start, int) and isinstance(size, int):
         start = min(max(start + size if start < 0 else start, 0), size)
-    return axis, start, arguments["end"], arguments["step"]
+    return axis, start, end, step
 
 
-def share_slices(editor: GraphEditor, table: Table) -> bool:
+def _share_slices(program: Program, table: Table) -> Program:
     """If windows and slices read only every g-th position of a value, and the value can be computed
-    at these positions only, insert one slice that they share. Whether the graph changed."""
+    at these positions only, the program with one slice that they share."""
+    editor = GraphEditor(program)
     gaps, optional = gaps_of(editor.graph, table), skippable_axes(editor.graph, table)
     changed = False
-    for x in [node for node in editor.graph.nodes if node in optional]:
-        readers = [_last_slice(node) for node in x.users]
-        steppers = [n for n in readers if window_gaps(n) is not None or n.target is aten.slice.Tensor]
-        if len(steppers) > 1 or any(window_gaps(node) is not None for node in steppers):
-            some = tuple(g if free else 1 for g, free in zip(gaps[x], optional[x], strict=True))
-            changed |= _shared(editor, x, some, steppers)
-    return changed
+    for x in [Value(node, editor) for node in editor.graph.nodes if node in optional]:
+        readers = [_last_slice(user) for user in x.users]
+        windows = [reader for reader in readers if window_gaps(reader.node) is not None]
+        steppers = [reader for reader in readers if reader in windows or reader.calls(aten.slice.Tensor)]
+        if len(steppers) > 1 or windows:
+            some = tuple(g if free else 1 for g, free in zip(gaps[x.node], optional[x.node], strict=True))
+            changed |= _shared(x, some, steppers)
+    return editor.finish() if changed else program
 
 
-def _last_slice(node: fx.Node) -> fx.Node:
-    """The last of consecutive slices, if each is the only reader of the one before it; other nodes
+def _last_slice(x: Value) -> Value:
+    """The last of consecutive slices, if each is the only reader of the one before it; other values
     themselves."""
-    reader = only_reader(node) if node.target is aten.slice.Tensor else None
-    more = reader is not None and reader.target is aten.slice.Tensor
-    return _last_slice(reader) if more and reader is not None else node
+    readers = x.users if x.calls(aten.slice.Tensor) else ()
+    return _last_slice(readers[0]) if len(readers) == 1 and readers[0].calls(aten.slice.Tensor) else x
 
 
-def _shared(editor: GraphEditor, x: fx.Node, gaps: Gaps, readers: Sequence[fx.Node]) -> bool:
+def _shared(x: Value, gaps: Gaps, readers: Sequence[Value]) -> bool:
     """Let readers share a slice of the positions that they read; whether the graph changed."""
-    sizes = fake(x).shape
+    sizes = x.shape
     axes = [k for k, gap in enumerate(gaps) if gap != 1 and isinstance(sizes[k], int)]
     first = min(axes, default=len(sizes))
     where = [
@@ -229,178 +226,210 @@ def _shared(editor: GraphEditor, x: fx.Node, gaps: Gaps, readers: Sequence[fx.No
     if all(count == n for (_, _, count), n in zip(where, sizes[first:], strict=True)):
         return False
     steps = [step for _, step, _ in where]
-    less = {node: _less(node, [*[1] * first, *steps]) for node in readers}
-    if not all(less.values()) or all(_is_shared_slice(node, x, where) for node in readers):
+    less = {reader.node: _less(reader, [*[1] * first, *steps]) for reader in readers}
+    if not all(less.values()) or all(_is_shared_slice(reader, x, where) for reader in readers):
         return False
-    reader = next(node for node in editor.graph.nodes if node in x.users)
-    small = insert_slices(editor, reader, x, where)
-    for node, rebuild in less.items():
-        assert rebuild is not None
-        editor.replace(node, rebuild(editor, small))
+    graph = x.editor.graph
+    with graph.inserting_before(next(node for node in graph.nodes if node in x.node.users)):
+        small = insert_slices(x, where)
+    for node, again in less.items():
+        assert again is not None
+        with graph.inserting_before(node):
+            x.editor.replace(node, again(small).node, inherit=True)
     return True
 
 
-Again = Callable[[GraphEditor, fx.Node], fx.Node]  # repeats a call on a slice of its operand
+Again = Callable[[Value], Value]  # repeats a call on a slice of its operand
 
 
-def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
+def _less(reader: Value, every: Sequence[int]) -> Again | None:
     """A function that repeats a call on every g-th position of its operand; None if its windows
     would change. every: g for each axis."""
-    if node.target is aten.slice.Tensor:
-        return _less_slices(node, every)
-    arguments, rank = schema.arguments(node), len(window_gaps(node) or ())
+    if reader.calls(aten.slice.Tensor):
+        return lambda x: insert_slices(x, _less_slices(reader, x, every))
+    arguments, rank = reader.arguments, len(window_gaps(reader.node) or ())
     source, steps = "input" if "input" in arguments else "self", every[-rank:]
     if any(step > 1 for step in every[:-rank]):
         return None
-    sizes, weight = fake(arguments[source]).shape[-rank:], arguments.get("weight")
-    kernel = list(arguments["kernel_size"]) if weight is None else list(fake(weight).shape[2:])
-    names = ("stride", "padding", "dilation")
+    sizes, weight = arguments[source].shape[-rank:], arguments.get("weight")
+    kernel = list(arguments["kernel_size"]) if weight is None else list(weight.shape[2:])
     less = {
         name: [
             max(n // g, int(name != "padding"))
             for n, g in zip(per_axis(arguments[name] or kernel, rank), steps, strict=True)
         ]
-        for name in names
+        for name in ("stride", "padding", "dilation")
     }
-    counts = [
-        _count_windows(-(-sizes[k] // steps[k]), *(less[name][k] for name in names), kernel[k])  # type: ignore[call-arg]
-        for k in range(rank)
-    ]
-    if counts != list(fake(node).shape[-rank:]):
+    axes = zip([-(-n // g) for n, g in zip(sizes, steps, strict=True)], *less.values(), kernel, strict=True)
+    if [_count_windows(*axis) for axis in axes] != list(reader.shape[-rank:]):
         return None
-
-    def again(editor: GraphEditor, x: fx.Node) -> fx.Node:
-        return editor.repeat_call(node, **less, **{source: x})
-
-    return again
+    return lambda x: reader.like(**less, **{source: x})
 
 
-def _less_slices(node: fx.Node, every: Sequence[int]) -> Again:
-    """A function that repeats consecutive slices on every g-th position of their operand."""
-    cuts, shape = _slices_by_axis(node), fake(node).shape
-
-    def again(editor: GraphEditor, x: fx.Node) -> fx.Node:
-        where: list[Progression] = [(0, 1, n) for n in fake(x).shape]
-        for axis, (first, step) in cuts.items():
-            where[axis] = (first // every[axis], max(step // every[axis], 1), shape[axis])
-        return insert_slices(editor, node, x, where)
-
-    return again
+def _less_slices(reader: Value, x: Value, every: Sequence[int]) -> list[Progression]:
+    """The positions of consecutive slices among every g-th position of their operand, which x has."""
+    where: list[Progression] = [(0, 1, n) for n in x.shape]
+    for axis, (first, step) in _slices_by_axis(reader).items():
+        where[axis] = (first // every[axis], max(step // every[axis], 1), reader.shape[axis])
+    return where
 
 
-def _slices_by_axis(node: fx.Node) -> dict[int, tuple[int, int]]:
+def _slices_by_axis(x: Value) -> dict[int, tuple[int, int]]:
     """First position and step of consecutive slices, by axis."""
     cuts: dict[int, tuple[int, int]] = {}
-    for axis, start, _, step in reversed([cut_of(cut) for cut in cuts_of(node)]):
+    for axis, start, _, step in map(cut_of, cuts_of(x)):
         first, gap = cuts.get(axis, (0, 1))
         cuts[axis] = (first + start * gap, step * gap)
     return cuts
 
 
-def _is_shared_slice(node: fx.Node, x: fx.Node, where: Sequence[Progression]) -> bool:
-    first = fake(x).ndim - len(where)
-    wanted = {
-        first + k: (start, step) for k, (start, step, count) in enumerate(where) if count != fake(x).shape[first + k]
-    }
-    return node.target is aten.slice.Tensor and _slices_by_axis(node) == wanted
+def _is_shared_slice(reader: Value, x: Value, where: Sequence[Progression]) -> bool:
+    axes = enumerate(where, x.rank - len(where))
+    wanted = {axis: (start, step) for axis, (start, step, count) in axes if count != x.shape[axis]}
+    return reader.calls(aten.slice.Tensor) and _slices_by_axis(reader) == wanted
 
 
-def slice_before_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A pad of a slice in place of a slice of a pad, if the padding is a multiple of the step."""
-    x: Any = node.args[0] if node.target is aten.slice.Tensor else None
-    if x is None or x.target not in PADS or schema.arguments(x).get("mode", "constant") != "constant":
+def _read_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.max_pool2d(x, 3, 1, 1)
+    return y[:, :, ::2, ::3], y[:, :, ::4, 3::6]
+
+
+X = (2, 3, 8, 9)  # the shape of most cases
+SHARED_SLICES = Pass(
+    "shared slices",
+    _share_slices,
+    "Windows and slices that read only every g-th position of a value share one slice of it",
+    cases=(case(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 3, 2, 2, 2)), X), case(_read_twice, X)),
+)
+
+
+@rule(
+    aten.slice.Tensor,
+    cases=(
+        case(lambda x: F.pad(x, (0, 0, 4, 1))[:, :, ::2], X),
+        case(lambda x: aten.constant_pad_nd(x, [3, 2], 1.0)[..., ::3], X, dynamic={0: (0, 2)}),
+        case(lambda x: aten.constant_pad_nd(x, [0, 2])[..., :7:2], X),
+    ),
+    refused=(
+        case(lambda x: x[..., ::2], X),
+        case(lambda x: F.pad(x, (2, 2), "reflect")[..., ::2], X[1:]),
+        case(lambda x: aten.constant_pad_nd(x, [2, 1])[..., 1::2], X),
+        case(lambda x: aten.constant_pad_nd(x, [2, 1])[..., :7], X),
+        case(lambda x: aten.constant_pad_nd(x, [2, 1])[..., ::2], X, dynamic={0: (3,)}),
+        case(lambda x: aten.constant_pad_nd(x, [1, 1])[..., ::2], X),
+        case(lambda x: aten.constant_pad_nd(x, [-2, 1])[..., ::2], X),
+        case(lambda x: aten.constant_pad_nd(x, [8, 0])[..., :3:2], X),
+    ),
+)
+def slice_before_pad(out: Value, x: Value, *cut: Any) -> Value | None:
+    """pad(x)[::s] == pad(x[::s]), if the padding before x is a multiple of s."""
+    if not x.calls(*PADS) or x.arguments.get("mode", "constant") != "constant":
         return None
-    arguments, (axis, start, _, step) = schema.arguments(x), cut_of(node)
-    inner, flat = arguments["self"], list(arguments["pad"])
-    size, k = fake(inner).shape[axis], 2 * (fake(inner).ndim - 1 - axis)
+    axis, start, _, step = cut_of(out)
+    inner, flat = x.arg("self"), list(x.arg("pad"))
+    size, count, k = inner.shape[axis], out.shape[axis], 2 * (inner.rank - 1 - axis)
     flat += [0] * (k + 2 - len(flat))
-    before, count = flat[k], fake(node).shape[axis]
-    if start or not all(isinstance(n, int) for n in (size, count, before, step)) or step == 1:
+    if start or step == 1 or not all(isinstance(n, int) for n in (size, count, flat[k], step)):
         return None
-    if before < 0 or before % step:
+    before, less = flat[k] // step, -(-size // step)
+    if flat[k] % step or not 0 <= before <= count:
         return None
-    less = -(-size // step)
-    small = insert_slices(editor, node, inner, [(0, step, less), *_all_positions_after(inner, axis)])
-    flat[k : k + 2] = [before // step, count - less - before // step]
-    args, kwargs = schema.bind_arguments(x.target, arguments | {"self": small, "pad": flat})
-    return editor.insert(node, node, x.target, *args, **kwargs)
+    flat[k : k + 2] = [before, count - less - before]
+    small = insert_slices(inner, [(0, step, less), *((0, 1, n) for n in inner.shape[axis + 1 :])])
+    return x.like(self=small, pad=flat)
 
 
-def _all_positions_after(x: fx.Node, axis: int) -> list[Progression]:
-    return [(0, 1, n) for n in fake(x).shape[axis + 1 :]]
+@rule(
+    *MAX_POOLS,
+    cases=(
+        case(lambda x: F.max_pool2d(aten.constant_pad_nd(x, [1, 1, 1, 1], -math.inf), 3, 2), X),
+        case(lambda x: F.max_pool2d(aten.constant_pad_nd(x, [1, 1], -math.inf), 3, 2, (1, 0)), X),
+        case(lambda x: F.max_pool1d(aten.constant_pad_nd(x, [1, 1], -math.inf), 2, 2, ceil_mode=True), (2, 3, 8)),
+    ),
+    refused=(
+        case(lambda x: F.max_pool2d(x, 3, 2, 1), X),
+        case(lambda x: F.max_pool2d(aten.constant_pad_nd(x, [1, 1, 1, 1], -9.0), 3, 2), X),
+        case(lambda x: F.max_pool2d(aten.constant_pad_nd(x, [1, 1, 1, 1, 1, 1], -math.inf), 3, 2), X),
+        case(lambda x: F.max_pool2d(aten.constant_pad_nd(x, [1, 1], -math.inf), 3, 2), X, dynamic={0: (3,)}),
+        case(lambda x: F.max_pool1d(aten.constant_pad_nd(x, [0, -1], -math.inf), 3, 2, 1), (2, 3, 8)),
+        case(lambda x: F.max_pool1d(aten.constant_pad_nd(x, [2, 2], -math.inf), 3, 1), (2, 3, 8)),
+        case(lambda x: F.max_pool1d(aten.constant_pad_nd(x, [1, 0], -math.inf), 2, 1), (2, 3, 8)),
+    ),
+)
+def absorb_pad(
+    out: Value, x: Value, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> Value | None:
+    """A max pool of a value padded with the lowest number has that padding itself."""
+    if not x.calls(aten.constant_pad_nd.default) or x.arg("value") != -math.inf:
+        return None
+    inner, pads, rank = x.arg("self"), list(x.arg("pad")), MAX_POOLS[out.target]
+    sizes = inner.shape[-rank:]
+    if len(pads) > 2 * rank or not all(isinstance(n, int) for n in (*pads, *sizes)) or min(pads) < 0:
+        return None
+    before = [*[0] * (rank - len(pads) // 2), *pads[-2::-2]]
+    before = [a + b for a, b in zip(per_axis(padding, rank), before, strict=True)]
+    kernel = per_axis(kernel_size, rank)
+    axes = zip(sizes, per_axis(stride or kernel, rank), before, per_axis(dilation, rank), kernel, strict=True)
+    if [_count_windows(*axis) for axis in axes] != list(out.shape[-rank:]):
+        return None
+    if any(b > k // 2 for b, k in zip(before, kernel, strict=True)):
+        return None
+    return out.like(self=inner, padding=before, ceil_mode=False)
 
 
-def absorb_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A max pool with padding in place of a max pool of a value padded with the lowest number."""
-    x: Any = node.args[0] if node.target in MAX_POOLS else None
-    if x is None or x.target is not aten.constant_pad_nd.default:
+@rule(
+    aten.constant_pad_nd.default,
+    cases=(case(lambda x: aten.constant_pad_nd(aten.constant_pad_nd(x, [1, 2]), [0, 1, 2, 0]), X),),
+    refused=(
+        case(lambda x: aten.constant_pad_nd(x, [1, 2]), X),
+        case(lambda x: aten.constant_pad_nd(aten.constant_pad_nd(x, [1, 2]), [0, 1], 1.0), X),
+        case(lambda x: aten.constant_pad_nd(aten.constant_pad_nd(x, [1, 2]), [-2, 1]), X),
+        case(lambda x: [aten.constant_pad_nd(y := aten.constant_pad_nd(x, [1, 2]), [0, 1]), y], X),
+    ),
+)
+def merge_pads(out: Value, x: Value, pad: list[Any], value: Any) -> Value | None:
+    """Two consecutive pads with the same number are one."""
+    if not x.calls(out.target) or x.arg("value") != value or len(x.users) > 1:
         return None
-    arguments, pad = schema.arguments(node), schema.arguments(x)
-    rank = len(arguments["kernel_size"])
-    pads, sizes = list(pad["pad"]), fake(pad["self"]).shape[-rank:]
-    own = per_axis(arguments["padding"], rank)
-    if pad["value"] != -math.inf or len(pads) > 2 * rank:
+    pads = [list(pad), list(x.arg("pad"))]
+    if not all(isinstance(n, int) and n >= 0 for each in pads for n in each):
         return None
-    if not all(isinstance(n, int) for n in (*pads, *sizes)):
+    return x.like(pad=[a + b for a, b in zip_longest(*pads, fillvalue=0)])
+
+
+@rule(
+    aten.slice.Tensor,
+    cases=(
+        case(lambda x: F.max_pool2d(x, 3, 1, 1)[:, :, ::2], X),
+        case(lambda x: F.avg_pool2d(x, 2)[..., ::2], X, dynamic={0: (0, 2)}),
+        case(lambda x: F.avg_pool1d(x, 4, 1, ceil_mode=True)[..., ::4], (2, 3, 9)),
+    ),
+    refused=(
+        case(lambda x: x[..., ::2], X),
+        case(lambda x: [(y := F.max_pool2d(x, 3, 1, 1))[..., ::2], y], X),
+        case(lambda x: F.max_pool2d(x, 3, 1, 1)[:, 0:3:2], X),
+        case(lambda x: F.max_pool2d(x, 3, 1, 1)[:, :, 1::2], X),
+        case(lambda x: F.max_pool2d(x, 3, 1, 1)[..., :: x.shape[0]], X, dynamic={0: (0,)}),
+        case(lambda x: F.max_pool2d(x, 3, 1, 1)[..., : x.shape[3] : 2], X, dynamic={0: (3,)}),
+        case(lambda x: F.max_pool2d(x, 3, 1, 1)[..., :4:2], X),
+    ),
+)
+def absorb_slice(out: Value, pool: Value, *cut: Any) -> Value | None:
+    """A slice of every s-th window of a pool, which nothing else reads, is a larger stride."""
+    if not pool.calls(*MAX_POOLS, *AVERAGE_POOLS) or len(pool.users) > 1:
         return None
-    before = [0] * rank
-    for k in range(len(pads) // 2):
-        before[rank - 1 - k] = pads[2 * k]
-    if any(a and b for a, b in zip(own, before, strict=True)):
+    arguments, rank = pool.arguments, (MAX_POOLS | AVERAGE_POOLS)[pool.target]
+    axis, start, _, step = cut_of(out)
+    k, size = axis - (out.rank - rank), arguments["self"].shape[axis]
+    if k < 0 or start or not isinstance(step, int) or not isinstance(size, int):
         return None
-    before = [a + b for a, b in zip(own, before, strict=True)]
     kernel = per_axis(arguments["kernel_size"], rank)
-    steps = per_axis(arguments["stride"] or kernel, rank)
-    axes = zip(sizes, steps, before, per_axis(arguments["dilation"], rank), kernel, strict=True)
-    counts = [_count_windows(*axis) for axis in axes]
-    small = all(0 <= b <= k // 2 for b, k in zip(before, kernel, strict=True))
-    if not small or arguments["ceil_mode"] or counts != list(fake(node).shape[-rank:]):
+    stride = per_axis(arguments["stride"] or kernel, rank)
+    stride[k] *= step
+    padding, dilation = (per_axis(arguments.get(name, 1), rank)[k] for name in ("padding", "dilation"))
+    if _count_windows(size, stride[k], padding, dilation, kernel[k]) != out.shape[axis]:
         return None
-    return editor.repeat_call(node, self=pad["self"], padding=before)
-
-
-def merge_pads(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """One pad in place of two consecutive pads with the same value."""
-    inner: Any = node.args[0] if node.target is aten.constant_pad_nd.default else None
-    if inner is None or inner.target is not node.target or len(inner.users) > 1:
-        return None
-    outer, first = schema.arguments(node), schema.arguments(inner)
-    pads = [list(outer["pad"]), list(first["pad"])]
-    flat = [n for pad in pads for n in pad]
-    if outer["value"] != first["value"] or not all(isinstance(n, int) and n >= 0 for n in flat):
-        return None
-    size = max(map(len, pads))
-    both = [a + b for a, b in zip(*([*p, *[0] * (size - len(p))] for p in pads), strict=True)]
-    return editor.insert(node, node, node.target, first["self"], both, first["value"])
-
-
-def absorb_slices(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A pool with a larger stride in place of slices that alone read a pool."""
-    if node.target is not aten.slice.Tensor:
-        return None
-    pool, cuts = root_of(node), list(cuts_of(node))[::-1]
-    if not isinstance(pool, fx.Node) or pool.target not in MAX_POOLS | AVERAGE_POOLS:
-        return None
-    if any(len(cut.users) > 1 for cut in cuts[:-1]) or len(pool.users) > 1:
-        return None
-    arguments, rank = schema.arguments(pool), len(schema.arguments(pool)["kernel_size"])
-    sizes, kernel = (fake(arguments["self"]).shape[-rank:], per_axis(arguments["kernel_size"], rank))
-    step = per_axis(arguments["stride"] or kernel, rank)
-    for cut in cuts:
-        axis, start, _, more = cut_of(cut)
-        axis -= fake(node).ndim - rank
-        if axis < 0 or start or not isinstance(more, int):
-            return None
-        step[axis] *= more
-    dilation = per_axis(arguments.get("dilation", 1), rank)
-    if arguments["ceil_mode"] or not all(isinstance(n, int) for n in sizes):
-        return None
-    axes = zip(sizes, step, per_axis(arguments["padding"], rank), dilation, kernel, strict=True)
-    counts = [_count_windows(*axis) for axis in axes]
-    if counts != list(fake(node).shape[-rank:]):
-        return None
-    args, kwargs = schema.bind_arguments(pool.target, arguments | {"stride": step})
-    return editor.insert(node, node, pool.target, *args, **kwargs)
+    return pool.like(stride=stride, ceil_mode=False)
 
 
 def _count_windows(size: int, stride: int, padding: int, dilation: int, kernel: int) -> int:

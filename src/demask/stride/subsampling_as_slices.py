@@ -18,22 +18,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from demask.compat.dispatch import OpOverload
 from demask.facts.ranges import Range, compute_ranges
-from demask.graph.editor import GraphEditor
-from demask.graph.program import Program
 from demask.graph.queries import is_pointwise
-from demask.ops import Relation, Table, bind, schema
-from demask.ops.schema import fake
+from demask.graph.value import Value
+from demask.ops import Relation, schema
 from demask.ops.traits import (
     AVERAGE_POOLS,
     CONVOLUTIONS,
@@ -43,237 +39,22 @@ from demask.ops.traits import (
     VIEW_OR_RESHAPE,
     WHERES,
 )
+from demask.rewrites.rule import Phase, case, rule
 from demask.stride.strided_slices import (
+    SHARED_SLICES,
     Progression,
     absorb_pad,
-    absorb_slices,
+    absorb_slice,
     cut_of,
     cuts_of,
     insert_slices,
     merge_pads,
     root_of,
-    share_slices,
     slice_before_pad,
 )
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class _Strided:
-    """A convolution of x with stride `step`, whose kernel begins `before` positions before x."""
-
-    x: fx.Node
-    weight: Tensor
-    step: tuple[int, ...]
-    before: tuple[int, ...]
-
-
-def undo_blocks(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """The strided convolution that is equal to one over blocks; None if a call is none."""
-    if node.target not in CONVOLUTIONS:
-        return None
-    arguments = schema.arguments(node)
-    weight = editor.tensor(arguments["weight"])
-    if weight is None or _has_stride_padding_or_dilation(arguments):
-        return None
-    rank = weight.ndim - 2
-    blocks = _blocks(arguments["input"], rank)
-    if blocks is None:
-        return None
-    x, step = blocks
-    count = math.prod(step)
-    outer, inner = weight.shape[0], weight.shape[1] // count
-    parts = weight.reshape(outer, inner, *step, *weight.shape[2:])
-    order = [n for k in range(rank) for n in (2 + rank + k, 2 + k)]
-    spread = parts.permute(0, 1, *order)
-    sizes = [n * s for n, s in zip(weight.shape[2:], step, strict=True)]
-    dense = spread.reshape(outer, inner, *sizes)
-    return _emit(editor, node, _unpadded(_Strided(x, dense, step, (0,) * rank)), arguments["bias"])
-
-
-def undo_phases(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """The strided convolution that is equal to a sum over phases; None if a call is none."""
-    addends = list(_addends(node))
-    if len(addends) < 2 or any(addend.target not in CONVOLUTIONS for addend in addends):
-        return None
-    phases = [phase for addend in addends if (phase := _phase(editor, addend)) is not None]
-    if len(phases) < len(addends):
-        return None
-    first = phases[0]
-    x, step, rank = first[0], first[1], len(first[1])
-    reach = [max(p[2][k] + (p[3].shape[2 + k] - 1) * p[4][k] for p in phases) + 1 for k in range(rank)]
-    dense = first[3].new_zeros(*first[3].shape[:2], *reach)
-    for phase in phases:
-        source, steps, start, weight, gaps = phase
-        if source is not x or steps != step or weight.shape[:2] != dense.shape[:2]:
-            return None
-        taps = tuple(slice(a, a + (n - 1) * d + 1, d) for a, n, d in zip(start, weight.shape[2:], gaps, strict=True))
-        if bool(dense[(slice(None), slice(None), *taps)].any()):
-            return None
-        dense[(slice(None), slice(None), *taps)] = weight
-    biases = [b for conv in addends if (b := schema.arguments(conv)["bias"]) is not None]
-    groups = {schema.arguments(conv)["groups"] for conv in addends}
-    if len(biases) > 1 or len(groups) > 1 or set(step) == {1}:
-        return None
-    strided = _unpadded(_Strided(x, dense, step, (0,) * rank))
-    return _emit(editor, node, strided, biases[0] if biases else None, like=addends[0])
-
-
-def _addends(node: Any) -> Iterator[fx.Node]:
-    """The addends of a tree of sums whose inner nodes have no other readers."""
-    stack = [node]
-    while stack:
-        top = stack.pop()
-        inner = top is node or (isinstance(top, fx.Node) and len(top.users) == 1)
-        if inner and isinstance(top, fx.Node) and top.target is aten.add.Tensor and not top.kwargs:
-            stack += top.args[::-1]
-        elif isinstance(top, fx.Node):
-            yield top
-
-
-def _phase(editor: GraphEditor, conv: fx.Node) -> tuple[Any, ...] | None:
-    """Source, its steps, first position of the phase, weight, and distance of taps in the source;
-    None if a convolution reads no phase."""
-    arguments = schema.arguments(conv)
-    weight = editor.tensor(arguments["weight"])
-    if weight is None or set(arguments["stride"]) != {1} or any(arguments["padding"]):
-        return None
-    rank = weight.ndim - 2
-    start, step, x = [0] * rank, [1] * rank, arguments["input"]
-    while x.target is aten.slice.Tensor:
-        cut = schema.arguments(x)
-        axis = cut["dim"] % fake(x).ndim - (fake(x).ndim - rank)
-        if axis < 0 or not isinstance(cut["start"], int) or step[axis] != 1:
-            return None
-        start[axis], step[axis], x = cut["start"], cut["step"], cut["self"]
-    dilation = list(arguments["dilation"]) * (rank if len(arguments["dilation"]) == 1 else 1)
-    gaps = [d * s for d, s in zip(dilation, step, strict=True)]
-    return x, tuple(step), tuple(start), weight, tuple(gaps)
-
-
-def _has_stride_padding_or_dilation(arguments: Any) -> bool:
-    return any(n != 1 for n in (*arguments["stride"], *arguments["dilation"])) or (
-        isinstance(arguments["padding"], str) or any(arguments["padding"])
-    )
-
-
-def _blocks(node: fx.Node, rank: int) -> tuple[fx.Node, tuple[int, ...]] | None:
-    """The value before a rearrangement of blocks into channels, and the block sizes; None for
-    other nodes."""
-    if node.target is aten.pixel_unshuffle.default and rank == 2:
-        arguments = schema.arguments(node)
-        return arguments["self"], (arguments["downscale_factor"],) * 2
-    if node.target not in VIEW_OR_RESHAPE:
-        return None
-    permuted: Any = node.args[0]
-    if permuted.target is not aten.permute.default:
-        return None
-    parted: Any = permuted.args[0]
-    if parted.target not in VIEW_OR_RESHAPE:
-        return None
-    x: Any = parted.args[0]
-    shape, wide = fake(x).shape, fake(parted).shape
-    lead = len(shape) - rank
-    if lead < 1 or len(wide) != len(shape) + rank:
-        return None
-    steps = tuple(int(wide[lead + 1 + 2 * k]) for k in range(rank))
-    whole = all(wide[lead + 2 * k] * steps[k] == shape[lead + k] for k in range(rank))
-    order = [*range(lead), *range(lead + 1, lead + 2 * rank, 2), *range(lead, lead + 2 * rank, 2)]
-    output = fake(node).shape
-    blocked = all(output[lead + k] == wide[lead + 2 * k] for k in range(rank))
-    right = whole and blocked and list(permuted.args[1]) == order
-    return (x, steps) if right and output[lead - 1] == shape[lead - 1] * math.prod(steps) else None
-
-
-def _unpadded(strided: _Strided) -> _Strided:
-    """A convolution without a pad before it: the kernel begins before the input instead."""
-    x, rank = strided.x, len(strided.step)
-    if x.target is not aten.constant_pad_nd.default or schema.arguments(x)["value"]:
-        return strided
-    pads: Any = list(schema.arguments(x)["pad"])
-    if len(pads) > 2 * rank or not all(isinstance(n, int) for n in pads):
-        return strided
-    before = [0] * rank
-    for k in range(len(pads) // 2):
-        before[rank - 1 - k] = pads[2 * k]
-    return _Strided(schema.source_of(x), strided.weight, strided.step, tuple(before))
-
-
-def _emit(
-    editor: GraphEditor, node: fx.Node, strided: _Strided, bias: Any, like: fx.Node | None = None
-) -> fx.Node | None:
-    """The convolution as a call, its kernel without zeros around it. like: the convolution whose
-    op, groups and name of the weight it gets; default `node`."""
-    rank, weight = len(strided.step), strided.weight
-    first, dilation, sizes = [], [], fake(strided.x).shape[-rank:]
-    if not all(isinstance(n, int) for n in sizes):
-        return None
-    for k in range(rank):
-        rest = [a for a in range(weight.ndim) if a != 2 + k]
-        taps = (weight != 0).any(rest) if rest else weight != 0
-        positions = taps.nonzero().flatten().tolist() or [0]
-        gap = math.gcd(*(p - positions[0] for p in positions)) or 1
-        index = torch.arange(positions[0], positions[-1] + 1, gap)
-        weight = weight.index_select(2 + k, index)
-        first.append(positions[0])
-        dilation.append(gap)
-    before = [b - a for a, b in zip(first, strided.before, strict=True)]
-    out = [int(n) for n in fake(node).shape[-rank:]]
-    reach = [d * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True)]
-    after = [(o - 1) * s + r + 1 - n - b for o, s, r, n, b in zip(out, strided.step, reach, sizes, before, strict=True)]
-    own = [
-        b >= 0 and (n + 2 * b - r - 1) // s + 1 == o
-        for o, s, r, n, b in zip(out, strided.step, reach, sizes, before, strict=True)
-    ]
-    x, padding = strided.x, before
-    if not all(own):
-        flat = [n for pair in reversed(list(zip(before, after, strict=True))) for n in pair]
-        x = editor.insert(node, None, aten.constant_pad_nd.default, x, flat, 0)
-        padding = [0] * rank
-    conv = like or node
-    name = str(schema.arguments(conv)["weight"].target)
-    read = editor.add_constant(_constant_path(editor, name), weight, node, parameter=True)
-    groups = schema.arguments(conv)["groups"]
-    return editor.insert(node, node, conv.target, x, read, bias, list(strided.step), padding, dilation, groups)
-
-
-def _constant_path(editor: GraphEditor, name: str) -> str:
-    return editor.constants[name].name
-
-
-def rewrite_as_slices(program: Program, table: Table) -> Program:
-    """The program with slices for all calls that select every s-th position; the same program if
-    there are none."""
-    editor = GraphEditor(program)
-    changed = False
-    rules = (
-        partial(_pool, table),
-        partial(_mean, table),
-        partial(_unmasked, table),
-        _split,
-        _factors,
-        slice_before_pad,
-        absorb_pad,
-        merge_pads,
-        absorb_slices,
-        undo_blocks,
-        undo_phases,
-    )
-    while any(_rewritten(editor, rule) for rule in rules) or share_slices(editor, table):
-        changed = True
-    return editor.finish() if changed else program
-
-
-def _rewritten(editor: GraphEditor, rule: Callable[[GraphEditor, fx.Node], fx.Node | None]) -> bool:
-    """Apply a rule to every call; whether it changed one."""
-    changed = False
-    for node in editor.calls():
-        replacement = rule(editor, node) if node.users else None
-        if replacement is not None:
-            editor.replace(node, replacement)
-            changed = True
-    return changed
+X = (2, 3, 6, 9)  # the shape of most cases
 
 
 # --- masks ----------------------------------------------------------------------------------------
@@ -283,70 +64,69 @@ def _rewritten(editor: GraphEditor, rule: Callable[[GraphEditor, fx.Node], fx.No
 class _Masked:
     """value * scale where `keep`, `fill` elsewhere. keep: bool, the spatial shape."""
 
-    value: fx.Node
+    value: Value
     keep: Tensor
     fill: float
     scale: float = 1.0
 
 
-def _masked(table: Table, editor: GraphEditor, node: Any, rank: int) -> _Masked | None:
+def _masked(x: Value, rank: int) -> _Masked | None:
     """A call as a mask over the last `rank` axes, the same for all images and channels; None if it
     is none."""
-    masked = _select(editor, node) or _product(editor, node) or _through(table, editor, node, rank)
+    masked = _select(x) or _product(x) or _through(x, rank)
     if masked is None:
         return None
-    shape = fake(masked.value).shape[-rank:]
+    shape = masked.value.shape[-rank:]
     lead = masked.keep.shape[:-rank] if masked.keep.ndim > rank else ()
     if any(n != 1 for n in lead) or not all(isinstance(n, int) for n in shape):
         return None
     left = (1,) * (rank - masked.keep.ndim)
     keep = masked.keep.reshape(*left, *masked.keep.shape[max(masked.keep.ndim - rank, 0) :])
-    if tuple(fake(masked.value).shape) != tuple(fake(node).shape):
+    if tuple(masked.value.shape) != tuple(x.shape):
         return None
     return _Masked(masked.value, keep.expand(shape), masked.fill, masked.scale)
 
 
-def _select(editor: GraphEditor, node: fx.Node) -> _Masked | None:
+def _select(x: Value) -> _Masked | None:
     """A selection by a constant mask, with a number at the other positions."""
-    arguments = schema.arguments(node) if isinstance(node.target, OpOverload) else {}
-    if node.target in WHERES:
-        keep, yes, no = (_constant(editor, arguments["condition"]), arguments["self"], arguments["other"])
-    elif node.target is aten.masked_fill.Scalar:
-        keep, yes, no = _constant(editor, arguments["mask"]), arguments["value"], arguments["self"]
+    if x.calls(*WHERES):
+        mask, yes, no = x.arguments.values()
+    elif x.calls(aten.masked_fill.Scalar):
+        no, mask, yes = x.arguments.values()
     else:
         return None
+    keep = _constant(mask)
     if keep is None:
         return None
-    for value, other, mask in ((yes, no, keep), (no, yes, ~keep)):
-        fill = _scalar_value(editor, other)
-        if fill is not None and isinstance(value, fx.Node) and value.op != "get_attr":
-            return _Masked(value, mask, fill)
+    for value, other, selected in ((yes, no, keep), (no, yes, ~keep)):
+        fill = _scalar_value(other)
+        if fill is not None and isinstance(value, Value) and value.constant is None:
+            return _Masked(value, selected, fill)
     return None
 
 
-def _through(table: Table, editor: GraphEditor, node: fx.Node, rank: int) -> _Masked | None:
+def _through(x: Value, rank: int) -> _Masked | None:
     """A pointwise function of a masked value, as a mask of the function's value."""
-    relation = bind(node, table) if is_pointwise(node, table) else None
+    relation = x.relation if is_pointwise(x.node, x.editor.table) else None
     if not isinstance(relation, Relation) or len(relation.operands) != 1:
         return None
-    source = relation.operands[0].value
-    masked = _masked(table, editor, source, rank) if isinstance(source, fx.Node) else None
+    name, source = relation.operands[0].name, Value(relation.operands[0].value, x.editor)
+    masked = _masked(source, rank) if isinstance(source.node, fx.Node) else None
     if masked is None:
         return None
-    name, dtype = relation.operands[0].name, fake(masked.value).dtype
-    arguments = schema.arguments(node)
-    fill = float(schema.call_with(node, arguments | {name: torch.tensor(masked.fill, dtype=dtype)}))
-    value = _scaled(editor, node, masked.value, masked.scale)
-    return _Masked(editor.repeat_call(node, **{name: value}), masked.keep, fill)
+    fill = torch.tensor(masked.fill, dtype=masked.value.dtype)
+    filled = float(schema.call_with(x.node, schema.arguments(x.node) | {name: fill}))
+    return _Masked(x.like(**{name: _scaled(masked.value, masked.scale)}), masked.keep, filled)
 
 
-def _product(editor: GraphEditor, node: fx.Node) -> _Masked | None:
+def _product(x: Value) -> _Masked | None:
     """A product with a constant that has one nonzero number."""
-    if node.target is not aten.mul.Tensor:
+    if not x.calls(aten.mul.Tensor):
         return None
-    for value, other in (node.args, node.args[::-1]):
-        mask = _constant(editor, other)
-        if mask is None or mask.numel() == 1 or not isinstance(value, fx.Node):
+    a, b = x.arguments.values()
+    for value, other in ((a, b), (b, a)):
+        mask = _constant(other)
+        if mask is None or mask.numel() == 1 or not isinstance(value, Value):
             continue
         nonzero = mask[mask != 0]
         if nonzero.numel() and bool((nonzero == nonzero[0]).all()):
@@ -354,81 +134,129 @@ def _product(editor: GraphEditor, node: fx.Node) -> _Masked | None:
     return None
 
 
-def _constant(editor: GraphEditor, node: Any) -> Tensor | None:
-    """The value of a node that is a constant or computed only from constants; else None."""
-    if not isinstance(node, fx.Node) or node.op == "get_attr":
-        return editor.tensor(node)
+def _constant(value: Any) -> Tensor | None:
+    """The tensor of a value that is a constant or computed only from constants; else None."""
+    if not isinstance(value, Value) or value.constant is not None:
+        return value.constant if isinstance(value, Value) else None
     order: dict[fx.Node, None] = {}
-    stack = [node]
+    stack = [value.node]
     while stack:
         top = stack.pop()
         order.pop(top, None)
         order[top] = None
         if top.op not in ("call_function", "get_attr") or len(order) > 64:
             return None
-        if not isinstance(top.meta.get("val"), Tensor) or not _is_small_and_static(fake(top)):
+        if not _is_small_and_static(top.meta.get("val")):
             return None
         stack += top.all_input_nodes
     values: dict[fx.Node, Any] = {}
     for n in reversed(order):
-        values[n] = editor.tensor(n) if n.op == "get_attr" else schema.call_on(n, values.__getitem__)
-    return values[node]
+        values[n] = value.editor.tensor(n) if n.op == "get_attr" else schema.call_on(n, values.__getitem__)
+    return values[value.node]
 
 
-def _is_small_and_static(value: Tensor) -> bool:
-    return all(isinstance(n, int) for n in value.shape) and value.numel() <= 2**24
+def _is_small_and_static(value: Any) -> bool:
+    return isinstance(value, Tensor) and all(isinstance(n, int) for n in value.shape) and value.numel() <= 2**24
 
 
-def _scalar_value(editor: GraphEditor, value: Any) -> float | None:
+def _scalar_value(value: Any) -> float | None:
     """A number, or the element of a constant with one; else None."""
-    tensor = _constant(editor, value)
+    tensor = _constant(value)
     if tensor is not None:
         return float(tensor.reshape(-1)[0]) if tensor.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None
 
 
+def _scaled(x: Value, factor: float) -> Value:
+    return x if factor == 1 else x * factor
+
+
 # --- pools ----------------------------------------------------------------------------------------
 
 
-def _pool(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A slice in place of a pool whose windows select one position each."""
-    average = node.target in AVERAGE_POOLS
-    if not average and node.target not in MAX_POOLS:
+def _grid(x: Tensor, step: int = 3, value: float = 1.0) -> Tensor:
+    """A mask of every s-th position of (6, 9)."""
+    rows = [value * (i % step == 0 and j % step == 0) for i in range(6) for j in range(9)]
+    return torch.tensor(rows, dtype=x.dtype).reshape(6, 9)
+
+
+def _selected(x: Tensor, fill: float, step: int = 3) -> Tensor:
+    return torch.where(_grid(x, step) > 0, x, fill)
+
+
+@rule(
+    *MAX_POOLS,
+    cases=(
+        case(lambda x: F.max_pool2d(x, 1, (2, 3)), X),
+        case(lambda x: F.max_pool2d(_selected(x, -math.inf), 3), X, dynamic={0: (0,)}),
+        case(lambda x: F.max_pool2d(_selected(x.relu(), 0.0), 3), X),
+        case(lambda x: F.max_pool2d(x.sigmoid() * _grid(x, value=4.0), 3), X),
+        case(lambda x: F.max_pool2d(x.masked_fill(_grid(x) == 0, -math.inf), 3), X),
+        case(lambda x: F.max_pool2d(F.leaky_relu(_selected(x, -math.inf)), 3), X),
+        case(lambda x: F.max_pool2d(_selected(x, -math.inf, 2), 2, ceil_mode=True), X),
+    ),
+    refused=(
+        case(lambda x: F.max_pool2d(x, 3), X),
+        case(lambda x: F.max_pool2d(x, 1, 3), X, dynamic={0: (2,)}),
+        case(lambda x: F.max_pool2d(_selected(x, 0.0), 3), X),
+        case(lambda x: F.max_pool2d(x.sigmoid() * _grid(x, value=-4.0), 3), X),
+        case(lambda x: F.max_pool2d(_selected(x, -math.inf, 2), 3), X),
+        case(lambda x, y: F.max_pool2d(torch.where(y > 0, x, -math.inf), 3), X, X),
+        case(lambda x: F.max_pool2d(torch.where(_grid(x) > 0, x, -x - 9), 3), X),
+        case(lambda x, y: F.max_pool2d(y * _selected(x, 0.0), 3), X, X),
+        case(lambda x: F.max_pool2d(x.exp() * (_grid(x) + 2 * _grid(x, 2)), 3), X),
+    ),
+)
+def max_pool_as_slices(out: Value, x: Value, *arguments: Any) -> Value | None:
+    """A max pool whose windows select one position each is slices: the others are never larger."""
+    masked, where = _select_per_window(out, x)
+    if where is None or not (bool(masked.keep.all()) or _is_least(masked)):
         return None
-    arguments = schema.arguments(node)
-    x, rank = arguments["self"], len(arguments["kernel_size"])
-    sizes = fake(x).shape[-rank:]
+    return _scaled(insert_slices(masked.value, where), masked.scale)
+
+
+@rule(
+    *AVERAGE_POOLS,
+    cases=(
+        case(lambda x: F.avg_pool2d(x * _grid(x), 3), X),
+        case(lambda x: F.avg_pool2d(x * _grid(x, 2, 4.0), 2, ceil_mode=True, divisor_override=1), X),
+    ),
+    refused=(
+        case(lambda x: F.avg_pool2d(x, 3), X),
+        case(lambda x: F.avg_pool2d(_selected(x, 1.0), 3), X),
+        case(lambda x: F.avg_pool2d(x * _grid(x, 2), 2, ceil_mode=True), X),
+    ),
+    exact=False,
+)
+def average_pool_as_slices(out: Value, x: Value, *arguments: Any) -> Value | None:
+    """An average pool whose windows have one position each that is not zero is slices, divided."""
+    masked, where = _select_per_window(out, x)
+    if where is None or masked.fill:
+        return None
+    kept = schema.arguments(out.node) | {"self": masked.keep[None, None].double()}
+    shares = schema.call_with(out.node, kept).unique()
+    if len(shares) != 1:
+        return None
+    return _scaled(insert_slices(masked.value, where), masked.scale / round(1 / float(shares)))
+
+
+def _select_per_window(pool: Value, x: Value) -> tuple[_Masked, list[Progression] | None]:
+    """The operand of a pool as a mask, and the positions that its windows select, as a progression
+    per axis; None unless each window selects one, evenly spaced."""
+    arguments, rank = schema.arguments(pool.node), (MAX_POOLS | AVERAGE_POOLS)[pool.target]
+    sizes = x.shape[-rank:]
     if not all(isinstance(n, int) for n in sizes):
-        return None
-    masked = _masked(table, editor, x, rank)
-    masked = masked or _Masked(x, torch.ones(sizes, dtype=torch.bool), 0.0)
-    where = _picked(node, masked.keep)
-    if where is None or [count for *_, count in where] == list(sizes):
-        return None
-    factor = masked.scale
-    if average:
-        shares = schema.call_with(node, arguments | {"self": masked.keep[None, None].double()}).unique()
-        if masked.fill or len(shares) != 1:
-            return None
-        factor *= 1 / round(1 / float(shares))
-    elif not (bool(masked.keep.all()) or _is_least(table, editor, masked)):
-        return None
-    return _scaled(editor, node, insert_slices(editor, node, masked.value, where), factor)
-
-
-def _picked(node: fx.Node, keep: Tensor) -> list[Progression] | None:
-    """The positions that the windows of a pool select, as a progression per axis; None unless each
-    window selects one, evenly spaced."""
-    arguments = schema.arguments(node)
-    pool = getattr(F, f"max_pool{(MAX_POOLS | AVERAGE_POOLS)[node.target]}d")
+        return _Masked(x, torch.tensor(True), 0.0), None
+    masked = _masked(x, rank) or _Masked(x, torch.ones(sizes, dtype=torch.bool), 0.0)
+    keep, max_pool = masked.keep, getattr(F, f"max_pool{rank}d")
     args = arguments["kernel_size"], arguments["stride"] or None, arguments["padding"]
     more = {"ceil_mode": arguments["ceil_mode"], "dilation": arguments.get("dilation", 1)}
     numbers = torch.arange(1, keep.numel() + 1, dtype=torch.float64).view(keep.shape)
-    last = pool(torch.where(keep, numbers, 0.0)[None, None], *args, **more)[0, 0]
-    first = -pool(torch.where(keep, -numbers, -math.inf)[None, None], *args, **more)[0, 0]
+    last = max_pool(torch.where(keep, numbers, 0.0)[None, None], *args, **more)[0, 0]
+    first = -max_pool(torch.where(keep, -numbers, -math.inf)[None, None], *args, **more)[0, 0]
     if not bool(((first == last) & (last > 0)).all()):
-        return None
-    return _evenly(torch.unravel_index((last - 1).long(), keep.shape))
+        return masked, None
+    return masked, _evenly(torch.unravel_index((last - 1).long(), keep.shape))
 
 
 def _evenly(coordinates: Sequence[Tensor]) -> list[Progression] | None:
@@ -449,123 +277,166 @@ def _evenly(coordinates: Sequence[Tensor]) -> list[Progression] | None:
     return progressions
 
 
-def _is_least(table: Table, editor: GraphEditor, masked: _Masked) -> bool:
+def _is_least(masked: _Masked) -> bool:
     """Whether the fill of a mask is never larger than the values at other positions."""
-    dtype = fake(masked.value).dtype
+    dtype = masked.value.dtype
     lowest = -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
     if masked.fill == lowest:
         return True
-    low, high = _range(table, editor, masked.value)
+    low, high = _range(masked.value)
     return min(low * masked.scale, high * masked.scale) >= masked.fill
 
 
-def _range(table: Table, editor: GraphEditor, node: fx.Node) -> Range:
+def _range(x: Value) -> Range:
+    editor = x.editor
     constants = {name: constant.tensor for name, constant in editor.constants.items()}
-    return compute_ranges(editor.graph.nodes, constants, table)[node]
+    return compute_ranges(editor.graph.nodes, constants, editor.table)[x.node]
 
 
-def _mean(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A mean over a slice, scaled, in place of a mean over a value masked to evenly spaced
-    positions."""
-    if node.target is not aten.mean.dim and node.target is not aten.adaptive_avg_pool2d.default:
+@rule(
+    aten.mean.dim,
+    aten.adaptive_avg_pool2d.default,
+    cases=(
+        case(lambda x: (x * _grid(x)).mean((2, 3)), X),
+        case(lambda x: F.adaptive_avg_pool2d(_selected(x, 0.0), 1), X),
+    ),
+    refused=(
+        case(lambda x: x.mean((2, 3)), X),
+        case(lambda x: (x * _grid(x)).mean((1, 2)), X),
+        case(lambda x: (x * _grid(x)[0]).mean(()), (2, 9)),
+        case(lambda x: F.adaptive_avg_pool2d(x * _grid(x), 3), X),
+        case(lambda x: _selected(x, 1.0).mean((2, 3)), X),
+        case(lambda x: (x * _grid(x, 1, 2.0)).mean((2, 3)), X),
+        case(lambda x: (x * torch.tensor([1.0, 1, 0, 1, 0, 0], dtype=x.dtype)).mean((2,)), (2, 3, 6)),
+        case(lambda x: (x * torch.tensor([[1.0, 0], [0, 1]], dtype=x.dtype)).mean((2, 3)), (2, 3, 2, 2)),
+    ),
+    exact=False,
+)
+def mean_of_slices(out: Value, x: Value, axes: list[int] | None, *arguments: Any) -> Value | None:
+    """The mean of a value that is zero but at evenly spaced positions is the mean of slices, scaled."""
+    rank, pools = x.rank - 2, out.calls(aten.adaptive_avg_pool2d.default)
+    if pools and axes != [1, 1]:
         return None
-    x = node.args[0]
-    rank = fake(x).ndim - 2 if isinstance(x, fx.Node) else 0
-    axes = schema.arguments(node).get("dim")
-    axes = None if axes is None else sorted(a % (rank + 2) for a in axes)
-    if axes is None and list(schema.arguments(node)["output_size"]) != [1, 1]:
+    if rank < 1 or (not pools and sorted(axis % x.rank for axis in axes or ()) != [*range(2, x.rank)]):
         return None
-    if rank < 1 or (axes is not None and axes != list(range(2, rank + 2))):
-        return None
-    masked = _masked(table, editor, x, rank)
+    masked = _masked(x, rank)
     if masked is None or masked.fill or bool(masked.keep.all()):
         return None
-    shape = tuple(
-        int(masked.keep.any([b for b in range(rank) if b != a]).sum()) if rank > 1 else int(masked.keep.sum())
-        for a in range(rank)
-    )
-    if math.prod(shape) != int(masked.keep.sum()):
+    counts = [len(positions.unique()) for positions in masked.keep.nonzero().unbind(1)]
+    count = int(masked.keep.sum())
+    if math.prod(counts) != count:
         return None
-    where = _evenly([p.view(shape) for p in masked.keep.nonzero().unbind(1)])
+    where = _evenly([positions.view(counts) for positions in masked.keep.nonzero().unbind(1)])
     if where is None:
         return None
-    share = int(masked.keep.sum()) / masked.keep.numel()
-    small = insert_slices(editor, node, masked.value, where)
-    mean = editor.repeat_call(node, **{next(iter(schema.arguments(node))): small})
-    return _scaled(editor, node, mean, masked.scale * share)
+    mean = out.like(self=insert_slices(masked.value, where))
+    return _scaled(mean, masked.scale * count / masked.keep.numel())
 
 
 # --- slices ---------------------------------------------------------------------------------------
 
 
-def _unmasked(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A slice of the value before a mask, if the mask selects all positions of the slice."""
-    if node.target is not aten.slice.Tensor or any(u.target is aten.slice.Tensor for u in node.users):
+@rule(
+    aten.slice.Tensor,
+    cases=(
+        case(lambda x: _selected(x, 1.0)[:, :, ::3, ::3], X),
+        case(lambda x: (x * _grid(x, value=2.0))[:, :, :1, 3::3], X),
+    ),
+    refused=(
+        case(lambda x: x[:, :, ::3], X),
+        case(lambda x: _selected(x, 1.0)[:, :, ::3], X),
+        case(lambda x: _selected(x, 1.0)[:1, :, ::3, ::3], X),
+        case(lambda x: torch.where(_grid(x)[0, :3] > 0, x, 1.0)[:, ::3], (2, 3)),
+    ),
+)
+def slices_of_masked(out: Value, x: Value, *cut: Any) -> Value | None:
+    """Slices of positions that a mask selects are slices of the value before the mask."""
+    root, cuts = root_of(out), [cut_of(each) for each in cuts_of(out)]
+    masked = _masked(root, root.rank - 2) if root.rank > 2 else None
+    if masked is None or any(axis < 2 for axis, *_ in cuts):
         return None
-    root, cuts = root_of(node), list(cuts_of(node))[::-1]
-    rank = fake(root).ndim - 2 if isinstance(root, fx.Node) else 0
-    masked = _masked(table, editor, root, rank) if rank > 0 and root.op == "call_function" else None
-    if masked is None:
-        return None
-    mask, sliced_value = masked.keep[None, None], masked.value
-    for cut in cuts:
-        axis, start, stop, step = cut_of(cut)
-        if axis < 2:
-            return None
-        mask = aten.slice.Tensor(mask, axis, start, stop, step)
-        sliced_value = editor.insert(node, None, aten.slice.Tensor, sliced_value, axis, start, stop, step)
-    if not bool(mask.all()):
-        return None
-    return _scaled(editor, node, sliced_value, masked.scale)
+    mask, value = masked.keep[None, None], masked.value
+    for each in cuts:
+        mask, value = aten.slice.Tensor(mask, *each), value.slice(*each)
+    return _scaled(value, masked.scale) if bool(mask.all()) else None
 
 
 # --- sums and factors -----------------------------------------------------------------------------
 
 
-def _split(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """The value itself in place of relu(value) - relu(-value), with the slices of both."""
-    if node.target is not aten.sub.Tensor or node.kwargs:
+@rule(
+    aten.sub.Tensor,
+    cases=(
+        case(lambda x: x.relu() - (-x).relu(), X),
+        case(lambda x: x.relu()[:, :, ::2, ::3] - (x * -1.0).relu()[:, :, ::2, ::3], X),
+    ),
+    refused=(
+        case(lambda x: torch.sub(x.relu(), (-x).relu(), alpha=2), X),
+        case(lambda x: x.relu() - 1, X),
+        case(lambda x: x.relu()[:, :, ::2] - (-x).relu()[:, :, 1::2], X),
+        case(lambda x: x.relu() - F.relu6(-x), X),
+        case(lambda x: x.relu() - (-2 * x).relu(), X),
+        case(lambda x, y: x.relu() - (-y).relu(), X, X),
+    ),
+)
+def halves(out: Value, a: Value, b: Any, alpha: Any) -> Value | None:
+    """relu(x)[::s] - relu(-x)[::s] == x[::s]"""
+    if alpha != 1 or not isinstance(b, Value):
         return None
-    a, b = node.args
-    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+    cuts, above, below = [cut_of(each) for each in cuts_of(a)], root_of(a), root_of(b)
+    if cuts != [cut_of(each) for each in cuts_of(b)] or not (above.calls(RELU) and below.calls(RELU)):
         return None
-    cuts = [[cut_of(cut) for cut in cuts_of(side)][::-1] for side in (a, b)]
-    above, below = root_of(a), root_of(b)
-    if cuts[0] != cuts[1] or not all(n.target is aten.relu.default for n in (above, below)):
+    value = above.arg("self")
+    if _factor(below.arg("self")) != (value, -1.0):
         return None
-    negative: Any = below.args[0]
-    if _factor(editor, negative) != (above.args[0], -1.0):
-        return None
-    value: Any = above.args[0]
-    for cut in cuts[0]:
-        value = editor.insert(node, None, aten.slice.Tensor, value, *cut)
+    for each in cuts:
+        value = value.slice(*each)
     return value
 
 
-def _factor(editor: GraphEditor, node: fx.Node) -> tuple[Any, float] | None:
-    """The value that a call multiplies by one number, and the number; else None."""
-    if node.target is aten.neg.default:
-        return node.args[0], -1.0
-    if node.target in MULTIPLICATIONS:
-        for value, other in (node.args, node.args[::-1]):
-            number = _scalar_value(editor, other)
-            if number is not None and isinstance(value, fx.Node):
-                return value, number
-    if node.target in DIVISIONS and not node.kwargs:
-        number = _scalar_value(editor, node.args[1])
-        if number and isinstance(node.args[0], fx.Node):
-            return node.args[0], 1 / number
-    return None
+RELU = aten.relu.default
 
 
-def _factors(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """The value itself in place of two consecutive factors whose product is 1."""
-    second = _factor(editor, node)
-    first = None if second is None else _factor(editor, second[0])
-    if second is None or first is None or not _are_inverse(first[1], second[1]):
+def _factor(x: Value) -> tuple[Value, float]:
+    """The value that a call multiplies by one number, and the number; 0 for other calls."""
+    if x.calls(aten.neg.default):
+        return x.arg("self"), -1.0
+    if not x.calls(*MULTIPLICATIONS, *DIVISIONS):
+        return x, 0.0
+    a, b = x.arguments.values()
+    divides = x.calls(*DIVISIONS)
+    for value, other in ((a, b),) if divides else ((a, b), (b, a)):
+        number = _scalar_value(other)
+        if number is not None and isinstance(value, Value) and (number or not divides):
+            return value, 1 / number if divides else number
+    return x, 0.0
+
+
+@rule(
+    aten.neg.default,
+    *MULTIPLICATIONS,
+    *DIVISIONS,
+    cases=(
+        case(lambda x: x.neg().neg(), X),
+        case(lambda x: x * 4 * 0.25, X),
+        case(lambda x: (3.0 * x) / 3.0, X),
+        case(lambda x: x * torch.tensor(5.0, dtype=x.dtype) / 5, X),
+    ),
+    refused=(
+        case(lambda x, y: x * y, X, X),
+        case(lambda x: x * 4, X),
+        case(lambda x: x * 4 * 0.5, X),
+        case(lambda x: x * 2 / 2, torch.tensor([1, 2])),
+    ),
+    exact=False,
+)
+def inverse_factors(out: Value, *operands: Any) -> Value | None:
+    """Two consecutive factors whose product is 1 are none."""
+    scaled, second = _factor(out)
+    x, first = _factor(scaled)
+    if not _are_inverse(first, second) or x.dtype != out.dtype:
         return None
-    same = fake(first[0]).dtype == fake(node).dtype
-    return first[0] if same else None
+    return x
 
 
 def _are_inverse(a: float, b: float) -> bool:
@@ -573,8 +444,269 @@ def _are_inverse(a: float, b: float) -> bool:
     return math.isclose(a * b, 1, rel_tol=2.0**-50)
 
 
-def _scaled(editor: GraphEditor, reader: fx.Node, x: fx.Node, factor: float) -> fx.Node:
-    return x if factor == 1 else editor.insert(reader, x, aten.mul.Tensor, x, factor)
+# --- sums over blocks -----------------------------------------------------------------------------
 
 
-__all__ = ["rewrite_as_slices"]
+@dataclass(frozen=True, slots=True)
+class _Strided:
+    """A convolution of x with stride `step`, whose kernel begins `before` positions before x."""
+
+    x: Value
+    weight: Tensor
+    step: tuple[int, ...]
+    before: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """A convolution of the positions of x from `start` on, `step` apart. gaps: distance of its taps in x."""
+
+    x: Value
+    step: tuple[int, ...]
+    start: tuple[int, ...]
+    weight: Tensor
+    gaps: tuple[int, ...]
+
+
+def _blocked(x: Tensor, step: int = 2) -> Tensor:
+    """Blocks of the image as channels, by views."""
+    n, c, h, w = x.shape
+    parts = x.reshape(n, c, h // step, step, w // step, step).permute(0, 1, 3, 5, 2, 4)
+    return parts.reshape(n, c * step**2, h // step, w // step)
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64).reshape(shape)
+
+
+def _on_blocks(rearrange: Any, weight: Tensor, **settings: Any) -> Any:
+    return lambda x: F.conv2d(rearrange(x), weight, **settings)
+
+
+_BLOCKS = _numbers(2, 12, 2, 1)
+X8 = (2, 3, 8, 4)
+
+
+@rule(
+    *CONVOLUTIONS,
+    cases=(
+        case(_on_blocks(_blocked, _BLOCKS, bias=_numbers(2)), X8),
+        case(_on_blocks(lambda x: F.pixel_unshuffle(x, 2), _BLOCKS), X8, dynamic={0: (0,)}),
+        case(_on_blocks(lambda x: F.pixel_unshuffle(aten.constant_pad_nd(x, [1, 1, 2, 0]), 2), _BLOCKS), X8),
+        case(_on_blocks(lambda x: F.pixel_unshuffle(aten.constant_pad_nd(x, [1, 1], 1.0), 2), _BLOCKS), X8),
+    ),
+    refused=(
+        case(_on_blocks(lambda x: x, _numbers(2, 3, 1, 1)), X8),
+        case(lambda x, w: F.conv2d(F.pixel_unshuffle(x, 2), w), X8, (2, 12, 1, 1)),
+        case(_on_blocks(lambda x: F.pixel_unshuffle(x, 2), _BLOCKS, padding=1), X8),
+        case(_on_blocks(lambda x: F.pixel_unshuffle(x, 2), _BLOCKS, stride=2), X8),
+        case(_on_blocks(lambda x: F.pixel_unshuffle(x, 2), _BLOCKS, dilation=2), X8),
+        case(_on_blocks(lambda x: F.pixel_unshuffle(x, 2), _BLOCKS), X8, dynamic={0: (2,)}),
+    ),
+    exact=False,
+)
+def blocks_as_stride(out: Value, x: Value, weight: Value, bias: Value | None, *settings: Any) -> Value | None:
+    """A convolution of blocks that are channels is a strided convolution of the image."""
+    taps, arguments = weight.constant, out.arguments
+    if taps is None or _has_stride_padding_or_dilation(arguments):
+        return None
+    rank = taps.ndim - 2
+    blocks = _blocks(x, rank)
+    if blocks is None:
+        return None
+    image, step = blocks
+    outer, inner = taps.shape[0], taps.shape[1] // math.prod(step)
+    parts = taps.reshape(outer, inner, *step, *taps.shape[2:])
+    spread = parts.permute(0, 1, *(n for k in range(rank) for n in (2 + rank + k, 2 + k)))
+    dense = spread.reshape(outer, inner, *(n * s for n, s in zip(taps.shape[2:], step, strict=True)))
+    return _strided_conv(out, _unpadded(_Strided(image, dense, step, (0,) * rank)), bias, out)
+
+
+def _slice_phases(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The sum of convolutions of the phases of x, stride 2."""
+    total = None
+    for i, j in itertools.product((0, 1), (0, 1)):
+        height, width = ((n - k - 2) // 2 for n, k in zip(x.shape[2:], weight.shape[2:], strict=True))
+        taps = weight[:, :, i::2, j::2].contiguous()
+        rows, columns = height + taps.shape[2], width + taps.shape[3]
+        part = x[:, :, i : i + 2 * rows - 1 : 2, j : j + 2 * columns - 1 : 2]
+        term = F.conv2d(part, taps, bias)
+        total, bias = term if total is None else total + term, None
+    assert total is not None
+    return total
+
+
+_TAPS, _SINGLE, X1 = _numbers(2, 3, 3, 3), _numbers(4, 4, 1), (3, 4, 8)
+
+
+def _two_phases(first: slice, second: slice, bias: Tensor | None = None) -> Any:
+    return lambda x: F.conv1d(x[..., first], _SINGLE, bias) + F.conv1d(x[..., second], _SINGLE, bias)
+
+
+@rule(
+    aten.add.Tensor,
+    cases=(case(lambda x: _slice_phases(x, _TAPS), X), case(lambda x: _slice_phases(x, _TAPS, _numbers(2)), X)),
+    refused=(
+        case(lambda x, y: x + y, X, X),
+        case(lambda x, y: F.conv1d(x[..., 0:7:2], _SINGLE) + y, X1, (3, 4, 4)),
+        case(_two_phases(slice(0, 7, 2), slice(1, 8, 2), bias=_numbers(4)), X1),
+        case(_two_phases(slice(0, 7, 2), slice(0, 7, 2)), X1),
+        case(_two_phases(slice(0, 7, 1), slice(1, 8, 1)), X1),
+        case(_two_phases(slice(0, 5, 2), slice(1, 8, 3)), X1),
+        case(_two_phases(slice(0, 1, 2), slice(1, 8, 2)), X1),
+        case(lambda x, y: F.conv1d(x[..., 0:7:2], _SINGLE) + F.conv1d(y[..., 1:8:2], _SINGLE), X1, X1),
+    ),
+    exact=False,
+)
+def phases_as_stride(out: Value, *operands: Any) -> Value | None:
+    """A sum of convolutions of the phases of an image is a strided convolution of it."""
+    addends = [] if _is_part_of_sum(out) else list(_addends(out))
+    phases = [phase for addend in addends if (phase := _phase_of(addend)) is not None]
+    if not phases or len(phases) < len(addends) or not all(addend.is_shaped(out) for addend in addends):
+        return None
+    first = phases[0]
+    rank = len(first.step)
+    reach = [max(p.start[k] + (p.weight.shape[2 + k] - 1) * p.gaps[k] for p in phases) + 1 for k in range(rank)]
+    dense = first.weight.new_zeros(*first.weight.shape[:2], *reach)
+    for each in phases:
+        if each.x != first.x or each.step != first.step:
+            return None
+        spans = zip(each.start, each.weight.shape[2:], each.gaps, strict=True)
+        taps = (slice(None), slice(None), *(slice(a, a + (n - 1) * d + 1, d) for a, n, d in spans))
+        if bool(dense[taps].any()):
+            return None
+        dense[taps] = each.weight
+    biases = [bias for conv in addends if (bias := conv.arg("bias")) is not None]
+    if len(biases) > 1 or set(first.step) == {1}:
+        return None
+    strided = _unpadded(_Strided(first.x, dense, first.step, (0,) * rank))
+    return _strided_conv(out, strided, biases[0] if biases else None, addends[0])
+
+
+def _is_part_of_sum(out: Value) -> bool:
+    """Whether the only reader of a sum is a sum of phases as well, which is to be replaced as one."""
+    reader = out.users[0]
+    sums = len(out.users) == 1 and reader.calls(aten.add.Tensor)
+    return sums and all(_phase_of(addend) is not None for addend in _addends(reader))
+
+
+def _addends(total: Value) -> Iterator[Any]:
+    """The addends of a tree of sums whose inner sums have no other readers."""
+    stack: list[Any] = [total]
+    while stack:
+        top = stack.pop()
+        inner = isinstance(top, Value) and (top == total or len(top.users) == 1)
+        if inner and top.calls(aten.add.Tensor) and top.arg("alpha") == 1:
+            stack += [top.arg("other"), top.arg("self")]
+        else:
+            yield top
+
+
+def _phase_of(conv: Any) -> _Phase | None:
+    """A convolution of a phase; None for others."""
+    if not isinstance(conv, Value) or not conv.calls(*CONVOLUTIONS):
+        return None
+    arguments = conv.arguments
+    weight = arguments["weight"].constant
+    if weight is None or set(arguments["stride"]) != {1} or any(arguments["padding"]):
+        return None
+    rank = weight.ndim - 2
+    start, step, x = [0] * rank, [1] * rank, arguments["input"]
+    while x.calls(aten.slice.Tensor):
+        x, dim, first, _, every = x.arguments.values()
+        axis = dim % x.rank - (x.rank - rank)
+        if axis < 0 or not isinstance(first, int) or step[axis] != 1:
+            return None
+        start[axis], step[axis] = first, every
+    dilation = list(arguments["dilation"]) * (rank if len(arguments["dilation"]) == 1 else 1)
+    gaps = tuple(d * s for d, s in zip(dilation, step, strict=True))
+    return _Phase(x, tuple(step), tuple(start), weight, gaps)
+
+
+def _has_stride_padding_or_dilation(arguments: Any) -> bool:
+    return any(n != 1 for n in (*arguments["stride"], *arguments["dilation"])) or any(arguments["padding"])
+
+
+def _blocks(x: Value, rank: int) -> tuple[Value, tuple[int, ...]] | None:
+    """The value before a rearrangement of blocks into channels, and the block sizes; None for
+    other values."""
+    if x.calls(aten.pixel_unshuffle.default) and rank == 2:
+        return x.arg("self"), (x.arg("downscale_factor"),) * 2
+    permuted = x.arg("self") if x.calls(*VIEW_OR_RESHAPE) else x
+    parted = permuted.arg("self") if permuted.calls(aten.permute.default) else x
+    if not parted.calls(*VIEW_OR_RESHAPE) or parted == x:
+        return None
+    image = parted.arg("self")
+    shape, wide, output = image.shape, parted.shape, x.shape
+    lead = len(shape) - rank
+    if lead < 1 or len(wide) != len(shape) + rank:
+        return None
+    steps = tuple(int(wide[lead + 1 + 2 * k]) for k in range(rank))
+    whole = all(wide[lead + 2 * k] * steps[k] == shape[lead + k] for k in range(rank))
+    order = [*range(lead), *range(lead + 1, lead + 2 * rank, 2), *range(lead, lead + 2 * rank, 2)]
+    blocked = all(output[lead + k] == wide[lead + 2 * k] for k in range(rank))
+    right = whole and blocked and list(permuted.arg("dims")) == order
+    return (image, steps) if right and output[lead - 1] == shape[lead - 1] * math.prod(steps) else None
+
+
+def _unpadded(strided: _Strided) -> _Strided:
+    """A convolution without a pad before it: the kernel begins before the input instead."""
+    x, rank = strided.x, len(strided.step)
+    if not x.calls(aten.constant_pad_nd.default) or x.arg("value"):
+        return strided
+    pads = list(x.arg("pad"))
+    if len(pads) > 2 * rank or not all(isinstance(n, int) for n in pads):
+        return strided
+    before = (*[0] * (rank - len(pads) // 2), *pads[-2::-2])
+    return _Strided(x.arg("self"), strided.weight, strided.step, before)
+
+
+def _strided_conv(out: Value, strided: _Strided, bias: Any, like: Value) -> Value | None:
+    """The convolution as a call, its kernel without zeros around it. like: the convolution whose
+    op, groups and name of the weight it gets."""
+    rank, weight = len(strided.step), strided.weight
+    first, dilation, sizes = [], [], strided.x.shape[-rank:]
+    if not all(isinstance(n, int) for n in sizes):
+        return None
+    for k in range(rank):
+        taps = (weight != 0).any([axis for axis in range(weight.ndim) if axis != 2 + k])
+        positions = taps.nonzero().flatten().tolist() or [0]
+        gap = math.gcd(*(p - positions[0] for p in positions)) or 1
+        weight = weight.index_select(2 + k, torch.arange(positions[0], positions[-1] + 1, gap))
+        first.append(positions[0])
+        dilation.append(gap)
+    before = [b - a for a, b in zip(first, strided.before, strict=True)]
+    windows = [int(n) for n in out.shape[-rank:]]
+    reach = [d * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True)]
+    axes = list(zip(windows, strided.step, reach, sizes, before, strict=True))
+    x, padding = strided.x, before
+    if not all(b >= 0 and (n + 2 * b - r - 1) // s + 1 == o for o, s, r, n, b in axes):
+        pads = [(b, (o - 1) * s + r + 1 - n - b) for o, s, r, n, b in axes]
+        x, padding = x.pad([n for pair in reversed(pads) for n in pair], 0), [0] * rank
+    editor = out.editor
+    name = editor.constants[like.arg("weight").target].name
+    read = Value(editor.add_constant(name, weight, out.node, parameter=True), editor)
+    return out.call(like.target, x, read, bias, list(strided.step), padding, dilation, like.arg("groups"))
+
+
+SUBSAMPLING_AS_SLICES = Phase(
+    "subsampling as slices",
+    (
+        max_pool_as_slices,
+        average_pool_as_slices,
+        mean_of_slices,
+        slices_of_masked,
+        halves,
+        inverse_factors,
+        slice_before_pad,
+        absorb_pad,
+        merge_pads,
+        absorb_slice,
+        blocks_as_stride,
+        phases_as_stride,
+        SHARED_SLICES,
+    ),
+    repeat=True,
+)
+
+__all__ = ["SUBSAMPLING_AS_SLICES"]
