@@ -20,7 +20,6 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import build_plain
-from demask.graph.value import Value
 from demask.machine.cost import Question
 from demask.ops import TABLE
 from demask.rewrites import rule
@@ -36,7 +35,7 @@ from demask.tune.fold_affine import FOLD
 from demask.tune.fuse_epilogues import epilogues_fused
 from demask.tune.layer_costs import LayerCosts
 from demask.tune.onnxruntime_candidate import for_runtime
-from demask.tune.pad_channels import pads_removed, widths_rounded
+from demask.tune.pad_channels import PADS_REMOVED, widths_rounded
 from fuzz.generate import generate
 from fuzz.laws import difference
 from micro import MICROS, Micro, Net, dead
@@ -142,19 +141,6 @@ def applied(*entries: rule.Rule | rule.Pass) -> Pass:
     return lambda program: rewrite(program, Phase("test", entries), TABLE)
 
 
-def _joined(form: str | None) -> Pass:
-    def choose(total: joins.Sum, branch: Value, join: Value) -> str | None:
-        name = str(branch.target)
-        places = total.axis == 1 and "conv" in name and "transpose" not in name
-        return "grow" if form == "place" and not places else form
-
-    return applied(joins.joins_as_sums(choose))
-
-
-def _rounded(multiple: int) -> Pass:
-    return applied(widths_rounded(multiple, lambda *_: True))
-
-
 def _mixed(program: Program) -> Program:
     turn = count()
     return applied(images_channels_last(lambda _: next(turn) % 2 == 0))(program)
@@ -171,23 +157,19 @@ def then(*passes: Pass) -> Pass:
 
 folded = applied(*FOLD.entries)
 fused = applied(epilogues_fused(lambda *_: True))
-widened = applied(pads_removed(lambda *_: True))
 LAST, FIRST = (applied(images_channels_last(lambda _, wanted=wanted: wanted)) for wanted in (True, False))
 PASSES: dict[str, Pass] = {
     **{entry.name: applied(entry) for entry in (*FOLD.entries, *TUNE.entries)},
-    "place": _joined("place"),
-    "joins as they are": _joined(None),
     "for a runtime": lambda program: for_runtime(program, TABLE, 8),
     "first": FIRST,
     "mixed": _mixed,
 }
 SEQUENCES: dict[str, Pass] = {
-    f"{join}, {multiple}, {place}": then(folded, _joined(join), widened, _rounded(multiple), fused, laid)
-    for join, multiple, place, laid in (
-        ("grow", 8, "last", LAST),
-        ("place", 16, "mixed", _mixed),
-        ("grow", 16, "first", FIRST),
-        (None, 8, "last", LAST),
+    f"{multiple}, {name}": then(folded, applied(*joined, PADS_REMOVED, widths_rounded(multiple)), fused, laid)
+    for joined, multiple, name, laid in (
+        ((joins.JOINS_AS_SUMS,), 8, "last", LAST),
+        ((), 16, "mixed", _mixed),
+        ((joins.JOINS_AS_SUMS,), 16, "first", FIRST),
     )
 }
 
@@ -278,7 +260,7 @@ def test_rows_of_an_image_without_a_batch_are_no_channels() -> None:
 
 def test_rows_of_an_image_without_a_batch_are_not_widened() -> None:
     net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 4, 3))
-    alike(net, _rounded(8), torch.randn(3, 10, 9))
+    alike(net, applied(widths_rounded(8)), torch.randn(3, 10, 9))
 
 
 @pytest.mark.parametrize("kind", ["images", "tokens"])
@@ -301,7 +283,7 @@ def test_a_branch_that_is_broadcast_into_a_join(kind: str) -> None:
         d=layer(8, 4),
     )
     x = torch.randn(2, 3, 8, 8) if images else torch.randn(2, 5, 3)
-    alike(net, then(_joined("grow"), fused), x)
+    alike(net, then(applied(joins.JOINS_AS_SUMS), fused), x)
 
 
 def test_the_sizes_of_a_branch_that_no_input_reaches() -> None:
@@ -365,7 +347,7 @@ def test_rows_at_the_wrong_places_are_noticed(monkeypatch) -> None:
         return real(value, where.roll(1), *rest)
 
     monkeypatch.setattr(joins, "_branch", turned)
-    fails(then(folded, _joined("grow")))
+    fails(then(folded, applied(joins.JOINS_AS_SUMS)))
 
 
 class FixedCosts:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-
 from demask.failures import Log
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
@@ -20,7 +18,6 @@ from demask.graph.provenance import TuneDecision
 from demask.graph.queries import input_dependent
 from demask.graph.value import Value
 from demask.ops import Table
-from demask.ops.traits import CONV_OF_AXES
 from demask.rewrites.activations import ACTIVATIONS
 from demask.rewrites.driver import rewrite
 from demask.rewrites.rule import Phase
@@ -30,25 +27,19 @@ from demask.tune.channels_last import Wants, images_channels_last, is_image_conv
 from demask.tune.epilogue import Epilogue
 from demask.tune.fold_affine import FOLD_AFFINE, contraction_weight
 from demask.tune.fuse_epilogues import Wanted, epilogue_chain, epilogues_fused
-from demask.tune.join_as_sum import Chooser, Sum, joins_as_sums
-from demask.tune.layer_costs import PLAIN, Layer, LayerCosts
+from demask.tune.join_as_sum import JOINS_AS_SUMS
+from demask.tune.layer_costs import PLAIN, LayerCosts
 from demask.tune.one_pixel_convs import ONE_PIXEL
-from demask.tune.pad_channels import Widening, Worth, pads_removed, widths_rounded
+from demask.tune.pad_channels import PADS_REMOVED, widths_rounded
 
-aten = torch.ops.aten
-
-
-GAIN = 0.97  # a rewrite must take less than this share of the original time
-MULTIPLES = (8, 16)  # channels: half of a vector register, and a whole one
+GAIN = 0.97  # channels last must take less than this share of the time without
 # What every candidate begins with.
 PLAIN_LAYERS = Phase("plain layers", (*ACTIVATIONS.entries, FOLD_AFFINE, ONE_PIXEL))
 
 
-def fastest_layers(join: Chooser, worth: Worth, fuse: Wanted, last: Wants) -> Phase:
+def fastest_layers(fuse: Wanted, last: Wants) -> Phase:
     """The rewrites of one candidate, each where its chooser says that it is faster."""
-    widths = (widths_rounded(multiple, worth) for multiple in MULTIPLES)
-    passes = (joins_as_sums(join), pads_removed(worth), *widths, epilogues_fused(fuse), images_channels_last(last))
-    return Phase("fastest layers", passes)
+    return Phase("fastest layers", (epilogues_fused(fuse), images_channels_last(last)))
 
 
 def _always(*_: object) -> bool:
@@ -56,9 +47,8 @@ def _always(*_: object) -> bool:
 
 
 # All rewrites that only `tune` has, with choosers that always agree, as the laws test them.
-TUNE = Phase(
-    "fastest layers", (ONE_PIXEL, ABSORB_GATHERS, *fastest_layers(lambda *_: "grow", _always, _always, _always).entries)
-)
+_OF_RUNTIMES = (ABSORB_GATHERS, JOINS_AS_SUMS, PADS_REMOVED, widths_rounded(8))
+TUNE = Phase("fastest layers", (ONE_PIXEL, *_OF_RUNTIMES, *fastest_layers(_always, _always).entries))
 
 
 @dataclass(slots=True)
@@ -139,60 +129,8 @@ class CandidateBuilder:
 
     def build(self, name: str, base: Program) -> Candidate:
         """The candidate for a program whose norms are folded into the weights."""
-        phase = fastest_layers(self.join, self.worth, self.fuse, self.last)
+        phase = fastest_layers(self.fuse, self.last)
         return Candidate(name, rewrite(base, phase, self.table, self.log), self.decisions)
-
-    def join(self, terms: Sum, branch: Value, join: Value) -> str | None:
-        """The fastest way for a layer to write at its channels of a join: "grow" (rows for all
-        channels), "place" (a 1 x 1 convolution after it), or None (keep scatter-adds and pads)."""
-        layer, last = self.asker.of(branch.node), self.last(branch)
-        after = _relu_after_join(join)
-        shape, branch_shape = self.asker.shape(join.node), self.asker.shape(branch.node)
-        count = branch_shape[terms.axis]
-        rows = shape[terms.axis] - count
-        grown = self.asker.layer(layer.wider(rows), last, after, other=True)[1]
-        alone = self.asker.layer(layer, last)[1]
-        into = [shape, branch_shape]
-        added = self.asker.call(aten.index_add_.default, last, into, layer.dtype, terms.axis, index=count)
-        more = self.asker.call(aten.relu_.default, last, [shape], layer.dtype)
-        seconds = {"grow": grown, "scatter-add": alone + added + more}
-        if terms.axis == 1 and layer.convolves and "transpose" not in layer.target:
-            seconds["place"] = alone + self._place(branch_shape, layer, shape, last, after)
-        best = min(seconds, key=seconds.__getitem__)
-        self.decisions.append(TuneDecision(f"the join after {_layer_name(branch)}", best, seconds))
-        return None if best == "scatter-add" else best
-
-    def _place(
-        self, branch: tuple[int, ...], layer: Layer, shape: tuple[int, ...], last: bool, after: Epilogue
-    ) -> float:
-        """Seconds of a 1 x 1 convolution that moves a layer's channels to those of a join."""
-        axes = len(shape) - 2
-        geometry = ((1,) * axes, (0,) * axes, (1,) * axes, 1)
-        weight = (shape[1], branch[1], *[1] * axes)
-        one = Layer(str(CONV_OF_AXES[axes]), branch, weight, geometry, False, layer.dtype, layer.device)
-        return self.asker.layer(one, last, after, other=True)[1]
-
-    def worth(self, plan: Widening, pad: Value | None) -> bool:
-        """Whether wider layers are faster than the present ones with the pad that is removed."""
-        live = input_dependent(next(iter(plan.values)).editor.graph)
-        before = after = 0.0
-        for call in {**plan.rows, **plan.columns}:
-            layer, fusible = self.asker.of(call.node), epilogue_chain(call, live)
-            wider = layer.wider(plan.more if call in plan.rows else 0, plan.more if call in plan.columns else 0)
-            last, other = self.last(call), fusible.other is not None
-            before += self.asker.layer(layer, last, fusible.after, other=other)[1]
-            after += self.asker.layer(wider, last, fusible.after, other=other)[1]
-        name = "the width of"
-        if pad is not None:
-            name, source = "the pad after", pad.arg("self")
-            shapes, pads = [self.asker.shape(source.node)], list(pad.arg("pad"))
-            before += self.asker.call(pad.target, self.last(source), shapes, pad.dtype, pads, 0.0)
-        better = after < GAIN * before
-        if better:
-            first = next(iter(plan.rows), None)
-            where = name if first is None else f"{name} {_layer_name(first)}"
-            self.decisions.append(TuneDecision(where, "wider", {"as it is": before, "wider": after}))
-        return better
 
     def fuse(self, call: Value, after: Epilogue, other: bool) -> bool:
         """Whether a layer is faster as a oneDNN call with its epilogue."""
@@ -207,8 +145,3 @@ class CandidateBuilder:
 def _layer_name(layer: Value) -> str:
     name = str(layer.arg("weight").target)
     return name.rpartition(".")[0] or name
-
-
-def _relu_after_join(join: Value) -> Epilogue:
-    reader = join.only_user
-    return Epilogue("relu") if reader is not None and reader.calls(aten.relu.default) else Epilogue()

@@ -23,14 +23,12 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, per_channel
 from demask.graph.value import Value
-from demask.ops import traits
+from demask.ops import Table
 from demask.ops.traits import JOINS, OUTPUT_AXIS
 from demask.rewrites.rule import Pass, case
 from demask.tune.fold_affine import channel_axis, contraction_weight, replace_layer, summands
 
 aten = torch.ops.aten
-# How a branch writes at its channels: rows for all channels, or a 1 x 1 convolution after it.
-FORMS = ("grow", "place")
 
 
 @dataclass(slots=True)
@@ -55,12 +53,8 @@ class Sum:
         )
 
 
-# The form of a branch of a join, one of FORMS, or None to leave the join unchanged.
-Chooser = Callable[[Sum, Value, Value], str | None]
-
-
-def rewrite_joins(program: Program, choose: Chooser) -> Program:
-    """The program with joins as sums. choose(sum, branch, join): as in `Chooser`."""
+def rewrite_joins(program: Program, table: Table) -> Program:
+    """The program with joins as sums."""
     editor, is_changed = GraphEditor(program), False
     live = input_dependent(editor.graph)
     for node in reversed(editor.calls(*JOINS)):
@@ -68,7 +62,7 @@ def rewrite_joins(program: Program, choose: Chooser) -> Program:
         if node.users and node in live and not _is_inside_larger_tree(root):
             total = _JoinReader(root, live).read()
             if total is not None and _share_channels(total):
-                is_changed |= _emit(total, root, live, choose)
+                is_changed |= _emit(total, root, live)
     return editor.finish() if is_changed else program
 
 
@@ -230,21 +224,20 @@ def _joined(axis: int, parts: list[Sum]) -> Sum:
     return Sum(axis, torch.cat([part.constant for part in parts]), terms, inner)
 
 
-def _emit(total: Sum, root: Value, live: set[fx.Node], choose: Chooser) -> bool:
-    """Replace the root by a chain of additions, other terms first, then each layer; whether the
-    forms of all layers are chosen."""
+def _emit(total: Sum, root: Value, live: set[fx.Node]) -> bool:
+    """Replace the root by a chain of additions, other terms first, then each layer; whether there is
+    a layer."""
     owned = [value.node in live and _is_owned_layer(value, total) for value, _ in total.terms]
     branches = [term for term, mine in zip(total.terms, owned, strict=True) if mine]
     others = [term for term, mine in zip(total.terms, owned, strict=True) if not mine]
-    forms = [choose(total, value, root) for value, _ in branches]
-    if not branches or None in forms:
+    if not branches:
         return False
     editor = root.editor
     with editor.graph.inserting_before(root.node):
-        terms = [_placed(value, where, total.axis, root, forms[0]) for value, where in others if value.node in live]
+        terms = [_placed(value, where, total.axis, root) for value, where in others if value.node in live]
         constant: Tensor | None = total.constant
-        for (value, where), form in zip(branches, forms, strict=True):
-            terms.append(_branch(value, where, constant, form, root))
+        for value, where in branches:
+            terms.append(_branch(value, where, constant, root))
             constant = None
         fixed = [_placed(value, where, total.axis, root) for value, where in others if value.node not in live]
         if fixed:  # their sum depends on no input: it is computed once per size
@@ -265,12 +258,10 @@ def _is_owned_layer(value: Value, total: Sum) -> bool:
     return once and set(value.users) <= set(total.inner) and channel_axis(value) == total.axis
 
 
-def _placed(value: Value, where: Tensor, axis: int, root: Value, form: str | None = None) -> Value:
+def _placed(value: Value, where: Tensor, axis: int, root: Value) -> Value:
     """A term at its channels of the join, with zeros at the others."""
     count = value.shape[axis]
     is_prefix = torch.equal(where[:count], torch.arange(count))
-    if form == "place" and axis == 1 and not is_prefix:
-        return _through(value, where, None, root)
     more = len(where) - count
     if is_prefix and more == 0:
         return value
@@ -287,11 +278,9 @@ def _read(root: Value, name: str, tensor: Tensor) -> Value:
     return Value(root.editor.add_constant(name, tensor, root.node), root.editor)
 
 
-def _branch(value: Value, where: Tensor, constant: Tensor | None, form: str | None, root: Value) -> Value:
+def _branch(value: Value, where: Tensor, constant: Tensor | None, root: Value) -> Value:
     """A layer that writes at its channels of the join, with the join's constant in its bias."""
     add = constant if constant is not None and bool((constant != 0).any()) else None
-    if form == "place":
-        return _through(value, where, add, root)
     weight, bias = (None if x is None else x.constant for x in (value.arg("weight"), value.arg("bias")))
     assert weight is not None
     axis, present, index = OUTPUT_AXIS[value.target], where >= 0, where.clamp_min(0)
@@ -304,33 +293,6 @@ def _branch(value: Value, where: Tensor, constant: Tensor | None, form: str | No
     layer = replace_layer(value, grown, offset, root)
     layer.node.meta = dict(root.node.meta)
     return layer
-
-
-def _through(value: Value, where: Tensor, constant: Tensor | None, root: Value) -> Value:
-    """A 1 x 1 convolution that moves channels to those of the join. It has a stride if slices skip
-    rows and columns before it."""
-    value, stride = _unskipped(value)
-    axes = value.rank - 2
-    kernel = torch.zeros(len(where), value.shape[1], *[1] * axes, dtype=value.dtype)
-    positions = (where >= 0).nonzero().flatten()
-    kernel[positions, where[positions]] = 1
-    operands = [value.node, _read(root, f"{value.name}_places", kernel).node, None, stride]
-    if constant is not None:
-        operands[2] = _read(root, f"{value.name}_shift", constant.to(value.dtype)).node
-    return Value(root.editor.insert(root.node, root.node, traits.CONV_OF_AXES[axes], *operands), root.editor)
-
-
-def _unskipped(value: Value) -> tuple[Value, list[int]]:
-    """The value before slices that select every s-th row or column, and s for each axis."""
-    stride = [1] * (value.rank - 2)
-    while value.calls(aten.slice.Tensor):
-        source, dim, step = value.arg("self"), value.arg("dim"), value.arg("step")
-        size, axis = source.shape[dim], dim - 2
-        whole = isinstance(size, int) and value.shape[dim] == -(-size // step)
-        if axis < 0 or stride[axis] != 1 or (value.arg("start") or 0) != 0 or not whole:
-            break
-        value, stride[axis] = source, step
-    return value, stride
 
 
 class _Join(nn.Module):
@@ -354,12 +316,10 @@ _CASES = (
 )
 
 
-def joins_as_sums(choose: Chooser) -> Pass:
-    """The pass that rewrites joins as a chooser says."""
-    return Pass(
-        "joins as sums",
-        lambda program, table: rewrite_joins(program, choose),
-        "index_add(pad(x), i, conv(y)) == x + conv'(y), where conv' writes at the channels i",
-        cases=_CASES,
-        exact=False,
-    )
+JOINS_AS_SUMS = Pass(
+    "joins as sums",
+    rewrite_joins,
+    "index_add(pad(x), i, conv(y)) == x + conv'(y), where conv' writes at the channels i",
+    cases=_CASES,
+    exact=False,
+)

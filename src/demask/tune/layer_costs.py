@@ -6,8 +6,8 @@ Operands are drawn with a separate generator: the caller's random state does not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import cycle
 from typing import Any
@@ -70,19 +70,10 @@ class Layer:
         elements = math.prod(self.x) + outputs * (2 if other else 1) + math.prod(self.weight)
         return 2.0 * products, 4.0 * elements
 
-    def wider(self, rows: int = 0, columns: int = 0) -> Layer:
-        """The layer with `rows` more output channels and `columns` more input channels."""
-        out, inner = (1, 0) if "transpose" in self.target else (0, 1)
-        weight, x = list(self.weight), list(self.x)
-        weight[out] += rows
-        weight[inner] += columns
-        x[1 if self.convolves else -1] += columns
-        return replace(self, weight=tuple(weight), x=tuple(x))
-
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Predicted seconds of layers and joins in each implementation, on the example's sizes."""
+    """Predicted seconds of layers in each implementation, on the example's sizes."""
 
     costs: Costs
     example: ExampleSizes
@@ -124,25 +115,6 @@ class LayerCosts:
     def roofline(self, layer: Layer, other: bool) -> float:
         """Seconds of a layer by the rates of this machine. other: whether a tensor is added."""
         return self.costs.roofline(*layer.work(other))
-
-    def call(
-        self, target: Any, last: bool, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, *args: Any, index: int = 0
-    ) -> float:
-        """Seconds of `target`, called with float operands of these shapes and `args`. If `index` is
-        not 0, arange(index) follows the first operand, and the others follow `args`."""
-        size = 4.0 * sum(map(math.prod, shapes))
-        order = "channels last" if last else "plain layout"
-        name = f"{target}; {order}; {list(shapes)}; {dtype}; {args}; index {index}"
-
-        def make() -> Callable[[], object]:
-            draw = _drawn()
-            tensors = [_in_layout(draw(*s, dtype=dtype), last) for s in shapes]
-            if index:
-                tensors.insert(1, torch.arange(index))
-                return lambda: target(tensors[0], *args, *tensors[1:])
-            return lambda: target(*tensors, *args)
-
-        return self.costs.seconds(Question(name, size / 4, size, _in_turns(make, size)))
 
 
 def _in_turns(make: Callable[[], Callable[[], object]], size: float) -> Any:

@@ -13,14 +13,14 @@ from demask.rewrites.driver import rewrite
 from demask.rewrites.rule import Phase
 from demask.tune.absorb_gathers import ABSORB_GATHERS
 from demask.tune.fold_affine import FOLD_AFFINE
-from demask.tune.join_as_sum import joins_as_sums
-from demask.tune.pad_channels import pads_removed, widths_rounded
+from demask.tune.join_as_sum import JOINS_AS_SUMS
+from demask.tune.pad_channels import PADS_REMOVED, widths_rounded
 
-RUNTIME = Phase("layers of runtimes", (FOLD_AFFINE, joins_as_sums(lambda *_: "grow"), pads_removed(lambda *_: True)))
+RUNTIME = Phase("layers of runtimes", (FOLD_AFFINE, JOINS_AS_SUMS, PADS_REMOVED))
 
 
 def for_runtime(program: Program, table: Table, multiple: int = 1) -> Program:
     """The program with norms folded into weights, joins as sums of layers that write at their own
     positions, and widths rounded up to a multiple. Equal up to rounding of the weights."""
-    widths = () if multiple == 1 else (ABSORB_GATHERS, widths_rounded(multiple, lambda *_: True))
+    widths = () if multiple == 1 else (ABSORB_GATHERS, widths_rounded(multiple))
     return rewrite(program, Phase(RUNTIME.name, (*RUNTIME.entries, *widths)), table)

@@ -1,4 +1,4 @@
-"""Padding of values with channels of zeros if that is cheaper than narrow layers.
+"""Values padded with channels of zeros, for which kernels are faster than for narrow ones.
 
 A stream that grows from join to join is padded at each; at its final width from the start, it needs
 no pads. And kernels are faster for some widths than for smaller ones. A call that computes a wider
@@ -47,12 +47,8 @@ class Widening:
         return [user for user in value.users if user not in self.values and user not in self.columns]
 
 
-# Whether a widening is faster. pad: the call that it removes; None if it only rounds up a width.
-Worth = Callable[[Widening, Value | None], bool]
-
-
-def remove_pads(program: Program, table: Table, worth: Worth) -> Program:
-    """The program without pads, if `worth` finds wider values faster."""
+def remove_pads(program: Program, table: Table) -> Program:
+    """The program without pads, with wider values instead."""
     editor, is_changed = GraphEditor(program), False
     for node in reversed(editor.calls(aten.constant_pad_nd.default)):
         live, pad = input_dependent(editor.graph), Value(node, editor)
@@ -61,15 +57,15 @@ def remove_pads(program: Program, table: Table, worth: Worth) -> Program:
             continue
         source, axis, more = source_and_width
         plan = plan_widening(source, axis, more, live, table)
-        if plan is not None and worth(plan, pad):
+        if plan is not None:
             apply_widening(plan)
             editor.replace(node, source.node)
             is_changed = True
     return editor.finish() if is_changed else program
 
 
-def round_widths(program: Program, table: Table, multiple: int, worth: Worth) -> Program:
-    """The program with the widths of layers rounded up to a multiple if that is faster."""
+def round_widths(program: Program, table: Table, multiple: int) -> Program:
+    """The program with the widths of layers rounded up to a multiple."""
     editor, is_changed = GraphEditor(program), False
     for node in editor.calls(*OUTPUT_AXIS):
         live, layer = input_dependent(editor.graph), Value(node, editor)
@@ -79,7 +75,7 @@ def round_widths(program: Program, table: Table, multiple: int, worth: Worth) ->
         more = -layer.shape[axis] % multiple
         plan = plan_widening(layer, axis, more, live, table) if more else None
         # Readers of a slice would copy it: no kernel is so much faster by its width.
-        if plan is not None and not any(map(plan.others, plan.values)) and worth(plan, None):
+        if plan is not None and not any(map(plan.others, plan.values)):
             apply_widening(plan)
             is_changed = True
     return editor.finish() if is_changed else program
@@ -303,15 +299,13 @@ _PADS = (
 )
 
 
-def pads_removed(worth: Worth) -> Pass:
-    """The pass that removes pads where wider values are faster."""
-    return Pass(
-        "the removal of pads",
-        lambda program, table: remove_pads(program, table, worth),
-        "pad(relu(conv(x, W))) == relu(conv(x, [W; 0])); conv(x, W) == conv(pad(x), [W 0])",
-        cases=_PADS,
-        exact=False,
-    )
+PADS_REMOVED = Pass(
+    "the removal of pads",
+    remove_pads,
+    "pad(relu(conv(x, W))) == relu(conv(x, [W; 0])); conv(x, W) == conv(pad(x), [W 0])",
+    cases=_PADS,
+    exact=False,
+)
 
 
 _DEPTHWISE = nn.Sequential(nn.Conv2d(2, 5, 1), nn.ReLU(), nn.Conv2d(5, 5, 3, groups=5), nn.MaxPool2d(2))
@@ -322,11 +316,11 @@ _WIDTHS = (
 )
 
 
-def widths_rounded(multiple: int, worth: Worth) -> Pass:
-    """The pass that rounds widths up to a multiple where that is faster."""
+def widths_rounded(multiple: int) -> Pass:
+    """The pass that rounds widths up to a multiple."""
     return Pass(
         f"widths in multiples of {multiple}",
-        partial(round_widths, multiple=multiple, worth=worth),
+        partial(round_widths, multiple=multiple),
         f"conv(relu(conv(x))) has a multiple of {multiple} channels in between",
         cases=_WIDTHS,
         exact=False,
