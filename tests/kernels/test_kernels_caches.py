@@ -20,10 +20,9 @@ from demask.pilot import Columns
 from demask.pilot.chains.chain_op import chain
 from demask.pilot.chains.exact_conditions import chained
 from demask.sparse import SparseConv2d, SparseLinear, spmm
-from demask.sparse.products import cpu_products as multiply
 from demask.sparse.products import gpu_formats as gpu_forms
 
-CACHES = (plan_cache.WEIGHTS, multiply.DEALS, gpu_forms.FORMATS)
+CACHES = (plan_cache.WEIGHTS, gpu_forms.FORMATS)
 
 
 def pruned(layer: Any) -> Any:

@@ -233,8 +233,8 @@ def average_pool_as_slices(out: Value, x: Value, *arguments: Any) -> Value | Non
     masked, where = _select_per_window(out, x)
     if where is None or masked.fill:
         return None
-    kept = schema.arguments(out.node) | {"self": masked.keep[None, None].double()}
-    shares = schema.call_with(out.node, kept).unique()
+    remaining = schema.arguments(out.node) | {"self": masked.keep[None, None].double()}
+    shares = schema.call_with(out.node, remaining).unique()
     if len(shares) != 1:
         return None
     return _scaled(insert_slices(masked.value, where), masked.scale / round(1 / float(shares)))
@@ -459,7 +459,7 @@ class _Strided:
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """A convolution of the positions of x from `start` on, `step` apart. gaps: distance of its taps in x."""
+    """A convolution of every `step`-th position of x from `start` on. gaps: distance of its taps in x."""
 
     x: Value
     step: tuple[int, ...]

@@ -4,7 +4,7 @@
 
 Sums are in float32, of weights in any of `number_types`. A dense matrix is read as it is in memory. Of a
 matrix with zeros, only the nonzeros and a bit for each element are (`bitmap_layout`); a table with an entry for
-each byte of bits tells which nonzero goes to which lane. Zeros are multiplied as in the dense matrix (0 * inf is
+each byte of bits has the number of the nonzero of each lane. Zeros are multiplied as in the dense matrix (0 * inf is
 NaN).
 """
 
