@@ -21,7 +21,7 @@ DENSITIES = {
     torch.bfloat16: (0.65, 0.15),
     torch.float16: (0.65, 0.15),
     torch.float32: (0.6, 0.4),
-    torch.int8: (0.6, 0.2),
+    torch.int8: (0.3, 0.15),
 }
 
 
