@@ -203,6 +203,18 @@ def test_networks_and_files(form: str, tmp_path) -> None:
         torch.testing.assert_close(other(x), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_float64_and_shared_layers(monkeypatch) -> None:
+    packed = PackedLinear.from_dense(masked_layer(torch.float32), "bitmap").double()
+    x = torch.randn(3, 96, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(packed, (x,), fast_mode=True)
+    with pytest.raises(BadInput, match=r"weight in torch.float64, got torch.float32"):
+        packed(torch.ones(1, 96))
+    monkeypatch.setattr("demask.sparse.sparsified._times_as_fast", lambda *_: (2.0, 2.0))
+    net = nn.Sequential(nn.Linear(96, 96), nn.ReLU())
+    net.append(net[0])
+    assert "tied" in sparsify(net).layers[0].reason and net[0] is net[2]
+
+
 def test_8_bit_rows() -> None:
     layer = masked_layer(torch.bfloat16)
     packed = PackedLinear.from_dense(layer, dtype=torch.int8)
@@ -233,6 +245,11 @@ def test_what_prepare_refuses() -> None:
     matrix = torch.eye(4)
     prepared = prepare(matrix)
     matrix[0, 0] = 2
+    with pytest.raises(BadInput, match="was written after"):
+        prepared @ torch.ones(4, 1)
+    csr = torch.eye(4).to_sparse_csr()
+    prepared = prepare(csr)
+    csr.values().mul_(2)
     with pytest.raises(BadInput, match="was written after"):
         prepared @ torch.ones(4, 1)
     bad = torch.sparse_csr_tensor(
@@ -266,7 +283,7 @@ class Tied(nn.Module):
 
 def test_sparsify(monkeypatch) -> None:
     timed = []
-    monkeypatch.setattr("demask.sparse.sparsified._times_as_fast", lambda *_: timed.append(1) or 2.0)
+    monkeypatch.setattr("demask.sparse.sparsified._times_as_fast", lambda *_: timed.append(1) or (2.0, 2.0))
     torch.manual_seed(0)
     model = Tied().eval()
     with torch.no_grad():
@@ -285,7 +302,7 @@ def test_sparsify(monkeypatch) -> None:
 
 
 def test_what_sparsify_leaves(monkeypatch) -> None:
-    monkeypatch.setattr("demask.sparse.sparsified._times_as_fast", lambda *_: -1.0)
+    monkeypatch.setattr("demask.sparse.sparsified._times_as_fast", lambda *_: (1.0, 0.9))
     net = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96))
     assert [c.reason for c in sparsify(net, skip=["0"]).layers] == ["skipped", "torch's is not slower than dense"]
     assert "fewer zeros" in sparsify(net, min_sparsity=0.5).layers[0].reason
@@ -299,7 +316,7 @@ def test_what_sparsify_leaves(monkeypatch) -> None:
 
 def test_a_language_model_generates_the_same(monkeypatch) -> None:
     transformers = architectures.transformers()
-    monkeypatch.setattr("demask.sparse.sparsified._times_as_fast", lambda *_: 2.0)
+    monkeypatch.setattr("demask.sparse.sparsified._times_as_fast", lambda *_: (2.0, 2.0))
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=64,

@@ -54,7 +54,7 @@ def _compute(x: Tensor, packed: PackedMatrix, bias: Tensor | None) -> Tensor:
 def _check_operands(x: Tensor, packed: PackedMatrix, bias: Tensor | None) -> None:
     rows, columns = packed.size
     if not x.dtype.is_floating_point or (x.dtype == torch.float64) != (packed.dtype == torch.float64):
-        raise BadInput(f"expected an input in float32, bfloat16 or float16, got {x.dtype}")
+        raise BadInput(f"expected floating-point numbers for a weight in {packed.dtype}, got {x.dtype}")
     if x.ndim < 1 or x.shape[-1] != columns:
         raise BadInput(f"expected an input [..., {columns}], got {tuple(x.shape)}")
     if bias is not None and bias.shape != (rows,):
@@ -90,11 +90,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     scale, bias, *tensors = ctx.saved_tensors
     of_x = of_bias = None
+    wide = torch.float64 if ctx.dtype == torch.float64 else torch.float32
     if ctx.needs_input_grad[0]:
-        weight = to_dense(PackedMatrix(ctx.form, ctx.size, tuple(tensors), scale), torch.float32)
-        of_x = (grad.float() @ weight).to(ctx.dtype)
+        weight = to_dense(PackedMatrix(ctx.form, ctx.size, tuple(tensors), scale), wide)
+        of_x = (grad.to(wide) @ weight).to(ctx.dtype)
     if bias is not None and ctx.needs_input_grad[3]:
-        of_bias = grad.float().flatten(0, -2).sum(0).to(bias.dtype)
+        of_bias = grad.to(wide).reshape(-1, grad.shape[-1]).sum(0).to(bias.dtype)
     return of_x, [None] * len(tensors), None, of_bias, None, None, None
 
 

@@ -118,8 +118,8 @@ def prepare(matrix: Tensor | DCSR, *, dtype: torch.dtype | None = None, columns:
     elif matrix.layout == torch.strided and matrix.ndim == 2:
         sources, values, size = (matrix,), matrix, (matrix.shape[0], matrix.shape[1])
     else:
-        sources, size = csr_parts(matrix), (matrix.shape[0], matrix.shape[1])
-        values = sources[2]
+        values = csr_parts(matrix)[2]
+        sources, size = (matrix,), (matrix.shape[0], matrix.shape[1])
     if not values.is_cpu or values.dtype not in NUMBERS or values.dtype == torch.int8:
         raise BadInput(f"expected float32, bfloat16 or float16 on the CPU, got {values.dtype} on {values.device}")
     if dtype is not None and dtype not in NUMBERS:

@@ -156,14 +156,15 @@ def sparsify(
     left = set(skip)
     if unknown := left - linear.keys():
         raise BadInput(f"skip names {min(unknown)!r}, which is no linear layer")
-    users = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    timings: dict[tuple[object, ...], float] = {}
+    modules = [module for _, module in model.named_modules(remove_duplicate=False)]
+    users = Counter(id(p) for module in modules for p in module._parameters.values() if p is not None)
+    timings: dict[tuple[object, ...], tuple[float, float]] = {}
     changes = []
     with progress("packing weights", len(linear)) as step:
         for name, layer in linear.items():
             step(f"packing {name}")
             zeros = 1 - int(layer.weight.count_nonzero()) / max(layer.weight.numel(), 1)
-            reason = _reason_to_leave(layer, users[id(layer.weight)], dtype)
+            reason = _reason_to_leave(layer, users[id(layer.weight)])
             if not reason and name in left:
                 reason = "skipped"
             if not reason and zeros < min_sparsity:
@@ -172,7 +173,7 @@ def sparsify(
     return Sparsified(tuple(changes), tokens)
 
 
-def _reason_to_leave(layer: nn.Linear, users: int, dtype: torch.dtype | None) -> str:
+def _reason_to_leave(layer: nn.Linear, users: int) -> str:
     weight = layer.weight
     if isinstance(layer, PackedLinear):
         return "it is packed already"
@@ -194,7 +195,7 @@ def _pack_if_faster(
     reason: str,
     dtype: torch.dtype | None,
     tokens: int,
-    timings: dict[tuple[object, ...], float],
+    timings: dict[tuple[object, ...], tuple[float, float]],
 ) -> LayerChange:
     weight = layer.weight
     size, before = (weight.shape[0], weight.shape[1]), weight.numel() * weight.element_size()
@@ -202,21 +203,23 @@ def _pack_if_faster(
         return LayerChange(name, size, zeros, "", (before, before), reason=reason)
     stored = dtype or weight.dtype
     form = chosen_form(1 - zeros, stored)
-    packed = pack_weight(weight.detach(), form, stored)
     key = size, weight.dtype, stored, form, round(STEPS * zeros)
+    packed = None
     if key not in timings:
+        packed = pack_weight(weight.detach(), form, stored)
         timings[key] = _times_as_fast(layer, packed, tokens)
-    speedup = timings[key]
-    if not is_faster(abs(speedup)) or speedup < 0:
-        return LayerChange(name, size, zeros, "", (before, before), abs(speedup), f"torch's is not slower than {form}")
+    speedup, least = timings[key]
+    if not is_faster(least, 1.0):
+        return LayerChange(name, size, zeros, "", (before, before), speedup, f"torch's is not slower than {form}")
+    packed = packed or pack_weight(weight.detach(), form, stored)
     parent, _, leaf = name.rpartition(".")
     replacement = PackedLinear(packed, layer.bias, dtype=weight.dtype).train(layer.training)
     setattr(model.get_submodule(parent), leaf, replacement)
     return LayerChange(name, size, zeros, form, (before, packed.nbytes), speedup)
 
 
-def _times_as_fast(layer: nn.Linear, packed: PackedMatrix, tokens: int) -> float:
-    """Seconds of torch's layer divided by those of the packed one; negative where that is within noise.
+def _times_as_fast(layer: nn.Linear, packed: PackedMatrix, tokens: int) -> tuple[float, float]:
+    """Seconds of torch's layer divided by those of the packed one, and the lower bound of that; 0 if it is not known.
 
     Weights are read from memory, not from caches, as in a large network: several copies take turns.
     """
@@ -233,6 +236,6 @@ def _times_as_fast(layer: nn.Linear, packed: PackedMatrix, tokens: int) -> float
     with torch.no_grad():
         samples = race(calls, ROUNDS, 1 + count, seconds=SECONDS)
     seconds = median_seconds(samples)
-    ratio = seconds["torch"] / seconds["packed"]
-    is_known = len(samples["torch"]) > 1 and is_faster(lower_bound(samples["torch"], samples["packed"]), 1.0)
-    return ratio if is_known else -ratio
+    is_known = len(samples["torch"]) > 1
+    least = lower_bound(samples["torch"], samples["packed"]) if is_known else 0.0
+    return seconds["torch"] / seconds["packed"], least
