@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.library import opcheck
 from torch.nn import functional as F
 
 import architectures
@@ -18,6 +19,7 @@ from demask.kernels.cpu.few_columns import MOST, BitmapDecode, BitmapRows, Dense
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON
 from demask.kernels.llvm.jit import assembly
 from demask.sparse import DCSR, PackedLinear, prepare, sparsify, spmm
+from demask.sparse.packed_linear import PACKED_LINEAR
 from demask.sparse.products import packed_product
 from demask.sparse.products.packed import FORMS, PackedMatrix, check_tensors, pack, quantize_rows
 from demask.sparse.products.packed_product import multiply, to_dense
@@ -179,6 +181,8 @@ def test_gradients_and_compilers(form: str) -> None:
     expected = torch.autograd.grad(F.linear(x, layer.weight, layer.bias).square().sum(), (x, layer.bias))
     made = torch.autograd.grad(packed(x).square().sum(), (x, packed.bias))
     torch.testing.assert_close(made, expected)
+    step = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(step(x).square().sum(), (x, packed.bias)), expected)
     inputs = x.detach()
     assert torch.equal(torch.compile(packed, fullgraph=True, backend="aot_eager")(inputs), packed(inputs))
     assert torch.equal(torch.export.export(packed, (inputs,)).module()(inputs), packed(inputs))
@@ -201,6 +205,12 @@ def test_networks_and_files(form: str, tmp_path) -> None:
     loaded, file = demask.load(tmp_path / "net.pt2"), demask.from_onnx(tmp_path / "net.onnx")
     for other in (slim, loaded, file):
         torch.testing.assert_close(other(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_torch_checks_the_op(form: str) -> None:
+    packed, x = packed_matrix(form, torch.float32, 6, 40), torch.randn(2, 40, requires_grad=True)
+    opcheck(PACKED_LINEAR, (x, list(packed.tensors), None, torch.randn(6, requires_grad=True), form, 6, 40))
 
 
 def test_float64_and_shared_layers(monkeypatch) -> None:

@@ -1,7 +1,9 @@
-"""Linear layers with constant weights in a packed form (`products.packed`), and the op `demask::packed_linear`.
+"""Linear layers with constant weights in a packed form (`products.packed`), and their ops.
 
     torch.ops.demask.packed_linear(Tensor x, Tensor[] tensors, Tensor? scale, Tensor? bias, str form,
                                    int rows, int columns) -> Tensor
+    torch.ops.demask.packed_weight(Tensor[] tensors, Tensor? scale, str form, int rows, int columns, bool double)
+        -> Tensor                  the dense weight in float32, or float64, which the gradient of x reads
 
     y[..., r] = sum over k of w[r, k] * x[..., k] + bias[r]
 
@@ -29,6 +31,10 @@ BUFFERS = {"dense": ("values",), "bitmap": ("values", "bits", "starts"), "column
 _LIBRARY = Library("demask", "FRAGMENT")
 _LIBRARY.define(
     "packed_linear(Tensor x, Tensor[] tensors, Tensor? scale, Tensor? bias, str form, int rows, int columns) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "packed_weight(Tensor[] tensors, Tensor? scale, str form, int rows, int columns, bool double) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 PACKED_LINEAR = torch.ops.demask.packed_linear.default
@@ -74,6 +80,19 @@ def _on_any_device(
     return _compute(x, packed, bias)
 
 
+def _dense_weight(
+    tensors: list[Tensor], scale: Tensor | None, form: str, rows: int, columns: int, double: bool
+) -> Tensor:
+    packed = PackedMatrix(form, (rows, columns), tuple(tensors), scale)
+    return to_dense(packed, torch.float64 if double else torch.float32).clone()
+
+
+def _fake_weight(
+    tensors: list[Tensor], scale: Tensor | None, form: str, rows: int, columns: int, double: bool
+) -> Tensor:
+    return tensors[0].new_empty((rows, columns), dtype=torch.float64 if double else torch.float32)
+
+
 def _fake(
     x: Tensor, tensors: list[Tensor], scale: Tensor | None, bias: Tensor | None, form: str, rows: int, columns: int
 ) -> Tensor:
@@ -92,7 +111,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     of_x = of_bias = None
     wide = torch.float64 if ctx.dtype == torch.float64 else torch.float32
     if ctx.needs_input_grad[0]:
-        weight = to_dense(PackedMatrix(ctx.form, ctx.size, tuple(tensors), scale), wide)
+        op = torch.ops.demask.packed_weight.default
+        weight = op(tensors, scale, ctx.form, *ctx.size, wide == torch.float64)
         of_x = (grad.to(wide) @ weight).to(ctx.dtype)
     if bias is not None and ctx.needs_input_grad[3]:
         of_bias = grad.to(wide).reshape(-1, grad.shape[-1]).sum(0).to(bias.dtype)
@@ -100,7 +120,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _LIBRARY.impl("packed_linear", _on_any_device, "CompositeExplicitAutograd")
+_LIBRARY.impl("packed_weight", _dense_weight, "CompositeExplicitAutograd")
 torch.library.register_fake("demask::packed_linear", _fake, lib=_LIBRARY)
+torch.library.register_fake("demask::packed_weight", _fake_weight, lib=_LIBRARY)
 torch.library.register_autograd("demask::packed_linear", _gradients, setup_context=_save, lib=_LIBRARY)
 
 

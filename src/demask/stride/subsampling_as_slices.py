@@ -458,7 +458,7 @@ class _Strided:
 
 
 @dataclass(frozen=True, slots=True)
-class _Phase:
+class _PhaseOfSum:
     """A convolution of every `step`-th position of x from `start` on. gaps: distance of its taps in x."""
 
     x: Value
@@ -602,7 +602,7 @@ def _addends(total: Value) -> Iterator[Any]:
             yield top
 
 
-def _phase_of(conv: Any) -> _Phase | None:
+def _phase_of(conv: Any) -> _PhaseOfSum | None:
     """A convolution of a phase; None for others."""
     if not isinstance(conv, Value) or not conv.calls(*CONVOLUTIONS):
         return None
@@ -620,7 +620,7 @@ def _phase_of(conv: Any) -> _Phase | None:
         start[axis], step[axis] = first, every
     dilation = list(arguments["dilation"]) * (rank if len(arguments["dilation"]) == 1 else 1)
     gaps = tuple(d * s for d, s in zip(dilation, step, strict=True))
-    return _Phase(x, tuple(step), tuple(start), weight, gaps)
+    return _PhaseOfSum(x, tuple(step), tuple(start), weight, gaps)
 
 
 def _has_stride_padding_or_dilation(arguments: Any) -> bool:
