@@ -1,9 +1,9 @@
 """Which tests run for a commit, where all would take too long: another share for each commit.
 
 Two kinds of tests take turns: the cases of a test that is marked `sampled(n)`, of which each n-th
-runs, and the most expensive tests, named in `expensive.txt` next to this file, of which each eighth
+runs, and the most expensive tests, named in `expensive.txt` next to this file, of which each 16th
 runs. The others of both are marked `nightly`. The number of the turn is the count of commits, or
-that of `--rotation`, so eight commits run each of the expensive ones; `--rotation all` runs all.
+that of `--rotation`, so 16 commits run each of the expensive ones; `--rotation all` runs all.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-TURNS = 8
-LEAST = 0.15  # seconds of processor time of an expensive test
+TURNS = 16
+LEAST = 0.12  # seconds of processor time of an expensive test
 EXPENSIVE = Path(__file__).with_name("expensive.txt")
 
 
