@@ -1,4 +1,4 @@
-"""A MONAI inferer that computes what the network computes on the whole image, within a budget.
+"""A MONAI inferer that computes what the network computes on the full image, within a budget.
 
 `SlidingWindowInferer` blends overlapping windows: near the borders of windows, and with instance
 norm everywhere, its result is not that of the network. `DepthFirstInferer` takes its place:

@@ -132,7 +132,7 @@ class Run:
         self.model.eval()
 
     def loss(self, logits: Tensor, part: Tensor, mirrored: Tensor) -> Tensor:
-        """Cross-entropy, or the distance to the teacher's logits of the whole images."""
+        """Cross-entropy, or the distance to the teacher's logits of the full images."""
         labels = self.train.labels[part]
         if self.teacher is None:
             return F.cross_entropy(logits, labels)
@@ -294,7 +294,7 @@ class Outcome:
 
 def epochs_within(seconds: float, step: float, images: int, runs: int) -> float:
     """Epochs of the dense network and of each run that fit. step: seconds of a step of the dense
-    network on whole images; crops take two thirds, small networks two thirds of that."""
+    network on full images; crops take two thirds, small networks two thirds of that."""
     return seconds * BATCH / (step * images * 0.67 * (1 + 0.75 * runs))
 
 

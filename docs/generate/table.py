@@ -26,7 +26,7 @@ One entry per ATen op: how the axes of its outputs depend on the axes of its inp
 
 - *kind*: follows from the line, and from how a known value is filled in; nobody declares it.
   *contract* sums products, *mix* averages by weights that come from products (attention), *reduce*
-  and *complete* need whole axes, *window* slides, *recur* reads its own output of the step before,
+  and *complete* need full axes, *window* slides, *recur* reads its own output of the step before,
   *move* computes nothing, *create* reads no value.
 - *line*: where an entry's line is a function of the call (marked *f*), the one for its
   first law case.
@@ -98,7 +98,7 @@ def row(name: str, entry: Entry) -> tuple[str, list[str]]:
 
 
 def page() -> str:
-    """The whole page, in the order of the table."""
+    """The full page, in the order of the table."""
     rows = [row(name, entry) for name, entry in TABLE.items()]
     counts = Counter(word for word, _ in rows)
     said = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))

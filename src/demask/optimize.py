@@ -112,7 +112,7 @@ def optimize(
         modules: submodules to optimize one by one in a copy of the model: names and globs, or
             "auto": of repeated blocks, or else of the model, the largest submodules that are called
             with tensors and plain values alone. The copy is timed against `model`, too. Default:
-            None, for the whole model as one graph; for a model with `generate`, "auto".
+            None, for the full model as one graph; for a model with `generate`, "auto".
         threads: number of CPU threads of the measurements, from 1 to 64, or to four per CPU where
             that is more. Default: `torch.get_num_threads()`.
         precision: dtype in which sparse layers store weights: "bf16", or "int8" with one scale per

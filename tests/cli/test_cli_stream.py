@@ -182,5 +182,5 @@ def test_a_tile_begins_where_strides_do(run, tmp_path):
 def test_a_norm_over_the_image_is_named(run, tmp_path):
     write(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)), tmp_path / "m.pt2")
     outcome = run("halo", "m.pt2")
-    assert "read the whole image" in outcome.out and "group_norm" in outcome.out
+    assert "read the full image" in outcome.out and "group_norm" in outcome.out
     assert not json.loads(run("halo", "m.pt2", "--json").out)["entries"][0]["exact"]

@@ -1,7 +1,7 @@
 """What random networks of images are made of: how each kind of call is drawn, and how it runs.
 
 A kind is drawn for a value, and gives its arguments, or None where it does not go with the value.
-All but those marked `smooth` keep whole numbers whole (or halves of them). Spatial axes are those
+All but those marked `smooth` keep integers whole (or halves of them). Spatial axes are those
 behind the second: one of sequences, two of images, three of volumes.
 """
 

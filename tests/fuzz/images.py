@@ -1,6 +1,6 @@
 """Random networks of images, sequences and volumes for traversal.
 
-Weights and inputs are small whole numbers, in float64 unless told, so that every sum is exact and
+Weights and inputs are small integers, in float64 unless told, so that every sum is exact and
 any order of summation gives the same bits; `smooth` networks have real weights, norms and resizes.
 """
 
@@ -19,7 +19,7 @@ Step = tuple  # the name of a kind, which value it reads, its arguments
 
 
 class Images(nn.Module):
-    """A network of `depth` drawn calls. exact: every value is a whole number (or half of one).
+    """A network of `depth` drawn calls. exact: every value is an integer (or half of one).
     rank: spatial axes. example: of one image."""
 
     def __init__(

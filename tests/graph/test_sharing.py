@@ -221,8 +221,8 @@ class Tanh(nn.Module):
 
 
 LOOK_EQUAL: dict[str, Callable[[int], nn.Module]] = {
-    "a whole number that is read": Odd,
-    "a whole number in a buffer": lambda k: Numbered(k % 2),
+    "an integer that is read": Odd,
+    "an integer in a buffer": lambda k: Numbered(k % 2),
     "a float": with_factor,
     "an activation, a function": lambda k: Block(0, [F.relu, torch.tanh][k % 2]),
     "an activation, a module": lambda k: Block(0, [nn.ReLU(), Tanh()][k % 2]),

@@ -1,4 +1,4 @@
-"""Calls on parts of their operands, drawn and compared with the whole call."""
+"""Calls on parts of their operands, drawn and compared with the full call."""
 
 from __future__ import annotations
 

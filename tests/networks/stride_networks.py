@@ -21,7 +21,7 @@ _ONE = {1: aten.adaptive_avg_pool1d.default, 2: aten.adaptive_avg_pool2d.default
 
 
 class Drawn:
-    """A random network after a strided convolution. whole: computes in whole numbers alone, so
+    """A random network after a strided convolution. whole: computes in integers alone, so
     that sums are exact in any order."""
 
     def __init__(self, seed: int):

@@ -157,7 +157,7 @@ TARGETS: Mapping[str, list[Target]] = {
 
 @functools.cache
 def inputs(sizes: tuple[int, ...], channels: int, dtype: torch.dtype) -> Tensor:
-    """(rows, channels, *sizes): whole numbers small enough that every sum of them is exact; each
+    """(rows, channels, *sizes): integers small enough that every sum of them is exact; each
     special number at each position by itself, in the first channel and in the last."""
     shape, draw = (channels, *sizes), torch.Generator().manual_seed(0)
     rows = [torch.zeros(shape), torch.ones(shape), -torch.ones(shape)]
@@ -265,7 +265,7 @@ def holds(
         output = form.built(write, site, target, call, place)
     except (RuntimeError, TypeError, OverflowError):
         return False
-    exact = not form.rounds or site.whole
+    exact = not form.rounds or site.integral
     anew = form.name in ("space_to_depth", "phase_split")  # other sums
     wanted = (expected.strided if anew else expected.selected)[place]
     if output.shape != wanted.shape or output.dtype != wanted.dtype:
@@ -337,7 +337,7 @@ class Tried:
 
 def _undecided(cell: Cell, target: Target) -> bool:
     """Bounded functions hide Inf, and only some NaN arise with them: there the form may refuse
-    more than it must. Whole numbers are refused whatever their size."""
+    more than it must. Integers are refused whatever their size."""
     bounded = FUNCTIONS[cell.dtype][cell.function].bounded
     return (cell.dtype is WHOLE and target.mask == 1) or (bounded and not target.finite)
 

@@ -62,7 +62,7 @@ def test_parts_of_composite_axes():
 
 
 def test_of_a_part_of_several_letters_those_that_it_covers_go_on():
-    """Channels (group, channel): a group holds whole pairs, and pairs hold no whole channel."""
+    """Channels (group, channel): a group holds whole pairs, and pairs hold no full channel."""
     conv = bound(aten.conv1d.default, torch.zeros(2, 4, 9), torch.zeros(12, 2, 3), None, [1], [1], [1], 2)
     assert conv.ins[1][0] == conv.outs[0][1] == ("g", "o")
     assert follow(conv, 1, Part(0, inner=1, size=12)) == Part(1, 1, 12)

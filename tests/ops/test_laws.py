@@ -312,7 +312,7 @@ def test_regions_of_resizes_hold(size, out, align):
     assume(isinstance(out, int) or size * out >= 1)
     how = (None, [out]) if isinstance(out, float) else ([out], None)
     line, plane = S((2, 3, size)), S((1, 2, size, 2))
-    # Single and double precision round multiples of a factor to different sides of a whole number:
+    # Single and double precision round multiples of a factor to different sides of an integer:
     # the claim has both.
     halves = [k / 2 / out for k in range(2, 2 * int(size * out))] if isinstance(out, float) else []
     rounded = any(abs(place - round(place)) < 1e-5 for place in halves)

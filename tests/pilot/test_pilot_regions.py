@@ -102,7 +102,7 @@ def test_rectangles_of_many_random_networks(start: int):
 
 
 class Mixed(nn.Module):
-    """Strides, dilation, a residual, a resize, a concatenation, a depthwise kernel; whole numbers
+    """Strides, dilation, a residual, a resize, a concatenation, a depthwise kernel; integers
     where asked for."""
 
     def __init__(self, whole: bool, mode: str = "nearest"):

@@ -104,7 +104,7 @@ class Grouped(nn.Module):
 
 
 class UNet(nn.Module):
-    """Skipped features joined again after an upsampling; group norm removes whole groups."""
+    """Skipped features joined again after an upsampling; group norm removes full groups."""
 
     def __init__(self) -> None:
         super().__init__()

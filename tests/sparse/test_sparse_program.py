@@ -336,7 +336,7 @@ HOSTILE = {
         col,
     ),
     "64-bit columns": lambda v, crow, col: (v, crow, col.long()),
-    "whole numbers without a scale": lambda v, crow, col: (v.to(torch.int8), crow, col),
+    "integers without a scale": lambda v, crow, col: (v.to(torch.int8), crow, col),
     "values too short": lambda v, crow, col: (v[:-1], crow, col),
     "columns too short": lambda v, crow, col: (v, crow, col[:-1]),
     "no columns": lambda v, crow, col: (v, crow),

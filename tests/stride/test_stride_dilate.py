@@ -248,7 +248,7 @@ def test_strides_compose_and_weights_behind_a_view_are_spread():
     ("name", "model", "reason"),
     [
         ("select", nn.Sequential(nn.Conv2d(3, 4, 3, 2)), "cannot slice"),
-        ("select", nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.GroupNorm(2, 4)), "a whole axis"),
+        ("select", nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.GroupNorm(2, 4)), "a full axis"),
         ("select", nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Upsample(scale_factor=2)), "windows"),
         ("none", nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Flatten(), nn.Linear(4 * 49, 2)), "NaN"),
         ("select", nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.AdaptiveAvgPool2d(2)), "overlap"),

@@ -58,7 +58,7 @@ def equal(model: nn.Module, made: nn.Module, x: Tensor, within: float = 1e-5) ->
     assert float((expected - found).abs().max()) <= within * float(expected.abs().max())
 
 
-# --- whole networks ---
+# --- full networks ---
 
 
 def hub(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
@@ -325,8 +325,8 @@ def test_a_users_own_target(tmp_path: Path) -> None:
         ("ops = ['warp']", "op 'warp' is unknown; expected some of max_pool"),
         ("ops = []\nspeed = 3", "key 'speed' is unknown"),
         ("ops = []\nfinite = 1", "finite is 1; expected true or false"),
-        ("ops = []\n[pool]\nsize = 0", "expected a pool size of 1 or more, a whole number, got 0"),
-        ("ops = []\n[conv]\nstride = 1.5", "a whole number, got 1.5"),
+        ("ops = []\n[pool]\nsize = 0", "expected a pool size of 1 or more, an integer, got 0"),
+        ("ops = []\n[conv]\nstride = 1.5", "an integer, got 1.5"),
         ("ops = []\n[pool]\nwindows = 'round'", "windows 'round' is unknown"),
         ("ops = []\nmask = nan", "mask is nan; expected a number"),
         ("ops = []\nforbidden = ['conv']", "forbidden op 'conv' is unknown"),

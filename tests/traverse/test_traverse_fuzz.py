@@ -19,7 +19,7 @@ from night import at_night
 
 CHUNK, NIGHT = 20, 50
 MODES = (BANDS, FRUSTUMS, LAYERWISE)
-# Of the largest value: sums over space in another order. Whole numbers above 2^24 are rounded in
+# Of the largest value: sums over space in another order. Integers above 2^24 are rounded in
 # float32, in another order as well.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4}
 
@@ -52,7 +52,7 @@ def network(seed: int) -> Images:
 
 
 def in_float32(seed: int) -> Images:
-    """Of whole numbers: convolutions, sums and activations that oneDNN fuses are drawn."""
+    """Of integers: convolutions, sums and activations that oneDNN fuses are drawn."""
     return Images(seed, rank=[2, 3][seed % 2], dtype=torch.float32).eval()
 
 
@@ -122,7 +122,7 @@ def test_two_thousand_networks(seeds):
 
 
 class Chain(nn.Module):
-    """Convolutions of whole numbers, one after another. steps, exact: as of drawn networks."""
+    """Convolutions of integers, one after another. steps, exact: as of drawn networks."""
 
     steps, exact = (), True
 

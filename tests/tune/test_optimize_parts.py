@@ -96,7 +96,7 @@ def optimized(model: nn.Module, **options: Any) -> Any:
 
 @pytest.fixture
 def raced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Answers to whether a whole network is as fast as the one given, in the order of asking."""
+    """Answers to whether a full network is as fast as the one given, in the order of asking."""
     answers: list[bool] = []
     real = race.CandidateRace.speed
 

@@ -160,7 +160,7 @@ QUICK = [
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", QUICK)
 def test_a_quick_run_writes_its_page(name, tmp_path):
-    """In a process of its own: scripts set threads and the allocator for the whole process."""
+    """In a process of its own: scripts set threads and the allocator for the full process."""
     page = tmp_path / f"{name}.md"
     words = [sys.executable, "-m", "benchmarks", "run", name, "--quick", "--output", str(page)]
     source = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

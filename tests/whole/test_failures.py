@@ -355,7 +355,7 @@ def test_errors_of_public_functions():
 
 
 class Resized(nn.Module):
-    """Sizes that only expressions over dynamic sizes say, in whole numbers and in floats."""
+    """Sizes that only expressions over dynamic sizes say, in integers and in floats."""
 
     def __init__(self):
         super().__init__()
@@ -508,7 +508,7 @@ def test_wrong_arguments_raise_our_errors():
 
 
 class Padded(nn.Module):
-    """Decides by a whole number that is stored as a buffer, as audio codecs do."""
+    """Decides by an integer that is stored as a buffer, as audio codecs do."""
 
     def __init__(self):
         super().__init__()

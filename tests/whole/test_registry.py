@@ -78,7 +78,7 @@ def networks() -> dict[str, nn.Module]:
     torch.manual_seed(0)
     conv = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))
     with torch.no_grad():
-        for parameter in conv.parameters():  # whole numbers, so that sums are exact
+        for parameter in conv.parameters():  # integers, so that sums are exact
             parameter.copy_(torch.randint(-3, 4, parameter.shape))
     image = (torch.ones(1, 3, 8, 8),)
     slim = demask.demask(conv.eval(), image, result="graph")

@@ -41,7 +41,7 @@ FIXED = Defaults()
 class _Lock:
     """One lock for all threads of the process; a child process has a free one of its own.
 
-    torch.export and torch.fx replace functions of the whole process while they trace, so that two
+    torch.export and torch.fx replace functions of the full process while they trace, so that two
     captures at once fail in each other's tables.
     """
 

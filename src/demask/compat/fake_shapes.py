@@ -32,7 +32,7 @@ _ACTIVATIONS = tuple(
 class _Patch:
     """Our kernels of calls on fake tensors, in torch's tables while a thread wants them.
 
-    torch registers kernels for the whole process, and has no narrower scope: real tensors do not
+    torch registers kernels for the full process, and has no narrower scope: real tensors do not
     pass through them. One thread at a time has them; calls of others run torch's meanwhile.
     """
 

@@ -3,7 +3,7 @@
 What is known is input-independent. So are more values: a constant that enters a zero-padded window
 has another value at the border, and the mean over an image of such a constant depends on the
 image's size. Neither depends on the content of the image, so one evaluation for one image serves a
-whole batch. One forward sweep over the relations that `known` reads.
+full batch. One forward sweep over the relations that `known` reads.
 """
 
 from __future__ import annotations

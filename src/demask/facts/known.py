@@ -1,9 +1,9 @@
 """Values that are known before any input: one forward sweep over the graph.
 
-Four formulas serve the whole table. The table line of a call says which one applies:
+Four formulas serve the full table. The table line of a call says which one applies:
 - pointwise: known where every operand is known, or where a factor is a known zero;
 - contraction: known where every product in the sum has a zero or two known factors;
-- complete and windowed axes: known only where the whole axis is known (windows: with one value);
+- complete and windowed axes: known only where the full axis is known (windows: with one value);
 - moves: the index map, applied to masks and fills.
 In addition, the affine law: where a norm's scale is 0, the output is its shift for every input.
 

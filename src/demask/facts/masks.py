@@ -1,4 +1,4 @@
-"""Broadcastable masks: a dimension of size 1 represents a whole axis along which nothing varies.
+"""Broadcastable masks: a dimension of size 1 represents a full axis along which nothing varies.
 
 A mask over a tensor is a bool tensor of its rank. Every dimension is 1 ("the same all along") or
 the axis' full size. A mask over letters has one dimension per letter. Dynamic axes are always 1.

@@ -104,25 +104,25 @@ def _call_range(node: fx.Node, bounds: Ranges, constants: Mapping[str, Tensor], 
     """The range of the output of a call, within that of its dtype."""
     dtype = _dtype(node)
     assert dtype is not None
-    whole = dtype_range(dtype)
+    widest = dtype_range(dtype)
     if node.target is operator.getitem:
         source = schema.source_of(node)
-        return bounds.get(source, whole) if _dtype(source) == dtype else whole
+        return bounds.get(source, widest) if _dtype(source) == dtype else widest
     entry = table.get(op_name(node.target))
     if entry is None or dtype.is_complex or not isinstance(node.target, OpOverload):
-        return whole
+        return widest
     rule = range_rule(entry)
     if rule == "" or (callable(entry.line) and isinstance(entry.line(node), Declined)):
-        return whole
+        return widest
     which = schema.operands(node, entry.indices)
     known = [_operand_range(o, bounds, constants) for o in which]
     if not which or any(_is_complex(o) for o in which):
-        return whole
+        return widest
     computed = _apply_rule(node, entry, rule, which, known, dtype)
     if computed is None or math.isnan(computed.low) or math.isnan(computed.high):
-        return whole
-    if not dtype.is_floating_point and (computed.low < whole.low or computed.high > whole.high):
-        return whole  # integers wrap around
+        return widest
+    if not dtype.is_floating_point and (computed.low < widest.low or computed.high > widest.high):
+        return widest  # integers wrap around
     return Range(computed.low + 0.0, computed.high + 0.0)  # no bound is -0.0
 
 
@@ -249,11 +249,11 @@ def _output_range(output: Any, dtype: torch.dtype, inputs: tuple[Tensor, ...], *
     """The range of an output; None where it does not bound the op."""
     if not isinstance(output, Tensor) or output.is_complex():
         return None
-    whole = not dtype.is_floating_point and dtype is not torch.bool
+    integral = not dtype.is_floating_point and dtype is not torch.bool
     numbers = [t.double() for t in inputs if t.dtype is not torch.bool]
-    if whole and any(bool((t.abs() > _LARGEST_INTEGER).any()) for t in [*numbers, output.double()]):
+    if integral and any(bool((t.abs() > _LARGEST_INTEGER).any()) for t in [*numbers, output.double()]):
         return None
-    values = (output if whole else output.to(dtype)).double()
+    values = (output if integral else output.to(dtype)).double()
     slack = torch.zeros_like(values)
     if rounds and dtype.is_floating_point:
         # At infinity a function returns its limit, without rounding.

@@ -119,8 +119,8 @@ def expected_domains(network: Demasked | ExportedProgram) -> dict[str, Domain]:
     for node in graph.find_nodes(op="placeholder"):
         if node.name not in dtypes:
             continue
-        whole = not dtypes[node.name].is_floating_point
-        expected = [domain for domain in _expected_domains(node, constants, whole) if domain is not None]
+        integral = not dtypes[node.name].is_floating_point
+        expected = [domain for domain in _expected_domains(node, constants, integral) if domain is not None]
         if expected:  # an index of several tables must fit the smallest
             domains[node.name] = min(expected, key=lambda domain: domain.high or 0)
     record = getattr(network, "demasked", None)
@@ -128,22 +128,22 @@ def expected_domains(network: Demasked | ExportedProgram) -> dict[str, Domain]:
     return domains | {spec.name: spec.domain for spec in specs if spec.domain is not None}
 
 
-def _expected_domains(source: fx.Node, constants: Mapping[str, Tensor], whole: bool) -> Iterator[Domain | None]:
+def _expected_domains(source: fx.Node, constants: Mapping[str, Tensor], integral: bool) -> Iterator[Domain | None]:
     """The domain that each reader of an input expects, also readers after ops that move its values.
-    whole: whether the input has an integer type."""
+    integral: whether the input has an integer type."""
     seen, stack = {source}, [source]
     while stack:
         node = stack.pop()
         for user in node.users:
             if user.op != "call_function":
                 continue
-            yield _domain(user, node, constants, whole)
+            yield _domain(user, node, constants, integral)
             if op_name(user.target) in _PASSED and user not in seen:
                 seen.add(user)
                 stack.append(user)
 
 
-def _domain(user: fx.Node, node: fx.Node, constants: Mapping[str, Tensor], whole: bool) -> Domain | None:
+def _domain(user: fx.Node, node: fx.Node, constants: Mapping[str, Tensor], integral: bool) -> Domain | None:
     """The domain that a call expects of one of its operands, or None."""
     name, args = op_name(user.target), cast(Any, user.args)
     if name.startswith(("aten.div.", "aten.mul.")):
@@ -157,7 +157,7 @@ def _domain(user: fx.Node, node: fx.Node, constants: Mapping[str, Tensor], whole
             return _rows(args[table], args[axis] if axis is not None else 0, constants)
     if name == "aten.index.Tensor" and node in args[1]:
         return _rows(args[0], args[1].index(node), constants)
-    if whole and name.startswith("aten.eq."):
+    if integral and name.startswith("aten.eq."):
         other = _number(args[1] if args[0] is node else args[0], constants)
         return None if other is None else Domain(int(other), int(other))
     return None

@@ -68,8 +68,8 @@ def buffers_as_numbers(work: nn.Module) -> list[str]:
 
 def is_number(name: str, tensor: Tensor) -> bool:
     """Whether a tensor of a module is an integer scalar, on which the module's code may branch."""
-    whole = not tensor.is_floating_point() and not tensor.ndim
-    return whole and name != "num_batches_tracked"
+    integral = not tensor.is_floating_point() and not tensor.ndim
+    return integral and name != "num_batches_tracked"
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

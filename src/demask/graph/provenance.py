@@ -26,7 +26,7 @@ class Cut:
     """How a tensor of the result was sliced from a tensor of the original.
 
     source: its fully qualified name in the original. shape: its original shape. kept: per axis, the
-    original positions in their new order; None for a whole axis. The scale and shift of a sliced
+    original positions in their new order; None for a full axis. The scale and shift of a sliced
     norm have additional axes of size one after their own, to broadcast.
     """
 

@@ -3,7 +3,7 @@
 An axis continues in an output that has its letters: unchanged, as part of a composite axis, under
 a window, or moved by an index map. An axis that is summed over or reduced ends.
 
-`follow` propagates a part of an axis, `carry` and `carry_back` propagate tags of whole axes.
+`follow` propagates a part of an axis, `carry` and `carry_back` propagate tags of full axes.
 Engines choose the tags, and the order in which they visit calls.
 """
 
@@ -34,7 +34,7 @@ class Part:
     size: int = DYNAMIC
 
     def covers(self, length: int) -> bool:
-        """Whether it is the whole axis, or its major part."""
+        """Whether it is the full axis, or its major part."""
         return self.inner * self.size == length
 
 
@@ -63,7 +63,7 @@ def follow(relation: Relation, operand: int, part: Part, *, out: int = 0, single
     """The part of an output's axis that a part of an operand's axis becomes; None if it ends.
 
     Of a part with several letters, the major ones that stay together continue. Under windows and
-    moves only whole axes continue, and those end that are reduced to one position; with `single`
+    moves only full axes continue, and those end that are reduced to one position; with `single`
     those continue of which a move selects one (a slice of one row).
 
     >>> import torch
@@ -127,7 +127,7 @@ def _shared(
         exact = part.inner % inner[first] == 0
         return Part(axis, part.inner // inner[first] * inner_after[index]) if exact else None
     period, span = part.inner * part.size, inner[first] * _size(relation, letters[first])
-    if inner[first] <= part.inner:  # within one letter, whole positions of it
+    if inner[first] <= part.inner:  # within one letter, full positions of it
         fits = part.inner % inner[first] == 0 and span % period == 0
         scale = part.inner // inner[first] * inner_after[index]
         return Part(axis, scale, part.size) if fits else None
@@ -151,7 +151,7 @@ def _size(relation: Relation, letter: str) -> int:
     return relation.size.get(letter) or 1
 
 
-# --- tags of whole axes ---------------------------------------------------------------------------
+# --- tags of full axes ---------------------------------------------------------------------------
 
 
 def iterate_tags(relation: Relation, tags: Sequence[Tags[T] | None]) -> Iterator[tuple[str | None, int, T]]:

@@ -91,7 +91,7 @@ def is_whole(relation: Relation, operand: int, axis: int, *, out: int = 0) -> bo
 
 
 def _unclamped(relation: Relation, source: Interval, target: Interval) -> Rule | None:
-    """The rule without clamping; None if the whole axis is required. source: an operand and its
+    """The rule without clamping; None if the full axis is required. source: an operand and its
     axis; target: an output and its axis."""
     operand_letters, letters = (relation.ins[source[0]][source[1]], relation.outs[target[0]][target[1]])
     if set(letters) & relation.looped:

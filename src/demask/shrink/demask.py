@@ -254,9 +254,9 @@ def demask(
             each input, where torch.export proves that it can vary; with `modules`, as "all". "all":
             every size for which torch.export proves that. Other values are passed to
             `torch.export.export`.
-        modules: the submodules to demask, in a copy of the whole model: a list of names and globs,
+        modules: the submodules to demask, in a copy of the full model: a list of names and globs,
             such as ["*.mlp"], or "auto": repeated blocks, such as the layers of a transformer, or
-            else the largest submodules that can be captured. Default: None, for the whole model.
+            else the largest submodules that can be captured. Default: None, for the full model.
         table: the table of ops. Default: `demask.ops.TABLE`; its method `extended` adds ops.
         check: whether to compare the result with `model` on the example inputs and on two random
             inputs of the same shapes. If they differ, a warning says so, and the result is the

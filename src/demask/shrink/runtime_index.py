@@ -17,7 +17,7 @@ The program then has the indices as inputs, and computes the same outputs from l
 
 `emit_masked` computes every value whole and then writes the fill wherever the index has no
 position: the reference. `emit_indexed` does not compute positions outside the index: weights are
-gathered, activations are small, and are scattered only where a reader needs the whole axis.
+gathered, activations are small, and are scattered only where a reader needs the full axis.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class IndexPlan:
     an index: their letter, and its index. wants: per call and operand, the support that it reads.
     shifts: contractions whose first factor is not 0 where it is not read, with its fact there.
     added: sums that add one operand at an index. reads: per value, the support that is read; the
-    whole value if it is read in two ways.
+    full value if it is read in two ways.
     """
 
     relations: Relations

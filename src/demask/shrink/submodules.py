@@ -1,4 +1,4 @@
-"""Some submodules of a model demasked, in a copy of the whole model."""
+"""Some submodules of a model demasked, in a copy of the full model."""
 
 from __future__ import annotations
 

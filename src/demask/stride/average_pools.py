@@ -66,7 +66,7 @@ class AveragePool:
 
     @property
     def size(self) -> int:
-        """Number of positions in a whole window."""
+        """Number of positions in a full window."""
         return math.prod(self.kernel)
 
     @property

@@ -149,9 +149,9 @@ def _letters(reader: SpacedReader, relation: Relation) -> _Letters | NotSpaced:
     reduced = frozenset(spreads) & relation.complete
     if set(spreads) - output_letters - summed - reduced:
         return NotSpaced("it has no rule for a spaced axis")
-    whole = relation.entry.rest not in NEUTRAL or len(relation.operands) != 1 or reduced & output_letters
-    if reduced and whole:
-        return NotSpaced("it reads a whole axis")
+    complete = relation.entry.rest not in NEUTRAL or len(relation.operands) != 1 or reduced & output_letters
+    if reduced and complete:
+        return NotSpaced("it reads a full axis")
     return _Letters(relation, spreads, summed, reduced, (*broadcast, *alone))
 
 
@@ -210,8 +210,8 @@ def _reason_to_stop(reader: SpacedReader, letters: _Letters) -> str | None:
     """Why a call may raise on invalid positions; None if it cannot."""
     name = op_name(reader.node.target)
     values = [o.value for o in letters.relation.operands if reader.plan.spacing(o.value)]
-    whole = any(not fake(value).is_floating_point() for value in values)
-    return "it may fail on integers at invalid positions" if (whole and name.startswith(_STOPS)) else None
+    integral = any(not fake(value).is_floating_point() for value in values)
+    return "it may fail on integers at invalid positions" if (integral and name.startswith(_STOPS)) else None
 
 
 def _may_be_non_finite(reader: SpacedReader) -> bool:

@@ -93,7 +93,7 @@ def _block_pads(site: StridedConv) -> list[int]:
 
 
 def _padded_length(axis: ConvAxis) -> int:
-    """Length of an axis in whole blocks."""
+    """Length of an axis in full blocks."""
     return (axis.out - 1 + blocks(axis)) * axis.stride
 
 
@@ -258,7 +258,7 @@ def _is_below_window(site: StridedConv) -> bool:
 
 def _reason_against_product(site: StridedConv, target: Target) -> str | None:
     """Why a value cannot be multiplied by a mask on a target without selections."""
-    finite = target.finite or site.whole or not site.drops_input
+    finite = target.finite or site.integral or not site.drops_input
     if "select" in target.ops or finite:
         return None
     return "0 times Inf or NaN is NaN: masks multiply here; the target is not declared finite"
@@ -272,7 +272,7 @@ def _largest_pool(site: StridedConv, target: Target, known: Range) -> str | None
 
 def _two_masks(site: StridedConv, target: Target, known: Range) -> str | None:
     a = target.mask
-    if site.whole:
+    if site.integral:
         return f"integers of {site.dtype} have no 1 / {a:g}"
     if math.frexp(a)[0] != 0.5:
         return f"a product with {a:g} rounds: only powers of two and their inverses do not"
@@ -301,7 +301,7 @@ def _sum_pool(site: StridedConv, target: Target, known: Range) -> str | None:
 
 def _avg_pool(site: StridedConv, target: Target, known: Range) -> str | None:
     count = math.prod(site.stride)
-    if count > 1 and site.whole:
+    if count > 1 and site.integral:
         return "a mean of integers is rounded"
     if count > 1 and "multiply" not in target.ops:
         return f"the target cannot multiply by {count}"
@@ -321,14 +321,14 @@ def _stays_finite(dtype: torch.dtype, count: int, known: Range) -> bool:
 
 
 def _split(site: StridedConv, target: Target, known: Range) -> str | None:
-    if site.whole and known.low <= torch.iinfo(site.dtype).min:
+    if site.integral and known.low <= torch.iinfo(site.dtype).min:
         return f"the negative of {known.low:g} is no {site.dtype}"
     return _pool(site, target, site.stride) or _reason_against_product(site, target)
 
 
 def _rotate(site: StridedConv, target: Target, known: Range) -> str | None:
     moves = any(axis.stride > 1 and axis.out > 1 for axis in site.axes)
-    if moves and not (target.finite or site.whole):
+    if moves and not (target.finite or site.integral):
         return "0 times Inf or NaN is NaN: the form needs masks; the target is not declared finite"
     return None
 
@@ -340,7 +340,7 @@ def _constant_weight(site: StridedConv, target: Target, known: Range) -> str | N
 def _taps(site: StridedConv, target: Target, known: Range) -> str | None:
     if not site.constant:
         return _constant_weight(site, target, known)
-    if not (target.finite or site.whole) and zero_taps(site):
+    if not (target.finite or site.integral) and zero_taps(site):
         return "zero weights would multiply values that may be Inf or NaN: the result is NaN"
     return None
 
@@ -419,7 +419,7 @@ def _build_select(write: FormWriter, site: StridedConv, target: Target, call: Fo
 
 
 def _lowest(site: StridedConv) -> float:
-    return torch.iinfo(site.dtype).min if site.whole else -math.inf
+    return torch.iinfo(site.dtype).min if site.integral else -math.inf
 
 
 def _build_pool_1x1(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:

@@ -162,8 +162,8 @@ class SpacedPlan:
 
     def is_finite(self, x: fx.Node) -> bool:
         """Whether no position of a value is Inf or NaN, so that 0 times it is 0."""
-        whole = not fake(x).is_floating_point()
-        return whole or (self.target.finite and not (x in self.steps and self.steps[x].non_finite))
+        integral = not fake(x).is_floating_point()
+        return integral or (self.target.finite and not (x in self.steps and self.steps[x].non_finite))
 
     def multiplies(self, x: fx.Node) -> bool:
         """Whether a value is masked by multiplication, rather than by a selection."""

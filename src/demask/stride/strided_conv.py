@@ -199,7 +199,7 @@ class StridedConv:
         return tuple(axis.wide for axis in self.axes)
 
     @property
-    def whole(self) -> bool:
+    def integral(self) -> bool:
         """Whether values are integers, which are always finite."""
         return not self.dtype.is_floating_point
 

@@ -69,7 +69,7 @@ class Target:
             `demask.stride.targets.OPS` describes them. Convolutions are always allowed.
         conv_stride: largest stride of convolutions in positions, an int of at least 1. Default: 1.
         pool_size, pool_stride: largest window and largest stride of pools in positions, along each
-            axis; whole numbers of at least 1. Default: inf, no limit.
+            axis; integers of at least 1. Default: inf, no limit.
         pool_windows: "any" (default), or "stride" if each window must be as large as its stride.
         pool_ceil: whether the last window may extend beyond the input (`ceil_mode`). Default: True.
         finite: whether no value is Inf or NaN, so that 0 * x is 0. Default: False.
@@ -129,7 +129,7 @@ class Target:
         sizes = {"conv stride": self.conv_stride, "pool size": self.pool_size, "pool stride": self.pool_stride}
         for what, size in sizes.items():
             if not is_number(size) or size < 1 or size not in (inf, size // 1):
-                raise BadInput(f"target {self.name!r}: expected a {what} of 1 or more, a whole number, got {size!r}")
+                raise BadInput(f"target {self.name!r}: expected a {what} of 1 or more, an integer, got {size!r}")
         bounds = self.mask, self.largest
         if not all(map(is_number, bounds)) or not 0 < self.mask < inf or self.largest <= 0:
             raise BadInput(

@@ -128,7 +128,7 @@ def curve_of(
     tell = progress or (lambda title, share: None)
     work = structural_copy(model, share=True).eval()
     leaves, spec = pytree.tree_flatten(call)
-    tell("whole image", 0.0)
+    tell("full image", 0.0)
     references = _run_model(work, leaves, spec)
     sizes = [_count_positions(cut, leaves) for cut in cuts]
     tile = [_middle(size, cut.grid) for size, cut in zip(sizes, cuts, strict=True)]
@@ -584,7 +584,7 @@ def _barrier_lines(barriers: tuple[Barrier, ...]) -> list[str]:
     for one in barriers:
         nodes = groups.setdefault((one.op, one.axes, one.why), [])
         nodes.append(one.module or one.node)
-    lines = ["read the whole image (`local` takes them position by position):"] if groups else []
+    lines = ["read the full image (`local` takes them position by position):"] if groups else []
     for (op, axes, why), nodes in groups.items():
         more = f" and {len(nodes) - SHOWN} more" if len(nodes) > SHOWN else ""
         line = f"{op} along {' and '.join(axes)} {why}: {', '.join(nodes[:SHOWN])}{more}"

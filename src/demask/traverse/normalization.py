@@ -49,7 +49,7 @@ def with_normalized_input(program: Program, normalize: Any) -> Program:
     deviations), each a number or one per channel: the network receives (x - mean) / deviation.
 
     Raises:
-        BadInput: for other values of `normalize`, or if the network takes whole numbers.
+        BadInput: for other values of `normalize`, or if the network takes integers.
     """
     if normalize is None:
         return program
@@ -57,7 +57,7 @@ def with_normalized_input(program: Program, normalize: Any) -> Program:
     placeholder = next(iter(editor.graph.find_nodes(op="placeholder")))
     value = fake(placeholder)
     if not value.is_floating_point():
-        raise BadInput("normalize: this network takes whole numbers, and normalizes them itself")
+        raise BadInput("normalize: this network takes integers, and normalizes them itself")
     readers = list(placeholder.users)
     if not readers:
         return program

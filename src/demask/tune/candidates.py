@@ -1,6 +1,6 @@
 """Candidate programs to benchmark, each built from the fastest implementation of every layer.
 
-The cost model predicts the time of single layers. Whole candidates are measured, since layers share
+The cost model predicts the time of single layers. Full candidates are measured, since layers share
 caches and call overhead.
 """
 

@@ -1,7 +1,7 @@
 """Conversion of images to channels last in memory if their convolutions are faster that way.
 
 The values are the same in another order. oneDNN then does not reorder them around each call, nor
-pad narrow layers to whole vectors of channels.
+pad narrow layers to full vectors of channels.
 """
 
 from __future__ import annotations

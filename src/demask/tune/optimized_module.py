@@ -31,13 +31,13 @@ from demask.tune.epilogue import is_fused, is_pack, pack_weight, run_unfused, un
 from demask.tune.shape_cache import ShapeCache, ShapeEntry
 from demask.tune.stale_sources import count_writes, sources_of
 
-WHOLE = "_demask_whole"  # name of the whole graph's function in generated code
+WHOLE = "_demask_whole"  # name of the full graph's function in generated code
 
 
 class FastCodegen(Codegen):
     """Generates code for the fast graph in place of the module's graph.
 
-    While torch.compile or torch.export trace a call, the code runs `traced`: the whole graph in
+    While torch.compile or torch.export trace a call, the code runs `traced`: the full graph in
     ATen ops.
     """
 
@@ -55,7 +55,7 @@ class FastCodegen(Codegen):
         return code
 
     def gen_fn_def(self, *args: Any, **kwargs: Any) -> str:
-        """The head of the function, which calls the whole graph's function while traced."""
+        """The head of the function, which calls the full graph's function while traced."""
         head, line, rest = super().gen_fn_def(*args, **kwargs).partition("\n")
         names = ", ".join(["self", *(n for n in self.pytree_info.orig_args if n != "self")])
         return f"{head}\n    if {TRACED}():\n        return {WHOLE}({names}){line}{rest}"
@@ -108,7 +108,7 @@ class Optimized(Demasked):
 
     @property
     def graph(self) -> fx.Graph:
-        """The whole graph; while torch.export traces it, in ATen ops."""
+        """The full graph; while torch.export traces it, in ATen ops."""
         if torch.compiler.is_compiling() and isinstance(codegen_of(self._graph), FastCodegen):
             return codegen_of(self._graph).traced
         return self._graph

@@ -76,7 +76,7 @@ def test_a_tolerance_allows_a_difference_and_no_more():
 
 
 def steps(shift):
-    """Whole numbers, of which rounding moves those of whole inputs."""
+    """Integers, of which rounding moves those of full inputs."""
     nodes = [
         node("Floor", ["x"], ["f"]),
         node("Cast", ["f"], ["i"], to=TensorProto.INT64),
@@ -242,7 +242,7 @@ def test_roundings_are_computed_only_where_outputs_differ(monkeypatch):
 
 
 class Indices(nn.Module):
-    """Floats that are whole numbers, of which some count from the end."""
+    """Floats that are integers, of which some count from the end."""
 
     def __init__(self):
         super().__init__()

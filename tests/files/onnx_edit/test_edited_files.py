@@ -387,7 +387,7 @@ def test_bodies_of_loops_are_cut(tmp_path):
 
 BLOCKS = {  # units that are 0, of 128 in blocks of 32: rows of weights and of scales that are left
     "every second": (range(0, 128, 2), 64, 4, 16),
-    "whole blocks": (range(32, 96), 64, 2, 32),
+    "full blocks": (range(32, 96), 64, 2, 32),
     "halves and wholes": ([*range(32), *range(40, 56)], 80, 5, 16),
     "a shorter end": ([*range(16, 32), *range(100, 128)], 84, 6, 16),
 }

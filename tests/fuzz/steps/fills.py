@@ -109,7 +109,7 @@ def window(d: Draft, x: str) -> str | None:
     return d.add("window", [x], f"{v} = F.avg_pool{n}d({x}, {sizes}, 1, {pads})")
 
 
-# Small networks of many masks: those of `gate` are over positions, not over whole slices alone.
+# Small networks of many masks: those of `gate` are over positions, not over full slices alone.
 FILLS = {
     gate: 30, partial: 30, offset: 20, window: 10, response: 3, act: 5, join: 5, reduce: 3,
     normalise: 2, cat: 2, take: 3, reshape: 2, matmul: 2, linear: 4,

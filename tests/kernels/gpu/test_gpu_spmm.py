@@ -102,7 +102,7 @@ def test_memory_that_begins_anywhere(device, choice):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("choice", [ROWS[0], TILES[1]], ids=["rows", "bitmap"])
 def test_activations(device, name, choice):
-    """Of whole rows; parts of a row are summed by `finish`, which has its own."""
+    """Of full rows; parts of a row are summed by `finish`, which has its own."""
     numbers = {"leaky_relu": (0.1,), "clamp": (-0.5, 0.75)}.get(name, ())
     run_on(device, check, "one element", torch.float32, 16, choice, (name, numbers))
 

@@ -286,7 +286,7 @@ def _normed(inner: int, outer: int) -> list[nn.Module]:
 
 
 class Excited(nn.Module):
-    """MobileNetV3's block: wider, depthwise, weighted by what the whole image holds, narrow."""
+    """MobileNetV3's block: wider, depthwise, weighted by what the full image holds, narrow."""
 
     def __init__(self, width: int, inner: int, size: int):
         super().__init__()

@@ -156,7 +156,7 @@ def test_training_goes_on_where_it_was(name: str) -> None:
 
 
 def test_adafactor_goes_on_approximately() -> None:
-    """Its steps depend on the mean square of whole tensors, which have fewer zeros now."""
+    """Its steps depend on the mean square of full tensors, which have fewer zeros now."""
     expected, actual, _, _ = run_both(residual, images(10), lambda p: torch.optim.Adafactor(p, 1e-3))
     assert_close(expected, actual, 1e-3)
 

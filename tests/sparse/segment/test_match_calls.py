@@ -39,7 +39,7 @@ class Norm(nn.BatchNorm2d):
 
 
 def made(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> tuple[Program, Any]:
-    """The canonical program of a model, where whole slices are gone, and its arguments.
+    """The canonical program of a model, where full slices are gone, and its arguments.
 
     dynamic: axes of x whose sizes are dynamic.
     """

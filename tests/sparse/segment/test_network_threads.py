@@ -1,4 +1,4 @@
-"""Whole networks as segments give the same bits with any number of threads."""
+"""Full networks as segments give the same bits with any number of threads."""
 
 from __future__ import annotations
 

@@ -437,7 +437,7 @@ def test_a_layer_called_twice_is_stored_once() -> None:
 
 @pytest.mark.parametrize(("precision", "error"), [("bf16", 2**-8), ("int8", 1 / 254)])
 def test_fewer_bits(precision: str, error: float) -> None:
-    """bfloat16 has 8 bits; a whole number is off by half of a 127th of the row's largest."""
+    """bfloat16 has 8 bits; an integer is off by half of a 127th of the row's largest."""
     program, _ = made(images(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)), TOKENS)
     found = segmented(program, always, always, dtype=torch.float64, precision=precision)
     ((node, _),) = segments_of(found.graph)

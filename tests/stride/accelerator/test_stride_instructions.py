@@ -144,7 +144,7 @@ def test_image_networks_run_as_lists(name):
 @pytest.mark.nightly
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_random_networks_run_as_lists(rank):
-    """Whole numbers: the same bits. Those that the machine cannot run say so."""
+    """Integers: the same bits. Those that the machine cannot run say so."""
     ran = 0
     for seed in range(0, 240, 2):
         net = Images(seed, rank=rank).eval()

@@ -36,7 +36,7 @@ def depends(model, size=SIZE, channels=2):
 
 def reach(found, scale, within):
     """The most rows before and after the tiles that tiles depend on, over all tiles whose edges
-    are whole input rows, and whose halo `within` is inside the image; None where none is."""
+    are full input rows, and whose halo `within` is inside the image; None where none is."""
     made, size = found.shape
     most = None
     for first in range(0, made, scale.denominator):

@@ -364,7 +364,7 @@ def _weight(here) -> fx.Node:
 
 @pytest.mark.parametrize("call", BIT_EQUAL, ids=lambda c: c[0])
 def test_single_precision_is_bit_equal_to_the_whole_call(call):
-    """The whole call in the layout of parts, channels last. Which sums a convolution of one tap
+    """The full call in the layout of parts, channels last. Which sums a convolution of one tap
     makes first is oneDNN's choice, by processor and layout: some add the bias first."""
     here = image_call(*call)
     values = values_of(here)

@@ -42,7 +42,7 @@ def graphs_in(state_dict: Mapping[str, Any]) -> list[str]:
 class Demasked(fx.GraphModule):
     """A demasked network: a GraphModule with a Provenance.
 
-    demasked: its Provenance, which copies and pickles contain (`torch.save` of the whole module,
+    demasked: its Provenance, which copies and pickles contain (`torch.save` of the full module,
     spawned processes). A pickle runs code when it is read (`torch.load` requires
     `weights_only=False`), so read only your own; `demask.save` and `demask.load` use no pickles.
     """

@@ -19,7 +19,7 @@ class Uncalled(nn.Module):
         return BadInput(
             f"{what} would never run: this module, which contains {names}, is not called in this "
             "network; register it on the layers inside that are called "
-            "(network.graph.find_nodes(op='call_module') names them), or on the whole network"
+            "(network.graph.find_nodes(op='call_module') names them), or on the full network"
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -207,7 +207,7 @@ def _adds_number(node: fx.Node) -> bool:
 
 
 def _slice(node: fx.Node) -> str | Declined:
-    """x[:] along a dynamic axis is the whole axis; torch.export emits one per ellipsis."""
+    """x[:] along a dynamic axis is the full axis; torch.export emits one per ellipsis."""
     call_arguments = schema.arguments(node)
     new, old = schema.outputs(node)[0].shape, _first_operand_sizes(node)
     dim = call_arguments["dim"] % len(old)

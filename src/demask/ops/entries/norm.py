@@ -29,7 +29,7 @@ def _group_norm(node: fx.Node) -> SizedLine:
 
 
 def _groups(node: fx.Node, sizes: Any) -> dict[str, Any]:
-    """The number of groups for fewer channels: whole groups are removed."""
+    """The number of groups for fewer channels: full groups are removed."""
     channels = fake(node.args[0]).shape[1]
     return {"num_groups": sizes[0][1] // (channels // schema.arguments(node)["num_groups"])}
 

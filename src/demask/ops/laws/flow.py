@@ -95,7 +95,7 @@ def _positions(part: Part, length: int) -> Tensor:
 
 
 def _tags_agree(relation: Relation, operand: int, axis: int, out: int, rank: int) -> bool:
-    """Whether `carry` and `carry_back` propagate tags of whole axes as `follow` does."""
+    """Whether `carry` and `carry_back` propagate tags of full axes as `follow` does."""
     size = fake(relation.operands[operand].value).shape[axis]
     tags = [{axis: "tag"} if k == operand else None for k in range(len(relation.operands))]
     carried = carry(relation, tags, max)[out]

@@ -92,7 +92,7 @@ class Adapter:
         return self.gather(node, tuple(wanted for wanted in run_time if wanted not in value.run_time))
 
     def gather(self, node: fx.Node, run_time: RunTimeSupports) -> fx.Node:
-        """A whole value, gathered at run-time indices of some axes."""
+        """A full value, gathered at run-time indices of some axes."""
         for k in range(len(run_time)):
             if (node, run_time[: k + 1]) not in self.gathered:
                 axis, index = run_time[k]
@@ -122,8 +122,8 @@ class Adapter:
         return self.editor.call(aten.reshape.default, both, [-1])
 
     def scatter_at(self, node: fx.Node, axis: int, index: RunTimeIndex, fill: Tensor | fx.Node) -> fx.Node:
-        """A value stored at a run-time index of an axis, scattered to the whole axis. `fill`
-        elsewhere: a constant that broadcasts, or a whole value of the new graph."""
+        """A value stored at a run-time index of an axis, scattered to the full axis. `fill`
+        elsewhere: a constant that broadcasts, or a full value of the new graph."""
         if isinstance(fill, fx.Node):
             base = fill
         else:

@@ -2,7 +2,7 @@
 
 A constant channel that enters a zero-padded convolution is not constant after it: near the border,
 part of its window reads zeros. The exact result at any size is the convolution of ones with the
-kernel sum_c fill_c · W[:, c], added to the output: one map of one image, for the whole batch.
+kernel sum_c fill_c · W[:, c], added to the output: one map of one image, for the full batch.
 """
 
 from __future__ import annotations

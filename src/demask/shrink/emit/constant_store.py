@@ -152,7 +152,7 @@ class ConstantStore:
             return self.size_emitters[expr]()
         kind = type(expr).__name__
         if expr.is_Mul and isinstance(expr.args[0], sympy.Rational) and not expr.args[0].is_Integer:
-            share, rest = expr.args[0], expr / expr.args[0]  # of a whole number, exactly
+            share, rest = expr.args[0], expr / expr.args[0]  # of an integer, exactly
             product = self.editor.call(operator.mul, self.expression(rest), int(share.p))
             return self.editor.call(operator.floordiv, product, int(share.q))
         args = [self.expression(a) for a in expr.args]  # type: ignore[arg-type]

@@ -167,7 +167,7 @@ class EmitContext:
         if not isinstance(source, fx.Node):
             return source
         slot = self.placement.slot[relation.node, k]
-        # An op that moves positions, if not rewritten, moves along whole axes.
+        # An op that moves positions, if not rewritten, moves along full axes.
         axes = zip(relation.ins[k], slot, strict=True)
         want = tuple(None if set(axis) & relation.moved else p for axis, p in axes)
         return self.adapter.adapt(source, want, broadcast=broadcast)

@@ -31,7 +31,7 @@ from demask.shrink.emit.adapt import mark_effect
 from demask.shrink.emit.border_map import Absorbed, absorb_constants, constants_alone
 from demask.shrink.emit.constant_store import cut
 from demask.shrink.emit.context import EmitContext
-from demask.shrink.layout.cells import Layout, Positions, RunTimeSupports, whole
+from demask.shrink.layout.cells import Layout, Positions, RunTimeSupports, cut_positions
 from demask.shrink.layout.group_packs import even_packs
 from demask.shrink.layout.ties import strided_axes
 
@@ -45,7 +45,7 @@ def space_evenly(relation: Relation, layout: Layout) -> Layout:
     """
     axes = strided_axes(relation)
     sizes = fake(relation.node).shape
-    return tuple(whole(_progression(p), sizes[k]) if k in axes and p else p for k, p in enumerate(layout))
+    return tuple(cut_positions(_progression(p), sizes[k]) if k in axes and p else p for k, p in enumerate(layout))
 
 
 def _progression(positions: tuple[int, ...]) -> range:
@@ -203,7 +203,7 @@ def _reached_layout(context: EmitContext, relation: Relation, layout: Layout) ->
     reached = project(reached, (letters,), order, relation.size).expand(_size(relation))
     wanted = layout[axis]
     rows = [p for p in (range(_size(relation)) if wanted is None else wanted) if bool(reached[p])]
-    return tuple(whole(rows, _size(relation)) if k == axis else p for k, p in enumerate(layout))
+    return tuple(cut_positions(rows, _size(relation)) if k == axis else p for k, p in enumerate(layout))
 
 
 def _emit_rows(context: EmitContext, relation: Relation, layout: Layout, rows: Layout, constants: Absorbed) -> fx.Node:
@@ -457,7 +457,7 @@ def _live_groups(context: EmitContext, relation: Relation) -> _ConvGroups:
 
     def with_groups(other: Layout, axis: int, groups: list[list[int]], size: int) -> Layout:
         flat = [p for group in groups for p in group]
-        return tuple(whole(flat, size) if k == axis else p for k, p in enumerate(other))
+        return tuple(cut_positions(flat, size) if k == axis else p for k, p in enumerate(other))
 
     ins, outs = [i for i, _ in pairs], [o for _, o in pairs]
     return _ConvGroups(

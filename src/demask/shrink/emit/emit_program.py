@@ -2,7 +2,7 @@
 
 One small function per family of calls; the relation of a call decides which one applies.
 
-Norms that read whole axes, of which only the needed positions are scaled and shifted.
+Norms that read full axes, of which only the needed positions are scaled and shifted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from demask.shrink.emit.contraction import emit_contraction
 from demask.shrink.emit.join import emit_join, find_unchanged_operand
 from demask.shrink.emit.plain import emit_move, is_untouched
 from demask.shrink.emit.recurrent import emit_recurrent
-from demask.shrink.layout.cells import Layout, Positions, whole
+from demask.shrink.layout.cells import Layout, Positions, cut_positions
 from demask.shrink.layout.placement import Placement
 from demask.shrink.layout.ties import is_join
 
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 def emit_cut_norm(context: EmitContext, relation: Relation, want: Layout) -> fx.Node:
-    """The norm without scale and shift over whole axes, cut to the wanted positions, then scaled
+    """The norm without scale and shift over full axes, cut to the wanted positions, then scaled
     and shifted: scales and shifts of other positions are removed.
 
         norm(x)[want] * weight[want] + bias[want] == norm(x, weight, bias)[want]
@@ -231,7 +231,7 @@ def _available_positions(want: Positions, have: Positions, size: Any) -> Positio
     if have is None:
         return want
     available = set(have)
-    return whole([p for p in (range(size) if want is None else want) if p in available], size)
+    return cut_positions([p for p in (range(size) if want is None else want) if p in available], size)
 
 
 def explain(context: EmitContext, relation: Relation, k: int) -> None:
@@ -247,7 +247,7 @@ def explain(context: EmitContext, relation: Relation, k: int) -> None:
         wanted = range(value_of(source).shape[axis]) if want[axis] is None else want[axis] or ()
         count = len([p for p in wanted if p not in have])
         if set(letters) & relation.complete:
-            why = "needs the whole axis"
+            why = "needs the full axis"
         elif relation.entry.fill == "sum" and relation.entry.reads_padding(relation.node):
             why = "pads with zeros, so a constant entering it differs at the border and is computed"
         else:

@@ -18,7 +18,7 @@ from demask.ops.schema import fake
 from demask.ops.traits import SUM_SIGNS
 from demask.shrink.emit.adapt import mark_effect
 from demask.shrink.emit.context import EmitContext
-from demask.shrink.layout.cells import Layout, whole
+from demask.shrink.layout.cells import Layout, cut_positions
 
 aten = torch.ops.aten
 
@@ -121,7 +121,7 @@ def _concatenate(context, relation, layout: Layout, axis: int, parts, wanted: li
     pieces = []
     for k in (first, second):
         part = list(layout)
-        part[axis] = whole(parts[k], fake(relation.node).shape[axis])
+        part[axis] = cut_positions(parts[k], fake(relation.node).shape[axis])
         piece = context.adapter.adapt(relation.operands[k].value, tuple(part))
         if relation.ins[k] != relation.outs[0]:
             sizes = context.sizes(relation.node, 0, tuple(part))
@@ -308,7 +308,7 @@ def _lay_out(context, source: fx.Node, layout, axis: int, wanted: list[int], del
     else:
         needed = set(wanted)
         have = [p for p in have if p in needed]
-        part[axis] = whole(have, real)
+        part[axis] = cut_positions(have, real)
     base = adapter.adapt(source, tuple(part))
     if fake(base).dtype != delta.dtype:
         base = context.editor.call(aten.to.dtype, base, delta.dtype)

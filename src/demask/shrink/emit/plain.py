@@ -11,7 +11,7 @@ from demask.facts.known import key_of, value_of
 from demask.ops import Relation
 from demask.ops.schema import fake
 from demask.shrink.emit.context import EmitContext
-from demask.shrink.layout.cells import Layout, Positions, whole
+from demask.shrink.layout.cells import Layout, Positions, cut_positions
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def _emit_moved(context: EmitContext, relation: Relation, out: int) -> None:
         size = value_of(operand).shape[source]
         # A constant is stored once, however often its entries are read.
         stored = sorted(set(real)) if operand.op == "get_attr" and len(real) > size else real
-        want[source] = whole(stored, size)
+        want[source] = cut_positions(stored, size)
         place = {p: k for k, p in reversed(list(enumerate(stored)))}
         pads.append((source, rows, move, [place[p] for p in real]))
     value = context.adapter.adapt(operand, tuple(want))
@@ -115,10 +115,10 @@ def _emit_joined(context: EmitContext, relation: Relation, out: int, layout: Lay
             continue
         want = list(context.placement.slot[relation.node, k])
         size = value_of(operand.value).shape[axis]
-        want[axis] = whole([positions[r] for r in mine], size)
+        want[axis] = cut_positions([positions[r] for r in mine], size)
         pieces.append(context.adapter.adapt(operand.value, tuple(want)))
         order += mine
     joined = pieces[0] if len(pieces) == 1 else context.editor.call(aten.cat.default, pieces, axis)
     final = list(layout)
-    final[axis] = whole(order, len(sources))
+    final[axis] = cut_positions(order, len(sources))
     context.emit(relation.node, out, joined, tuple(final))

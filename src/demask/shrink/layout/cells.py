@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from demask.ops.relation import MAX_AXIS
 
-Positions = tuple[int, ...] | None  # old positions in new order; None: the whole axis, in order
+Positions = tuple[int, ...] | None  # old positions in new order; None: the full axis, in order
 Layout = tuple[Positions, ...]  # per axis of a tensor
 
 
@@ -38,7 +38,7 @@ class RunTimeIndex:
 
     @property
     def length(self) -> int:
-        """The size of the whole axis."""
+        """The size of the full axis."""
         return self.outer * self.size * self.inner
 
 
@@ -46,10 +46,10 @@ class RunTimeIndex:
 RunTimeSupports = tuple[tuple[int, RunTimeIndex], ...]
 
 
-def whole(positions: Sequence[int], size: int) -> Positions:
-    """Positions, or None if they are the whole axis in order.
+def cut_positions(positions: Sequence[int], size: int) -> Positions:
+    """Positions, or None if they are the full axis in order.
 
-    >>> whole([0, 1, 2], 3) is None
+    >>> cut_positions([0, 1, 2], 3) is None
     True
     """
     return None if list(positions) == list(range(size)) else tuple(positions)

@@ -30,7 +30,7 @@ from demask.numerics import any_along, has_any
 from demask.ops import Relation, schema
 from demask.ops.notation import Axis
 from demask.ops.schema import fake
-from demask.shrink.layout.cells import Cells, Layout, Positions, whole
+from demask.shrink.layout.cells import Cells, Layout, Positions, cut_positions
 from demask.shrink.layout.ties import is_join, needed_products, strided_axes, whole_letters
 
 
@@ -204,7 +204,7 @@ class Placer:
         norm = self._cuts_norms and relation.entry.affine is not None and bool(relation.complete)
         output_letters = letters
         if norm:
-            # A norm reads whole axes; only needed positions are scaled and shifted.
+            # A norm reads full axes; only needed positions are scaled and shifted.
             output_letters = letters | {a: self.cells.new(relation.size[a]) for a in relation.complete}
             self._add_need(self._axes(relation.outs[0], letters, relation, False), self.needs.live[node, 0])
         output_letters = output_letters | self._strided_letters(relation)
@@ -492,4 +492,4 @@ class Placer:
             mine = [p for p in order.get(cell, range(size)) if lives[p]]
             positions = [before * size + p for before in positions for p in mine]
             total *= size
-        return whole(positions, total)
+        return cut_positions(positions, total)

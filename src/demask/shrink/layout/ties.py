@@ -1,4 +1,4 @@
-"""Constraints of a call on the axes of its operands and outputs: whole axes and ties."""
+"""Constraints of a call on the axes of its operands and outputs: full axes and ties."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Calls over a complete axis, of which only the positions that vary are read.
 
-A norm, a softmax or a mean reads a whole axis, of which some positions may be known before any
+A norm, a softmax or a mean reads a full axis, of which some positions may be known before any
 input. What these add to a sum, a mean or a variance is a constant, and a few values per token
 determine their outputs:
 
@@ -193,7 +193,7 @@ class _Condenser:
         return _Shared(self._scatter(first, axis), last, columns)
 
     def _layer_norm(self, node: fx.Node, axis: _CompleteAxis) -> _Shared:
-        """Moments of the whole axis from those of its live part, then (x - m) / s."""
+        """Moments of the full axis from those of its live part, then (x - m) / s."""
         call, live, dead = self.editor.call, self._select_live(node, axis), len(axis.dead)
         both = call(aten.var_mean.correction, live, [axis.dim], correction=0, keepdim=True)
         var, mean = (self._item(both, k) for k in range(2))
@@ -253,7 +253,7 @@ class _Condenser:
         return bool((gains == 0).all()) or (not layer and bool((gains * axis.fill == 0).all()))
 
     def _apply_scale(self, node: fx.Node, shared: _Shared) -> fx.Node:
-        """Scale and shift, over the whole axis: known positions have only their shift."""
+        """Scale and shift, over the full axis: known positions have only their shift."""
         arguments = schema.arguments(self.copies[node])
         weight, bias = arguments.get("weight"), arguments.get("bias")
         if weight is None:

@@ -5,7 +5,7 @@
 A constant channel that entered a zero-padded depthwise convolution is a map, the same for every
 image of one size. Such channels are split off their value, and the calls that compute them are
 repeated for one image. A contraction that reads both is split in two, for its sum over side
-channels is again one map for the whole batch. Nothing is cut here: masks are added that show what
+channels is again one map for the full batch. Nothing is cut here: masks are added that show what
 nothing needs, and the following passes remove it.
 """
 

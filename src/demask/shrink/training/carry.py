@@ -206,13 +206,13 @@ def carry(slim: nn.Module, optimizer: Any, *, ema: Any = None, model: Any = None
 
     Call it directly after `demask()`, between `optimizer.step()` and the next `backward()`:
     gradients are not carried. Then steps of `slim` are those of the masked network up to rounding,
-    if whole slices are masked and the optimizer computes each element by itself. They differ:
+    if full slices are masked and the optimizer computes each element by itself. They differ:
 
     - where zeros remain inside remaining slices: these are trained (`masks=` of demask, or prune
       `slim` again with their mask).
     - where a removed slice was a constant that is not zero: in train mode a batch norm computed it
       from batch statistics, and its sources were trained; now it is one constant.
-    - where the optimizer reads whole tensors (Adafactor's clipping, LAMB, Muon; gradient clipping
+    - where the optimizer reads full tensors (Adafactor's clipping, LAMB, Muon; gradient clipping
       by norm: only if removed weights have gradients).
     - where dropout draws random numbers: for smaller tensors it draws other ones.
     - where a tied tensor was cut in two ways: it is two tensors now, with states of their own.

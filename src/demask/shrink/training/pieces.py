@@ -193,7 +193,7 @@ def _find_rows(tensor: Tensor, table: Tensor, how: Cut | None) -> tuple[Position
 
 
 def sliced_shape(shape: Sequence[int], positions: Sequence[Positions]) -> tuple[int, ...]:
-    """The shape of a tensor's slice at some positions per axis; None for a whole axis."""
+    """The shape of a tensor's slice at some positions per axis; None for a full axis."""
     return tuple(n if p is None else len(p) for n, p in zip(shape, positions, strict=True))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 import demask.sparse.segment.segment_op  # noqa: F401  (registers the op that graphs call)
 from demask.graph.editor import GraphEditor, drop_unread
-from demask.graph.program import Program as Whole
+from demask.graph.program import Program as FullProgram
 from demask.graph.queries import has_shape, input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act
@@ -111,8 +111,13 @@ NARROWEST = 127  # largest int8 in use; -128 has no positive counterpart
 
 
 def segmented(
-    program: Whole, core: Wanted, allowed: Wanted, *, dtype: torch.dtype = torch.float32, precision: str | None = None
-) -> Whole:
+    program: FullProgram,
+    core: Wanted,
+    allowed: Wanted,
+    *,
+    dtype: torch.dtype = torch.float32,
+    precision: str | None = None,
+) -> FullProgram:
     """The program with regions of sparse layers as segments.
 
     core: whether a layer should be in a segment. allowed: whether another layer may be between such
@@ -180,7 +185,7 @@ def _recurrent_layer(step: CallStep, x: Sequence[int]) -> SegmentLayer:
     return SegmentLayer(step.name, weights, weights, weights * x[0] * x[1])
 
 
-def layers_of(network: Whole) -> list[SegmentLayer]:
+def layers_of(network: FullProgram) -> list[SegmentLayer]:
     """The layers of all segments of a program, for the sizes of the example inputs."""
     segment_layers = []
     for node, program in segments_of(network.graph):

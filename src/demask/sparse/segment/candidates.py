@@ -19,7 +19,7 @@ from demask.facts.analysis import Analysis
 from demask.failures import Log
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant
-from demask.graph.program import Program as Whole
+from demask.graph.program import Program as FullProgram
 from demask.graph.provenance import TuneDecision
 from demask.graph.queries import input_dependent
 from demask.graph.value import Value
@@ -74,7 +74,7 @@ class SegmentCandidates:
     layers: list[FusedLayer] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
-    def forms(self, reduced: Whole, original: Whole, tell: Callable[[str], object]) -> Iterator[Candidate]:
+    def forms(self, reduced: FullProgram, original: FullProgram, tell: Callable[[str], object]) -> Iterator[Candidate]:
         """Candidates of a network with removed channels, then of the original.
 
         If many channels remain and layers are sparse, leaving all of them may cost less than the
@@ -104,7 +104,7 @@ class SegmentCandidates:
             if not sparse_layers.known and name == BY_INDEX:
                 return  # dense layers with zeros left in them are slower
 
-    def _all_layers(self, name: str, base: Whole, large: bool = True) -> Candidate:
+    def _all_layers(self, name: str, base: FullProgram, large: bool = True) -> Candidate:
         """The candidate with all layers in segments. large: also large products."""
         layers = _AllLayers(self.asker, large)
         program = segmented(base, layers.core, layers.core)
@@ -128,7 +128,9 @@ class SegmentCandidates:
             self.seen.add(graph_text)
             yield form
 
-    def _make_candidate(self, name: str, base: Whole, program: Whole, core: Wanted, between: Wanted) -> Candidate:
+    def _make_candidate(
+        self, name: str, base: FullProgram, program: FullProgram, core: Wanted, between: Wanted
+    ) -> Candidate:
         """One candidate: segments, and the fastest implementations of all other calls. program:
         `base` with segments."""
         form = self._with_fast_calls(name, program)
@@ -140,7 +142,7 @@ class SegmentCandidates:
         program = self._with_fast_calls(name, narrow).program
         return replace(form, program=program, exact=form.program)
 
-    def _with_fast_calls(self, name: str, program: Whole) -> Candidate:
+    def _with_fast_calls(self, name: str, program: FullProgram) -> Candidate:
         sizes = seconds_by_image_size(program, self.asker)
         last = {size for size, costs in sizes.items() if costs[True] < GAIN * costs[False]}
         maker = CandidateBuilder(self.asker, lambda call: self.asker.shape(call.node)[2:] in last, self.table, self.log)
@@ -148,8 +150,8 @@ class SegmentCandidates:
 
 
 def _base_programs(
-    reduced: Whole, original: Whole | None, table: Table, log: Log | None = None
-) -> Iterator[tuple[str, Whole]]:
+    reduced: FullProgram, original: FullProgram | None, table: Table, log: Log | None = None
+) -> Iterator[tuple[str, FullProgram]]:
     """Programs without norms, with suffixes for their names: joins as sums of layers that write at
     their own positions, joins as they are, the original with all channels."""
     yield "", rewrite(reduced, SUMS, table, log)
@@ -158,11 +160,11 @@ def _base_programs(
         yield ", uncut", rewrite(original, FOLD, table, log)
 
 
-def _elements(program: Whole) -> int:
+def _elements(program: FullProgram) -> int:
     return sum(constant.tensor.numel() for constant in program.constants.values())
 
 
-def _share_in_segments(program: Whole, asker: LayerCosts, table: Table, large: bool) -> float:
+def _share_in_segments(program: FullProgram, asker: LayerCosts, table: Table, large: bool) -> float:
     """The share of a network's multiply-adds in layers that segments would compute, recurrent ones
     among them. large: also large products."""
     relations = Analysis(program, table).relations
@@ -178,7 +180,7 @@ def _share_in_segments(program: Whole, asker: LayerCosts, table: Table, large: b
     return inside / max(sum_macs(relations, asker.example), 1)
 
 
-def _has_narrow_weights(program: Whole) -> bool:
+def _has_narrow_weights(program: FullProgram) -> bool:
     return any(len(schema.arguments(node)["weights"]) > NARROW for node, _ in segments_of(program.graph))
 
 

@@ -33,7 +33,7 @@ from demask.compat.tracing import make_fx
 from demask.errors import BadInput
 from demask.files.allowed_names import check_fqn
 from demask.graph.editor import GraphEditor
-from demask.graph.program import Program as Whole
+from demask.graph.program import Program as FullProgram
 from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.plan_cache import VERSION, plans_of
 from demask.ops import schema
@@ -163,7 +163,7 @@ def _is_plain_call() -> bool:
 UNKNOWN = (512, 1024)  # examples of sizes that are known at run time only
 
 
-def inlined(program: Whole) -> Whole:
+def inlined(program: FullProgram) -> FullProgram:
     """The program with segments replaced by ATen calls. Layers have their original names.
 
     Raises BadInput for a segment with computed weights, or with inputs of unknown width.

@@ -2,7 +2,7 @@
 
 `RULES` also contains the rules of windows and layouts: one entry per op.
 
-Rules of ATen calls that read windows or whole rows: pools, norms, softmax, sums.
+Rules of ATen calls that read windows or full rows: pools, norms, softmax, sums.
 
 A sum, mean or maximum over rows is a pool with one window per row.
 """

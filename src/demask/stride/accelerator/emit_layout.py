@@ -277,7 +277,7 @@ def cast(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
 
 
 def upsample_nearest(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
-    """Nearest-neighbor upsampling by whole factors."""
+    """Nearest-neighbor upsampling by integer factors."""
     x, y = e.ref(a["input"]), shape_of(node)
     if any(m % n for n, m in zip(x.shape[2:], y[2:], strict=True)):
         raise CannotEmit(f"{y[2:]} is no multiple of {x.shape[2:]}")

@@ -1,4 +1,4 @@
-"""Instruction lists of whole networks for an accelerator without strided convolutions.
+"""Instruction lists of networks for an accelerator without strided convolutions.
 
 Only weights, inputs and outputs cross between host and device: a network with an op that the device
 does not have is refused.

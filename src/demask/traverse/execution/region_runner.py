@@ -148,7 +148,7 @@ def refusals(flow: Flow) -> list[str]:
         elif node in flow.local and any(read.all_rows for read in flow.local[node].reads):
             reasons.setdefault(node, "reads all rows at once")
         elif reads and node not in flow.local:
-            reasons.setdefault(node, "runs on whole values only")
+            reasons.setdefault(node, "runs on full values only")
     for node in flow.outputs:
         if not isinstance(node, fx.Node) or flow.axes.get(node) != (2, 3):
             reasons[node] = "is an output, but no image (n, c, rows, columns) as the input is"

@@ -234,7 +234,7 @@ def torch_dtype(dtype: np.dtype[Any], name: str) -> torch.dtype:
         return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     except (TypeError, ValueError) as error:
         raise BadInput(
-            f"{name} has elements of {dtype}; expected floating-point or whole numbers: convert "
+            f"{name} has elements of {dtype}; expected floating-point or integers: convert "
             "it, for example by array.astype('float32')"
         ) from error
 

@@ -125,7 +125,7 @@ PIECES = {
         (WHOLE_CALLS, WHOLE, BY),
         (PIECES, torch.randn(1, 2, 5, 7, generator=torch.Generator().manual_seed(0)), ODD),
     ],
-    ids=["odd floats", "whole numbers", "pieces"],
+    ids=["odd floats", "integers", "pieces"],
 )
 def test_calls_at_the_edges_of_their_types(calls, x, y):
     expected, found = outputs(Calls(*calls.values()), (x, y))

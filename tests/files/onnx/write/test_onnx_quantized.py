@@ -216,7 +216,7 @@ def test_a_quantized_file_stays_quantized(tmp_path, kind, types, per_channel):
     before, after = slim.demasked.before, slim.demasked.after  # integers are no parameters
     assert after.parameters + after.buffers < 0.9 * (before.parameters + before.buffers)
     for seed in (9, 10, 11):
-        # No tolerance: sums of whole numbers, and what constants add to a bias is whole too.
+        # No tolerance: sums of integers, and what constants add to a bias is whole too.
         np.testing.assert_array_equal(run(out, image(seed)), run(path, image(seed)))
     before, after = weights_of(path), weights_of(out)
     assert [w.dtype for w in after] == [w.dtype for w in before] and len(after) == len(before)
@@ -330,7 +330,7 @@ SCALES = (torch.arange(1, 9) * 0.0137 + torch.linspace(0, 1e-3, 8)).tolist()
 
 
 def weight():
-    """Whole numbers of 8 rows, and the float weight that they stand for."""
+    """Integers of 8 rows, and the float weight that they stand for."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(-127, 128, (8, 5, 3), generator=generator, dtype=torch.int8)
     return whole, dequantize_values(whole, torch.tensor(SCALES), None, 0)

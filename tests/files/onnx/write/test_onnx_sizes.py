@@ -19,8 +19,8 @@ STEPS = torch.arange(7) - 3
 #: of values (n, 6) and n
 CALLS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a size divided and rounded up": lambda x, n: x[: -(-n // 2)],
-    "remainder of whole numbers": lambda x, n: x[0, 0] + torch.remainder(STEPS, 2 * n),
-    "clamp of whole numbers": lambda x, n: x[0, 0] + STEPS.clamp(1, n),
+    "remainder of integers": lambda x, n: x[0, 0] + torch.remainder(STEPS, 2 * n),
+    "clamp of integers": lambda x, n: x[0, 0] + STEPS.clamp(1, n),
     "leaky relu": lambda x, n: F.leaky_relu(x, 1 / n),
     "roll": lambda x, n: x.roll(n // 2 + 1, 0),
     "remainder": torch.remainder,

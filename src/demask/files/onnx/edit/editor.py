@@ -27,7 +27,7 @@ from demask.files.onnx.edit.protos import (
     set_attribute,
 )
 from demask.files.onnx.values import numpy_of
-from demask.shrink.layout.cells import Layout, Positions, whole
+from demask.shrink.layout.cells import Layout, Positions, cut_positions
 
 FOUR_BIT, SCALE_BYTES = (21, 22), 4  # types of tensors; bytes of a scale
 SLICE_INPUTS, PAD_INPUTS = 10, 11  # op sets since which Slice and Pad take operands
@@ -135,7 +135,7 @@ class Editor:
         for axis, size in enumerate(self.shape(name)):
             rows = np.moveaxis(known, axis, 0).reshape(known.shape[axis], -1)
             positions = np.flatnonzero(~rows.all(1)).tolist()
-            layout.append(whole(positions, size) if len(rows) == size else None)
+            layout.append(cut_positions(positions, size) if len(rows) == size else None)
         return tuple(layout)
 
     def is_known(self, name: str, layout: Layout) -> bool:
@@ -154,7 +154,8 @@ class Editor:
         """Have positions of a value computed in the next walk, without those that are known."""
         pairs = zip(layout, self._unknown(name), self.shape(name), strict=True)
         layout = tuple(
-            whole([p for p in all_positions(a, n) if p in set(b)], n) if b is not None else a for a, b, n in pairs
+            cut_positions([p for p in all_positions(a, n) if p in set(b)], n) if b is not None else a
+            for a, b, n in pairs
         )
         before = self.missing.get(name, self.overridden.get(name))
         if before is not None:
@@ -283,7 +284,8 @@ class Editor:
         shape = self.shape(name)
         require(len(shape) == len(layout), f"{name!r} has {len(shape)} axes, not {len(layout)}")
         return tuple(
-            p if p is None or not isinstance(n, int) else whole(p, n) for p, n in zip(layout, shape, strict=True)
+            p if p is None or not isinstance(n, int) else cut_positions(p, n)
+            for p, n in zip(layout, shape, strict=True)
         )
 
     def _new_cut(self, name: str, layout: Layout) -> str:
@@ -579,7 +581,7 @@ def union(a: Layout, b: Layout, shape: Sequence[Size]) -> Layout:
             return None
         if set(q) <= set(p):
             return p
-        return q if set(p) < set(q) else whole(sorted({*p, *q}), size)
+        return q if set(p) < set(q) else cut_positions(sorted({*p, *q}), size)
 
     return tuple(map(joined, a, b, shape))
 

@@ -28,7 +28,7 @@ from demask.files.onnx.values import Host, Value
 from demask.graph.program import Program
 from demask.ops import Table
 from demask.ops.schema import fake
-from demask.shrink.layout.cells import Layout, whole
+from demask.shrink.layout.cells import Layout, cut_positions
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.pipeline import canonicalize, programs_of
 
@@ -55,7 +55,8 @@ class NamedValue:
         shape = tuple(n if isinstance(n, int) else n.node.expr for n in value.shape)
         if layout is not None:
             layout = tuple(
-                None if p is None or not isinstance(n, int) else whole(p, n) for p, n in zip(layout, shape, strict=True)
+                None if p is None or not isinstance(n, int) else cut_positions(p, n)
+                for p, n in zip(layout, shape, strict=True)
             )
         fill = fact.fill.detach()
         is_exact = not fill.is_floating_point() or fill.dtype == torch.float64

@@ -11,7 +11,7 @@ import numpy as np
 from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
 from demask.files.onnx.edit.editor import all_positions, require
 from demask.files.onnx.edit.protos import copy_of
-from demask.shrink.layout.cells import Layout, Positions, whole
+from demask.shrink.layout.cells import Layout, Positions, cut_positions
 
 NODE_BYTES = 160  # of a node that selects positions, and its constants
 INTEGERS = {
@@ -110,7 +110,7 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
         return [(batch, rows, *images)]
     selected = weights[all_positions(rows, len(weights))]
     read, lost = contracted(edit, 0, 1, np.moveaxis(selected, 1, 0), integers=is_integer)
-    columns = whole(read, weights.shape[1])
+    columns = cut_positions(read, weights.shape[1])
     edit.adapt(0, (batch, columns, *images))
     edit.adapt(w, (rows, columns, *images))
     if lost:
@@ -147,7 +147,7 @@ def transposed_convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     batch, rows = edit.layout[:2]
     selected = weights[:, all_positions(rows, weights.shape[1])]
     read, lost = contracted(edit, 0, 1, selected)
-    columns = whole(read, len(weights))
+    columns = cut_positions(read, len(weights))
     edit.adapt(0, (batch, columns, *images))
     edit.adapt(1, (columns, rows, *images))
     if lost:
@@ -167,7 +167,7 @@ def gemm(edit: NodeEdit) -> Sequence[Layout | None]:
     w_io = weights.T if is_transposed else weights  # i: input, o: output feature
     w_io = w_io[:, all_positions(rows, w_io.shape[1])]
     read, lost = contracted(edit, 0, 1, w_io)
-    columns = whole(read, len(w_io))
+    columns = cut_positions(read, len(w_io))
     edit.adapt(0, (batch, columns))
     edit.adapt(1, (rows, columns) if is_transposed else (columns, rows))
     bias = edit.name(2)
@@ -204,7 +204,7 @@ def product(edit: NodeEdit) -> Sequence[Layout | None]:
     w_io = weights[..., all_positions(layout[-1], weights.shape[-1])]
     axis = len(edit.shape(0)) - 1
     read, lost = contracted(edit, 0, axis, np.moveaxis(w_io, -2, 0), integers=is_integer)
-    columns = whole(read, weights.shape[-2])
+    columns = cut_positions(read, weights.shape[-2])
     edit.adapt(0, (*edit.broadcast(0, layout)[:-1], columns))
     both = (layout[-1], columns) if is_transposed else (columns, layout[-1])
     edit.adapt(w, (*edit.broadcast(w, layout)[:-2], *both))
@@ -247,7 +247,7 @@ def _read_along(edit: NodeEdit, sides: Sequence[tuple[str, int]], size: Any) -> 
         zero = edit.editor.zeros(name)
         is_zero |= zero.all(tuple(k for k in range(zero.ndim) if k != axis))
     require(not is_zero.all(), "every product is 0")
-    return whole(np.flatnonzero(~is_zero).tolist(), size)
+    return cut_positions(np.flatnonzero(~is_zero).tolist(), size)
 
 
 @HANDLERS("Einsum")

@@ -11,7 +11,7 @@ import sympy
 
 from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
 from demask.files.onnx.edit.editor import all_positions, require
-from demask.shrink.layout.cells import Layout, Positions, whole
+from demask.shrink.layout.cells import Layout, Positions, cut_positions
 
 Group = tuple[list[int], list[int]]
 
@@ -127,7 +127,7 @@ def _moved_back(layout: Sequence[Positions], before: Sequence[int], after: Seque
     back = np.arange(int(np.prod(before))).reshape(before)[np.ix_(*axes)].reshape(-1)
     if back.tolist() != flat.tolist():
         return None
-    return [whole(p, n) for p, n in zip(axes, before, strict=True)]
+    return [cut_positions(p, n) for p, n in zip(axes, before, strict=True)]
 
 
 def set_target(edit: NodeEdit, after: Sequence[Any], layout: Sequence[Positions]) -> None:
@@ -188,7 +188,7 @@ def concat(edit: NodeEdit) -> Sequence[Layout | None]:
         require(isinstance(size, int), "a dynamic size")
         own = [p - start for p in positions if start <= p < start + size]
         if own:
-            part = _replaced(layout, axis, whole(own, size))
+            part = _replaced(layout, axis, cut_positions(own, size))
             edit.new.input.append(edit.editor.adapt(name, part))
         order += [p + start for p in own]
         start += size
@@ -260,7 +260,7 @@ def split(edit: NodeEdit) -> Sequence[Layout | None]:
     if counts != sizes or "split" in edit.attributes or edit.name(1):
         _set_split(edit, counts)
     return [
-        (*rest[:axis], whole([p - a for p in part], n), *rest[axis:])
+        (*rest[:axis], cut_positions([p - a for p in part], n), *rest[axis:])
         for part, a, n in zip(parts, starts, sizes, strict=False)
     ]
 
@@ -294,7 +294,7 @@ def gather(edit: NodeEdit) -> Sequence[Layout | None]:
             present = all_positions(current, shape[axis])
             if not set(index) <= set(present):
                 present = sorted(set(index) | set(present))
-            operand = _replaced(operand, axis, whole(present, shape[axis]))
+            operand = _replaced(operand, axis, cut_positions(present, shape[axis]))
             index = [present.index(k) for k in index]
         new = np.asarray(index if count else index[0], old.dtype)
         if not np.array_equal(new, old):

@@ -13,7 +13,7 @@ from demask.files.onnx.edit.editor import Editor, all_positions, require
 from demask.files.onnx.edit.ops.contraction import contracted, sum_of
 from demask.files.onnx.edit.ops.move import groups_of, set_target
 from demask.files.onnx.edit.protos import attributes_of, copy_of, is_standard
-from demask.shrink.layout.cells import Layout, Positions, whole
+from demask.shrink.layout.cells import Layout, Positions, cut_positions
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 B, P = 3, 7  # operands: W, R, B, sequence_lens, initial_h, initial_c, P follow x
@@ -48,7 +48,7 @@ def recurrent(edit: NodeEdit) -> Sequence[Layout | None]:
 
     weights = np.stack([w[d][own] for d, own in zip(directions, rows(gates), strict=True)])
     features, lost = contracted(edit, 0, 2, np.moveaxis(weights, 2, 0))
-    edit.adapt(0, (None, None, whole(features, w.shape[2])))
+    edit.adapt(0, (None, None, cut_positions(features, w.shape[2])))
     _cut(edit, 1, directions, rows(gates), [features] * len(directions))
     _cut(edit, 2, directions, rows(gates), units)
     if lost:
@@ -61,7 +61,7 @@ def recurrent(edit: NodeEdit) -> Sequence[Layout | None]:
         _cut(edit, B, directions, rows(2 * gates))
     if edit.name(P):
         _cut(edit, P, directions, rows(3))
-    ways, cut_units = whole(directions, len(w)), whole(units[0], size)
+    ways, cut_units = cut_positions(directions, len(w)), cut_positions(units[0], size)
     state: Layout = (None, ways, cut_units) if batch_first else (ways, None, cut_units)
     for k in STATES:
         if edit.name(k):
@@ -97,7 +97,7 @@ def _cut(edit: NodeEdit, k: int, directions: list[int], *axes: list[list[int]]) 
     """Read weights (operand k) of some directions, at other positions of each on the axes after."""
     if all(own == axis[0] for axis in axes for own in axis):
         layout = (directions, *(axis[0] for axis in axes))
-        edit.adapt(k, tuple(whole(p, n) for p, n in zip(layout, edit.shape(k), strict=True)))
+        edit.adapt(k, tuple(cut_positions(p, n) for p, n in zip(layout, edit.shape(k), strict=True)))
         return
     old = edit.constant(k)
     parts = [old[(d, *np.ix_(*own))] for d, *own in zip(directions, *axes, strict=True)]
@@ -118,7 +118,7 @@ class _JoinedDirections:
         its layouts."""
         editor, (*moves, last) = edit.editor, self.nodes
         shape = editor.shape(last.output[0])
-        layout = tuple(whole(positions, n) if k == self.axis else None for k, n in enumerate(shape))
+        layout = tuple(cut_positions(positions, n) if k == self.axis else None for k, n in enumerate(shape))
         reshape = NodeEdit(editor, last, copy_of(last), [layout])
         if any(p is not None for p in layout):
             set_target(reshape, shape, layout)
