@@ -115,13 +115,25 @@ def test_dense_weights_are_the_same_to_plans_and_gradients(made):
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_dtypes_are_run_without_plans(made, dtype):
-    program, weights = small(dtype=dtype)
-    x = torch.randn(3, 6, dtype=dtype)
+def test_float64_is_run_without_plans(made):
+    program, weights = small(dtype=torch.float64)
+    x = torch.randn(3, 6, dtype=torch.float64)
     (found,) = segment([x], weights, program.text())
     assert torch.equal(found, dense.run(program, [x], weights)[0])
     assert not made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_numbers_are_computed_in_float32_and_rounded_once(made, dtype):
+    program, weights = small(dtype=dtype)
+    x = torch.randn(3, 6, dtype=dtype)
+    found = [segment([y], weights, program.text())[0] for y in (x, x.t().contiguous().t())]
+    wide = [w.double() if w.is_floating_point() else w for w in weights]
+    exact = dense.run(program, [x.double()], wide)[0]
+    assert all(y.dtype == dtype and y.is_contiguous() for y in found)
+    rounding = torch.finfo(dtype).eps / 2 * exact.abs() + 1e-6 * exact.abs().max()
+    assert all(bool(((y.double() - exact).abs() <= rounding).all()) for y in found)
+    assert len(made) == 2  # of two layouts of x
 
 
 def test_what_kernels_cannot_do_is_run_without_plans(monkeypatch):

@@ -2,10 +2,10 @@
 
     torch.ops.demask.segment(Tensor[] inputs, Tensor[] weights, str program) -> Tensor[]
 
-float32 on the CPU runs by plans (`sparse.plan`), created at the first call and cached as long as
-the weights live; layers in training by kernels that read values in place (`trained_layers`);
-everything else, including other gradients, by ATen ops (`sparse.reference`). Outputs are contiguous
-and share no memory with other tensors.
+The CPU runs plans (`sparse.plan`), created at the first call and cached as long as the weights live;
+float16 and bfloat16 are computed in float32, and outputs are rounded once. Layers in training run by
+kernels that read values in place (`trained_layers`); everything else, including other gradients, by
+ATen ops (`sparse.reference`). Outputs are contiguous and share no memory with other tensors.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.plan_cache import PlanCache, Planned, plans_of
 from demask.sparse import reference as dense
 from demask.sparse.products import gpu_segment
+from demask.sparse.products.spmm_op import COMPILED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.trained_layers import parsed, recomputed, trained
 
@@ -36,19 +37,20 @@ _LIBRARY.define(
 def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -> list[Tensor]:
     """The outputs of a program (`SegmentProgram.text`), in the dtype of the inputs.
 
-    inputs: floating-point tensors of one dtype. weights: tensors that the spans of the program
-    refer to. Writes into a weight are noticed; of those through `.data` or NumPy, which torch does
-    not count, only those that change most of it. Raises BadInput if program, inputs and weights do
-    not match.
+        inputs: floating-point tensors of one dtype. weights: tensors that the spans of the program
+        refer to. Writes into a weight are noticed; of those through `.data` or NumPy, which torch does
+        not count, only those that change most of it. Raises BadInput if program, inputs and weights do
+        not match.
 
-    >>> from demask.sparse.segment_program import SegmentProgram
-    >>> from demask.sparse.segment_steps import LinearStep, SparseWeight
-    >>> step = LinearStep(0, SparseWeight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
-    >>> weights = [torch.tensor([5.0]), torch.tensor([0, 0, 1, 2], dtype=torch.int32)]
-    >>> segment([torch.eye(3)], weights, SegmentProgram(("tokens",), (step,), (1,)).text())
-    [tensor([[0., 0.],
-            [0., 0.],
-            [0., 5.]])]
+        >>> from demask.sparse.products.spmm_op import COMPILED
+    from demask.sparse.segment_program import SegmentProgram
+        >>> from demask.sparse.segment_steps import LinearStep, SparseWeight
+        >>> step = LinearStep(0, SparseWeight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
+        >>> weights = [torch.tensor([5.0]), torch.tensor([0, 0, 1, 2], dtype=torch.int32)]
+        >>> segment([torch.eye(3)], weights, SegmentProgram(("tokens",), (step,), (1,)).text())
+        [tensor([[0., 0.],
+                [0., 0.],
+                [0., 5.]])]
     """
     if needs_no_dispatch((*inputs, *weights)):
         return on_cpu(list(inputs), list(weights), program)
@@ -74,11 +76,13 @@ class SegmentPlans(PlanCache):
             return without_plan(self.program, inputs, weights)
         plan_inputs = list(inputs)
         for number in copied:
-            plan_inputs[number] = inputs[number].contiguous()
+            plan_inputs[number] = inputs[number].float().contiguous()
         try:
-            return plan(plan_inputs)
+            outputs = plan(plan_inputs)
         except NoPlan:  # no memory for a call now
             return without_plan(self.program, inputs, weights)
+        dtype = inputs[0].dtype
+        return outputs if dtype is torch.float32 else [y.to(dtype) for y in outputs]
 
     def key(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[tuple[int, ...], Hashable, int]:
         """What a plan depends on: versions of the weights, sizes of the inputs, threads."""
@@ -92,14 +96,15 @@ class SegmentPlans(PlanCache):
 def planned(program: SegmentProgram, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
     """(plan or None, numbers of inputs to copy). Raises BadInput for invalid arguments."""
     dense.check(program, inputs, weights)
-    if inputs[0].dtype != torch.float32 or any(x.numel() == 0 for x in inputs):
+    dtype = inputs[0].dtype
+    if dtype not in COMPILED or any(x.numel() == 0 for x in inputs):
         return None, ()
     if not llvm.is_installed():
         return None, ()
     from demask.sparse.plan.segment_plan import SegmentPlan
 
-    copied = tuple(number for number, x in enumerate(inputs) if _has_gaps(program, number, x))
-    plan_inputs = [x.contiguous() if number in copied else x for number, x in enumerate(inputs)]
+    copied = tuple(k for k, x in enumerate(inputs) if dtype != torch.float32 or _has_gaps(program, k, x))
+    plan_inputs = [x.float().contiguous() if k in copied else x for k, x in enumerate(inputs)]
     try:
         return SegmentPlan.of(program, weights, plan_inputs, torch.get_num_threads()), copied
     except NoPlan:
