@@ -37,20 +37,19 @@ _LIBRARY.define(
 def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -> list[Tensor]:
     """The outputs of a program (`SegmentProgram.text`), in the dtype of the inputs.
 
-        inputs: floating-point tensors of one dtype. weights: tensors that the spans of the program
-        refer to. Writes into a weight are noticed; of those through `.data` or NumPy, which torch does
-        not count, only those that change most of it. Raises BadInput if program, inputs and weights do
-        not match.
+    inputs: floating-point tensors of one dtype. weights: tensors that the spans of the program
+    refer to. Writes into a weight are noticed; of those through `.data` or NumPy, which torch does
+    not count, only those that change most of it. Raises BadInput if program, inputs and weights do
+    not match.
 
-        >>> from demask.sparse.products.spmm_op import COMPILED
-    from demask.sparse.segment_program import SegmentProgram
-        >>> from demask.sparse.segment_steps import LinearStep, SparseWeight
-        >>> step = LinearStep(0, SparseWeight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
-        >>> weights = [torch.tensor([5.0]), torch.tensor([0, 0, 1, 2], dtype=torch.int32)]
-        >>> segment([torch.eye(3)], weights, SegmentProgram(("tokens",), (step,), (1,)).text())
-        [tensor([[0., 0.],
-                [0., 0.],
-                [0., 5.]])]
+    >>> from demask.sparse.segment_program import SegmentProgram
+    >>> from demask.sparse.segment_steps import LinearStep, SparseWeight
+    >>> step = LinearStep(0, SparseWeight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
+    >>> weights = [torch.tensor([5.0]), torch.tensor([0, 0, 1, 2], dtype=torch.int32)]
+    >>> segment([torch.eye(3)], weights, SegmentProgram(("tokens",), (step,), (1,)).text())
+    [tensor([[0., 0.],
+            [0., 0.],
+            [0., 5.]])]
     """
     if needs_no_dispatch((*inputs, *weights)):
         return on_cpu(list(inputs), list(weights), program)
