@@ -64,5 +64,6 @@ class Registry:
 CUSTOM_OPS = Registry("custom op")  # by name ("segment"): `ops.custom.CustomOp`
 RESULT_KINDS = Registry("kind of network")  # by name in archives ("tiled"): the class
 # What lower parts call of higher ones: "optimize", the function, and "segment", one layer as a
-# segment, to measure them; "smaller", for a network of transformers with fewer zeros.
+# segment, to measure them; "smaller", for a network of transformers with fewer zeros, and "packed", for
+# one whose layers are packed, so that it is saved with them.
 RUNNERS = Registry("way to run a network")

@@ -23,10 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from demask.checkpoint.packed_weights import METHOD, PackedWeight, read_layers
 from demask.errors import BadInput, DemaskError, RefusedFile
 from demask.files import atomic_write as atomic
 from demask.files.bounded_read import MAX_JSON_BYTES, open_plain, parse_json
 from demask.files.weight_file import StoredTensor, WeightFile
+from demask.sparse.products.packed import PackedMatrix, check_tensors
+from demask.sparse.products.packed_product import to_dense
 
 QUANTIZATION = "quantization_config"
 _QUANTIZATION_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
@@ -100,6 +103,10 @@ class CheckpointFolder:
         if not file_of:
             raise BadInput(f"{folder}: its files have no tensors")
         others, left = find_others(folder, names)
+        settings = config.get(QUANTIZATION)
+        if isinstance(settings, dict) and settings.get("quant_method") == METHOD:
+            packed = read_layers(settings, str(folder / CONFIG))
+            return PackedFolder.of(folder, config, files, file_of, others, left, packed)
         shapes = {tensor: files[name].tensors[tensor] for tensor, name in file_of.items()}
         scales = find_scales(folder, config, shapes)
         return cls(folder, config, files, file_of, others, left, scales)
@@ -143,6 +150,63 @@ class CheckpointFolder:
     def parameters(self) -> int:
         """Elements of all tensors."""
         return sum(t.nbytes // t.dtype.itemsize for file in self.files.values() for t in file.tensors.values())
+
+
+@dataclass(frozen=True)
+class PackedFolder(CheckpointFolder):
+    """A folder with packed weights, as if they were dense. Its config does not say that they are packed."""
+
+    packed: Mapping[str, PackedWeight]  # by weight
+    stored_files: Mapping[str, WeightFile]  # with the tensors that are there
+
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        config: Mapping[str, Any],
+        files: Mapping[str, WeightFile],
+        file_of: Mapping[str, str],
+        others: tuple[str, ...],
+        left: tuple[str, ...],
+        layers: Mapping[str, PackedWeight],
+    ) -> PackedFolder:
+        """Raises BadInput where tensors are not what the config says of a layer."""
+        tensors = {name: dict(file.tensors) for name, file in files.items()}
+        dense_file_of = dict(file_of)
+        for layer, weight in layers.items():
+            names = weight.names(layer)
+            own = [files[file_of[name]].tensors[name] for name in names if name in file_of]
+            dtype = own[0].dtype if own and weight.dtype is None else torch.float32
+            expected = [(t.dtype, tuple(t.shape)) for t in weight.empty(dtype).all_tensors]
+            if [(t.dtype, t.shape) for t in own] != expected:
+                raise BadInput(f"{path}: {layer} is {weight.form} by {CONFIG}, but its tensors are not; copy it again")
+            first = file_of[names[0]]
+            for name in names:
+                del tensors[dense_file_of.pop(name)][name]
+            tensors[first][f"{layer}.weight"] = StoredTensor(f"{layer}.weight", dtype, weight.size, 0)
+            dense_file_of[f"{layer}.weight"] = first
+        dense_files = {name: replace(file, tensors=tensors[name]) for name, file in files.items()}
+        packed = {f"{layer}.weight": weight for layer, weight in layers.items()}
+        config = {key: value for key, value in config.items() if key != QUANTIZATION}
+        return cls(path, config, dense_files, dense_file_of, others, left, {}, packed, files)
+
+    def written(self, name: str) -> Tensor:
+        weight = self.packed.get(name)
+        if weight is None:
+            return super().written(name)
+        stored = {part: file for file in self.stored_files.values() for part in file.tensors}
+        tensors = [stored[part].tensor(stored[part].tensors[part]) for part in weight.names(name.rpartition(".")[0])]
+        count = len(weight.empty(torch.float32).tensors)
+        matrix = PackedMatrix(weight.form, weight.size, tuple(tensors[:count]), *tensors[count:])
+        check_tensors(matrix)
+        return to_dense(matrix, self.stored(name).dtype)
+
+    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        return iter([(0, self.written(name))]) if name in self.packed else super().blocks(name)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for file in self.stored_files.values() for t in file.tensors.values())
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from demask.checkpoint.folder import (
     write_json,
 )
 from demask.checkpoint.gguf_file import check_gguf, write_gguf
+from demask.checkpoint.packed_weights import PackedWeight, linear_layers, settings_of
 from demask.checkpoint.plan import CheckpointPlan, cut_tensor, new_name, plan_checkpoint
 from demask.checkpoint.proof import prove
 from demask.checkpoint.report import CheckpointReport, describe_plan
@@ -54,6 +55,8 @@ from demask.installation import VERSION
 from demask.machine.allocator import release_free_memory
 from demask.progress import ProgressStep, no_progress
 from demask.registry import RUNNERS
+from demask.sparse.csr_matrix import NUMBERS
+from demask.sparse.products.packed import PackedMatrix, form_of_density, pack
 
 EXPERTS = ("keep", "drop")
 ADAPTER = "adapter"  # the folder in the new one
@@ -70,6 +73,7 @@ def slim(
     vocabulary: str | Sequence[int] | None = None,
     experts: str = "keep",
     adapter: str | os.PathLike[str] | None = None,
+    sparse: bool = False,
     check: bool = True,
     progress: ProgressStep = no_progress,
 ) -> CheckpointReport:
@@ -104,6 +108,9 @@ def slim(
             outputs change.
         adapter: the folder of a LoRA adapter, as peft writes it, that is cut with `folder`, into
             `out`/adapter. What it makes of zeros counts: a unit that it computes stays.
+        sparse: whether weights of linear layers with many zeros in no pattern are stored without
+            them, as a `demask.sparse.PackedLinear` has them. `demask.checkpoint.load` reads the
+            folder, other loaders do not.
         check: whether the result is loaded with transformers and compared with the original, for
             texts of two lengths, with padding, and 32 tokens one by one, before it appears. Of a
             GGUF file the tensors are.
@@ -135,6 +142,8 @@ def slim(
     loader = TARGETS[target]
     if per_layer and not (loader.blocks or loader.architectures):
         raise BadInput(f"per_layer: {target} loads no folder with sizes by layer; expected vllm or mlx")
+    if sparse and (target != "transformers" or adapter is not None):
+        raise BadInput("sparse: packed weights are for transformers, without an adapter; leave out the other option")
     multiple = loader.multiple if multiple is None else multiple
     if loader.architectures and final.suffix != ".gguf":
         raise BadInput(f"expected the name of a .gguf file for {target}, got {final}")
@@ -145,7 +154,7 @@ def slim(
     blocks = check_blocks(stored.model, loader) if per_layer and architecture is None else None
     layer_format = architecture or blocks
     original, others, notes = stored.folder, stored.folder.others, list[str]()
-    if layer_format is not None and original.scales:
+    if (layer_format is not None or sparse) and original.scales:
         raise BadInput(
             f"{source}: its weights have scales, which the format does not; give a folder that is not quantized"
         )
@@ -197,9 +206,18 @@ def slim(
         )
     partial = final.with_name(final.name + ".partial")
     own = stored.adapter
+    packed: dict[str, PackedWeight] = {}
+    if sparse:
+        packed = find_packed_weights(stored, plan, progress)
+        note = "no linear layer has so many zeros that it is stored without them"
+        if packed:
+            config[QUANTIZATION] = settings_of(packed)
+            note = f"{len(packed)} linear layers are stored without their zeros; demask.checkpoint.load reads them"
+        notes.append(note)
     options = (
         target,
         per_layer,
+        sparse,
         multiple,
         experts,
         repr(vocabulary),
@@ -207,7 +225,7 @@ def slim(
         own.file.modified if own is not None else 0,
     )
     with unfinished_folder(partial, fingerprint(original, *options)):
-        write_tensors(stored, plan, partial, progress)
+        write_tensors(stored, plan, packed, partial, progress)
         copy_files(source, others, partial)
         if stored.adapter is not None:
             own = stored.adapter.cut_with(stored.parameter_of, plan.cuts)
@@ -283,38 +301,67 @@ def unfinished_folder(path: Path, state: str) -> Iterator[None]:
         yield
 
 
-def write_tensors(stored: StoredTensors, plan: CheckpointPlan, target: Path, step: ProgressStep) -> None:
+def find_packed_weights(stored: StoredTensors, plan: CheckpointPlan, step: ProgressStep) -> dict[str, PackedWeight]:
+    """The linear layers, by name in the new folder, whose weights are stored packed: those for which that takes
+    less time with one token."""
+    old_names = {new_name(stored, plan, name): name for name in stored.folder.file_of}
+    packed: dict[str, PackedWeight] = {}
+    for layer, _ in linear_layers(plan.family.build(plan.config)):
+        name = old_names.get(f"{layer}.weight")
+        if name is None or stored.folder.stored(name).dtype not in NUMBERS:
+            continue
+        step(f"counting zeros of {layer}")
+        weight = cut_tensor(stored, plan, name)
+        count = int(weight.count_nonzero())
+        form = form_of_density(count / max(weight.numel(), 1), weight.dtype)
+        if form != "dense":
+            packed[layer] = PackedWeight(form, (weight.shape[0], weight.shape[1]), count)
+    return packed
+
+
+def write_tensors(
+    stored: StoredTensors, plan: CheckpointPlan, packed: Mapping[str, PackedWeight], target: Path, step: ProgressStep
+) -> None:
     """Write the tensors that stay into files of the same names, and their index. Files that are
     complete stay."""
     folder, written = stored.folder, dict[str, WeightFile]()
     zeros = new_zeros(stored, plan)
     for number, (file_name, file) in enumerate(folder.files.items(), 1):
-        names: dict[str, str] = {}
-        for name in file.tensors:
-            new = new_name(stored, plan, name)
-            if new is not None:
-                names[new] = name
         step(f"writing file {number} of {len(folder.files)}")
-        hollow = {
-            new: torch.empty(
-                cut_shape(file.tensors[name].shape, plan.cuts.get(name, {})),
-                dtype=file.tensors[name].dtype,
-                device="meta",
-            )
-            for new, name in names.items()
-        }
+        hollow: dict[str, Tensor] = {}
+        sources: dict[str, tuple[str, int | None]] = {}  # by new name, the tensor, and which part of it packed
+        for name, own in file.tensors.items():
+            new = new_name(stored, plan, name)
+            layer = (new or "").removesuffix(".weight")
+            if new is not None and layer in packed and new != layer:
+                tensors = packed[layer].empty(own.dtype).tensors
+                parts = dict(zip(packed[layer].names(layer), tensors, strict=True))
+                sources |= {part: (name, k) for k, part in enumerate(parts)}
+                hollow |= parts
+            elif new is not None:
+                shape = cut_shape(own.shape, plan.cuts.get(name, {}))
+                hollow[new], sources[new] = torch.empty(shape, dtype=own.dtype, device="meta"), (name, None)
         if number == len(folder.files):
             hollow |= zeros
         path = target / file_name
         if path.exists():
             written[file_name] = WeightFile.read(path)
             continue
+        last: dict[str, PackedMatrix] = {}  # the weight that is packed, of which the parts follow one another
 
-        def read(new: str, names: Mapping[str, str] = names) -> Tensor:
+        def read(
+            new: str, sources: Mapping[str, tuple[str, int | None]] = sources, last: dict[str, PackedMatrix] = last
+        ) -> Tensor:
             release_free_memory()
             if new in zeros:
                 return torch.zeros(zeros[new].shape, dtype=zeros[new].dtype)
-            return cut_tensor(stored, plan, names[new])
+            name, part = sources[new]
+            if part is None:
+                return cut_tensor(stored, plan, name)
+            if name not in last:
+                last.clear()
+                last[name] = pack(cut_tensor(stored, plan, name), packed[new.rpartition(".")[0]].form)
+            return last[name].tensors[part]
 
         written[file_name] = WeightFile.write(path, hollow, read, file.metadata)
     if set(written) != {SINGLE} or INDEX in os.listdir(folder.path):

@@ -26,8 +26,6 @@ from demask.sparse.csr_matrix import NUMBERS
 from demask.sparse.products.packed import FORMS, PackedMatrix, check_tensors, pack, quantize_rows
 from demask.sparse.products.packed_product import chosen_form, multiply, to_dense
 
-#: names of the tensors of each form, as buffers of a layer
-BUFFERS = {"dense": ("values",), "bitmap": ("values", "bits", "starts"), "columns": ("values", "crow", "col")}
 _LIBRARY = Library("demask", "FRAGMENT")
 _LIBRARY.define(
     "packed_linear(Tensor x, Tensor[] tensors, Tensor? scale, Tensor? bias, str form, int rows, int columns) -> Tensor",
@@ -160,7 +158,7 @@ class PackedLinear(nn.Linear):
         self.out_features, self.in_features = packed.size
         self.form = packed.form
         self.dtype = dtype or (packed.dtype if packed.scale is None else torch.float32)
-        for name, tensor in zip(BUFFERS[packed.form], packed.tensors, strict=True):
+        for name, tensor in zip(FORMS[packed.form], packed.tensors, strict=True):
             self.register_buffer(name, tensor)
         self.register_buffer("scale", packed.scale)
         if bias is None:
@@ -193,7 +191,7 @@ class PackedLinear(nn.Linear):
     @property
     def packed(self) -> PackedMatrix:
         """The weight in its form."""
-        tensors = tuple(getattr(self, name) for name in BUFFERS[self.form])
+        tensors = tuple(getattr(self, name) for name in FORMS[self.form])
         return PackedMatrix(self.form, (self.out_features, self.in_features), tensors, self.scale)
 
     @property
@@ -251,7 +249,7 @@ class PackedLinear(nn.Linear):
     def _load_from_state_dict(  # type: ignore[override]
         self, state_dict: Any, prefix: str, *args: Any
     ) -> None:
-        names = BUFFERS[self.form]
+        names = FORMS[self.form]
         if f"{prefix}weight" in state_dict:
             dense = state_dict.pop(f"{prefix}weight").to(self.dtype)
             if dense.shape == (self.out_features, self.in_features):

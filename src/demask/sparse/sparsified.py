@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.machine.byte_sizes import format_bytes
 from demask.machine.clock import is_faster, lower_bound, median_seconds, race
+from demask.registry import RUNNERS
 from demask.sparse.csr_matrix import NUMBERS
 from demask.sparse.packed_linear import PackedLinear, pack_weight
 from demask.sparse.products.packed import PackedMatrix
@@ -113,7 +115,8 @@ def sparsify(
 
     Each `nn.Linear` becomes a `PackedLinear`, which is an `nn.Linear` too, if it was timed to be faster than torch's
     own; the others stay as they are. The network keeps its class: `generate`, `state_dict`, `torch.save`,
-    `torch.compile` and adapters on its layers work as before. It computes the same up to rounding: sums are
+    `torch.compile` and adapters on its layers work as before; a network of transformers is saved packed by
+    `save_pretrained`, and loaded by `demask.checkpoint.load`. It computes the same up to rounding: sums are
     float32, where torch rounds its own to the dtype of the layer, too. It is for inference: packed weights get no
     gradients. `PackedLinear.to_dense` undoes it.
 
@@ -170,6 +173,11 @@ def sparsify(
             if not reason and zeros < min_sparsity:
                 reason = f"fewer zeros than {min_sparsity:.0%}"
             changes.append(_pack_if_faster(model, name, layer, zeros, reason, dtype, tokens, timings))
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is not None and any(change.form for change in changes):
+        for module in model.modules():
+            if isinstance(module, library.PreTrainedModel):
+                RUNNERS.get("packed")(module)
     return Sparsified(tuple(changes), tokens)
 
 

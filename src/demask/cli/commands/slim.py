@@ -72,6 +72,13 @@ def slim(
             metavar="FOLDER", help="For folders: a LoRA adapter of MODEL, which is cut with it, into OUTPUT/adapter."
         ),
     ] = None,
+    sparse: Annotated[
+        bool,
+        typer.Option(
+            "--sparse",
+            help="For folders: store linear layers with many zeros without them; demask.checkpoint.load reads it.",
+        ),
+    ] = False,
     in_place: Annotated[bool, typer.Option("--in-place", help="Replace MODEL, a .onnx file, by the result.")] = False,
     minimal: Annotated[
         bool, typer.Option("--minimal", help="For .onnx: do not round widths up, do not measure.")
@@ -105,13 +112,15 @@ def slim(
 
     A folder of Hugging Face becomes a smaller one of the same class, in bounded memory: units,
     heads and layers that zeros make useless go, as far as its config can say so. For llama.cpp it
-    becomes a .gguf file, in which every layer has sizes of its own.
+    becomes a .gguf file, in which every layer has sizes of its own. With --sparse, zeros in no pattern
+    are not stored either.
 
     \b
     Example:
       demask slim model.pt2 -o slim.pt2
       demask slim Llama-masked -o Llama-slim --for vllm
       demask slim Llama-masked -o Llama-slim.gguf --for llama.cpp
+      demask slim Llama-sparse -o Llama-packed --sparse
       demask slim model.onnx -o slim.onnx --threads 1
       demask slim model.onnx --in-place --minimal
       demask slim speech.onnx -o slim.onnx --fix rate=16000
@@ -148,6 +157,7 @@ def slim(
                 vocabulary=rows,
                 experts=experts or "keep",
                 adapter=adapter,
+                sparse=sparse,
                 check=check is Switch.on,
                 progress=step,
             )
@@ -160,6 +170,7 @@ def slim(
         "--experts": experts,
         "--adapter": adapter,
         "--per-layer": per_layer or None,
+        "--sparse": sparse or None,
     }
     if wrong := [name for name, value in others.items() if value is not None]:
         raise BadInput(f"{' and '.join(wrong)}: for folders; {model} is none")

@@ -9,6 +9,7 @@ columns   d (b + 2), or d (b + 4) with more than 65,536 columns      skipped
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,15 @@ from demask.kernels.bitmap_layout import BITS, SLACK, padded_columns
 from demask.sparse.csr_matrix import NUMBERS
 
 BLOCK = 2**21  # elements that are decoded at a time: 8 MiB
-FORMS = ("dense", "bitmap", "columns")
+#: names of the tensors of each form
+FORMS = {"dense": ("values",), "bitmap": ("values", "bits", "starts"), "columns": ("values", "crow", "col")}
+#: density below which a form takes less time with one vector than the one before it: bitmap, columns (AVX2, Zen 3)
+DENSITIES = {
+    torch.bfloat16: (0.65, 0.15),
+    torch.float16: (0.65, 0.15),
+    torch.float32: (0.6, 0.4),
+    torch.int8: (0.3, 0.15),
+}
 NARROW_COLUMNS = 2**16  # columns that 16 bits number
 
 
@@ -58,14 +67,15 @@ class PackedMatrix:
         return [*self.tensors, *([] if self.scale is None else [self.scale])]
 
     @property
+    def stored_numbers(self) -> int:
+        """How many numbers are stored: all of a dense matrix, the nonzeros of others."""
+        return self.tensors[0].numel() - SLACK * (self.form == "bitmap")
+
+    @property
     def density(self) -> float:
         """The number of nonzeros, divided by that of all elements."""
-        count = int(self.tensors[0].count_nonzero()) if self.form == "dense" else self._count()
+        count = int(self.tensors[0].count_nonzero()) if self.form == "dense" else self.stored_numbers
         return count / max(self.size[0] * self.size[1], 1)
-
-    def _count(self) -> int:
-        starts = self.tensors[2] if self.form == "bitmap" else self.tensors[1]
-        return int(starts[-1])
 
     def decode_bits(self, first: int, last: int) -> Tensor:
         """Rows of a bitmap by torch's ops."""
@@ -78,6 +88,40 @@ class PackedMatrix:
         in_turns = block.transpose(1, 2)
         in_turns[mask.transpose(1, 2)] = values[int(starts[pairs.start]) : int(starts[pairs.stop])].to(dtype)
         return block.flatten(2).flatten(0, 1)[: last - first, : self.size[1]]
+
+
+def form_of_density(density: float, dtype: torch.dtype, *, has_bitmap: bool = True) -> str:
+    """The form that takes the least time with one vector. has_bitmap: whether a processor has kernels for it."""
+    bitmap, columns = DENSITIES[dtype]
+    if density < columns:
+        return "columns"
+    return "bitmap" if density < bitmap and has_bitmap else "dense"
+
+
+def empty_matrix(form: str, size: tuple[int, int], count: int, dtype: torch.dtype, device: Any = None) -> PackedMatrix:
+    """A matrix without values: the shapes and dtypes of its tensors. count: of stored numbers.
+
+    >>> [tuple(t.shape) for t in empty_matrix("columns", (4, 8), 5, torch.bfloat16, "meta").tensors]
+    [(5,), (5,), (5,)]
+    """
+    rows, columns = size
+    pairs = -(-rows // 2)
+    shapes: dict[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]] = {
+        "dense": ((size, dtype),),
+        "bitmap": (
+            ((count + SLACK,), dtype),
+            ((pairs, padded_columns(columns) // BITS * 2), torch.uint8),
+            ((pairs + 1,), torch.int64),
+        ),
+        "columns": (
+            ((count,), dtype),
+            ((rows + 1,), torch.int32),
+            ((count,), torch.int16 if columns <= NARROW_COLUMNS else torch.int32),
+        ),
+    }
+    tensors = tuple(torch.empty(shape, dtype=kind, device=device) for shape, kind in shapes[form])
+    scale = torch.empty(rows, device=device) if dtype == torch.int8 else None
+    return PackedMatrix(form, size, tensors, scale)
 
 
 def pack(matrix: Tensor, form: str, scale: Tensor | None = None) -> PackedMatrix:
@@ -139,39 +183,27 @@ def check_tensors(packed: PackedMatrix) -> None:
         raise BadInput(f"expected a scale of float32 ({rows},), got {packed.scale.dtype} {tuple(packed.scale.shape)}")
     if any(not t.is_contiguous() for t in packed.all_tensors):
         raise BadInput("expected contiguous tensors")
-    if form == "dense":
-        is_valid = tensors[0].shape == packed.size
-    elif form == "bitmap":
-        is_valid = _is_bitmap(packed)
-    else:
-        is_valid = _is_csr(packed)
-    if not is_valid:
+    expected = empty_matrix(form, packed.size, max(packed.stored_numbers, 0), packed.dtype, "meta")
+    kinds = [[(t.dtype, t.shape) for t in matrix.tensors] for matrix in (packed, expected)]
+    if kinds[0] != kinds[1] or not (form == "dense" or (_is_bitmap if form == "bitmap" else _is_csr)(packed)):
         got = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors)
         raise BadInput(f"expected {form} of a matrix of {rows} x {columns}, got tensors that are not: {got}")
 
 
 def _is_bitmap(packed: PackedMatrix) -> bool:
+    """Whether starts are sums of the bits."""
     values, bits, starts = packed.tensors
-    pairs, width = -(-packed.size[0] // 2), padded_columns(packed.size[1])
-    if (bits.dtype, starts.dtype) != (torch.uint8, torch.int64) or starts.shape != (pairs + 1,):
-        return False
-    if bits.shape != (pairs, width // BITS * 2):
-        return False
     ones = torch.tensor([n.bit_count() for n in range(256)], dtype=torch.uint8)
-    counts = ones[bits.long()].sum(1, dtype=torch.int64) if bits.numel() else torch.zeros(pairs, dtype=torch.int64)
-    return torch.equal(starts, F.pad(counts.cumsum(0), (1, 0))) and values.shape == (int(starts[-1]) + SLACK,)
+    counts = ones[bits.long()].sum(1, dtype=torch.int64) if bits.numel() else starts[1:] * 0
+    return torch.equal(starts, F.pad(counts.cumsum(0), (1, 0))) and int(starts[-1]) == len(values) - SLACK
 
 
 def _is_csr(packed: PackedMatrix) -> bool:
-    values, crow, col = packed.tensors
-    rows, columns = packed.size
-    if crow.dtype != torch.int32 or crow.shape != (rows + 1,) or values.shape != col.shape or values.ndim != 1:
-        return False
-    if col.dtype != (torch.int16 if columns <= NARROW_COLUMNS else torch.int32):
-        return False
+    """Whether row starts rise to the number of nonzeros, and columns are in range."""
+    _, crow, col = packed.tensors
     if int(crow[0]) or int(crow[-1]) != len(col) or bool((crow.diff() < 0).any()):
         return False
-    return not len(col) or int(column_numbers(col).max()) < columns
+    return not len(col) or int(column_numbers(col).max()) < packed.size[1]
 
 
 def column_numbers(col: Tensor) -> Tensor:

@@ -14,26 +14,13 @@ import torch
 from torch import Tensor
 
 from demask.kernels.llvm import availability as llvm
-from demask.sparse.products.packed import BLOCK, PackedMatrix, column_numbers
-
-#: density below which a form takes less time with one vector than the one before it: bitmap, columns (AVX2, Zen 3)
-DENSITIES = {
-    torch.bfloat16: (0.65, 0.15),
-    torch.float16: (0.65, 0.15),
-    torch.float32: (0.6, 0.4),
-    torch.int8: (0.3, 0.15),
-}
+from demask.sparse.products.packed import BLOCK, PackedMatrix, column_numbers, form_of_density
 
 
 def chosen_form(density: float, dtype: torch.dtype) -> str:
     """The form that takes the least time with one vector, of those that this processor has kernels for."""
-    bitmap, columns = DENSITIES[dtype]
     kernels = _kernels()
-    if density < columns:
-        return "columns"
-    if density < bitmap and kernels is not None and kernels.has_bitmap(dtype):
-        return "bitmap"
-    return "dense"
+    return form_of_density(density, dtype, has_bitmap=kernels is not None and kernels.has_bitmap(dtype))
 
 
 @functools.cache

@@ -1,0 +1,64 @@
+"""Folders with packed weights in `from_pretrained` and `save_pretrained` of transformers.
+
+They count as quantized by a method of transformers' registry, which this module adds to when it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from demask.checkpoint.packed_weights import LAYERS, METHOD, packed_layers, read_layers, set_packed_layers, settings_of
+from demask.registry import RUNNERS
+from demask.sparse.packed_linear import PackedLinear
+
+
+@register_quantization_config(METHOD)
+class PackedConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a folder with packed layers."""
+
+    def __init__(self, layers: Mapping[str, Any], **_: Any):
+        self.quant_method: Any = METHOD
+        self.layers = dict(layers)
+
+
+@register_quantizer(METHOD)
+class PackedLoader(HfQuantizer):
+    """Makes layers packed before their values are loaded, and writes which are when they are saved."""
+
+    quantization_config: PackedConfig
+    is_trainable = True  # adapters on it, and what is not packed
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+        set_packed_layers(model, read_layers({LAYERS: self.quantization_config.layers}, "quantization_config"))
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
+        self.quantization_config.layers = settings_of(packed_layers(model))[LAYERS]
+        model.config.quantization_config = self.quantization_config
+        return None, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, PackedLinear):
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, layer.to_dense().to(dtype or layer.dtype))
+        return model
+
+
+def record_packed_layers(model: nn.Module) -> None:
+    """Have `save_pretrained` write which layers of a network of transformers are packed."""
+    any_model: Any = model
+    any_model.hf_quantizer = PackedLoader(PackedConfig({}))
+
+
+RUNNERS.register("packed", record_packed_layers)
