@@ -196,8 +196,8 @@ class PackedFolder(CheckpointFolder):
             return super().written(name)
         stored = {part: file for file in self.stored_files.values() for part in file.tensors}
         tensors = [stored[part].tensor(stored[part].tensors[part]) for part in weight.names(name.rpartition(".")[0])]
-        count = len(weight.empty(torch.float32).tensors)
-        matrix = PackedMatrix(weight.form, weight.size, tuple(tensors[:count]), *tensors[count:])
+        scale = tensors.pop() if weight.dtype == torch.int8 else None
+        matrix = PackedMatrix(weight.form, weight.size, tuple(tensors), scale)
         check_tensors(matrix)
         return to_dense(matrix, self.stored(name).dtype)
 

@@ -11,7 +11,6 @@ In place of `layer.weight` a folder has the tensors of a form, such as `layer.va
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,13 +54,14 @@ class PackedWeight:
     @classmethod
     def from_config(cls, data: Any, name: str) -> PackedWeight:
         """What a config says of a layer. Raises BadInput."""
-        entry = data if isinstance(data, dict) else {}
-        form, size, numbers, dtype = (entry.get(key) for key in ("form", "size", "numbers", "dtype"))
-        is_size = isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n < _MOST for n in size)
-        is_known = form in FORMS and (dtype is None or dtype in _DTYPES)
-        if not is_known or not is_size or type(numbers) is not int or not 0 <= numbers <= math.prod(size):
-            raise BadInput(f"{name}: expected a form, a size and how many numbers are stored, got {data!r:.200}")
-        return cls(form, (size[0], size[1]), numbers, None if dtype is None else _DTYPES[dtype])
+        match data:
+            case {"form": str(form), "size": [int(rows), int(columns)], "numbers": int(numbers)} if form in FORMS:
+                dtype = data.get("dtype")
+                is_dtype = dtype is None or (isinstance(dtype, str) and dtype in _DTYPES)
+                is_size = min(rows, columns) > 0 and max(rows, columns) < _MOST
+                if is_dtype and is_size and 0 <= numbers <= rows * columns:
+                    return cls(form, (rows, columns), numbers, None if dtype is None else _DTYPES[dtype])
+        raise BadInput(f"{name}: expected a form, a size and how many numbers are stored, got {data!r:.200}")
 
     def to_config(self) -> dict[str, Any]:
         """What a config says of it."""

@@ -6,20 +6,22 @@ They count as quantized by a method of transformers' registry, which this module
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from demask.checkpoint.packed_weights import LAYERS, METHOD, packed_layers, read_layers, set_packed_layers, settings_of
 from demask.registry import RUNNERS
 from demask.sparse.packed_linear import PackedLinear
 
+quantizers: Any = import_module("transformers.quantizers")  # its bases have no types
+settings: Any = import_module("transformers.utils.quantization_config")
 
-@register_quantization_config(METHOD)
-class PackedConfig(QuantizationConfigMixin):
+
+@quantizers.register_quantization_config(METHOD)
+class PackedConfig(settings.QuantizationConfigMixin):
     """The `quantization_config` of a folder with packed layers."""
 
     def __init__(self, layers: Mapping[str, Any], **_: Any):
@@ -27,11 +29,10 @@ class PackedConfig(QuantizationConfigMixin):
         self.layers = dict(layers)
 
 
-@register_quantizer(METHOD)
-class PackedLoader(HfQuantizer):
+@quantizers.register_quantizer(METHOD)
+class PackedLoader(quantizers.HfQuantizer):
     """Makes layers packed before their values are loaded, and writes which are when they are saved."""
 
-    quantization_config: PackedConfig
     is_trainable = True  # adapters on it, and what is not packed
 
     def is_serializable(self) -> bool:
