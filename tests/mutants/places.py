@@ -124,7 +124,7 @@ PLACES: tuple[tuple, ...] = (
     ("sparse/modules.py", "sparse_modules", ("off by one",
      "if len(sizes) != self.axes or not all(isinstance(n, int) and n >= least for n in sizes):")),
     ("sparse/trained_layers.py", "sparse_training", ("connective",
-     "if not any(t.requires_grad for t in tensors) or any(t.dtype != torch.int32 for t in indices):")),
+     "return is_indexed and x.dtype in TYPES and all(t.dtype == x.dtype and t.is_cpu for t in (x, values, *rest))")),
     # traverse
     ("traverse/analysis/partial_reductions.py", "traverse_reductions",
      ("guard", "if axis not in self.dims and piece.shape[axis] != self.shape[axis]:")),

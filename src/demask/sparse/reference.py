@@ -43,18 +43,29 @@ from demask.sparse.segment_steps import (
 STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
-def run(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+#: the output of a layer (step, kind of its operands, operands, weights); None for one of the reference
+RunLayer = Callable[["ConvStep | LinearStep", str, Sequence[Tensor], Sequence[Tensor]], "Tensor | None"]
+
+
+def run(
+    program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor], layer: RunLayer | None = None
+) -> list[Tensor]:
     """The outputs of a program, tensors in the dtype of the inputs.
 
-    They may be inputs, or views of one another. Raises BadInput for shapes, dtypes and indices that
-    do not match the program.
+    They may be inputs, or views of one another. layer: computes layers otherwise. Raises BadInput for
+    shapes, dtypes and indices that do not match the program.
     """
     check(program, inputs, weights)
     values = list(inputs)
     for step in program.steps:
         operands = [values[value] for value in reads(step)]
         kind = program.kinds[reads(step)[0]]
-        values.append(call(step, kind, operands, *operand_tensors(step, kind, operands[0], weights)))
+        output = None
+        if layer is not None and isinstance(step, ConvStep | LinearStep):
+            output = layer(step, kind, operands, weights)
+        if output is None:
+            output = call(step, kind, operands, *operand_tensors(step, kind, operands[0], weights))
+        values.append(output)
     return [values[value] for value in program.outputs]
 
 

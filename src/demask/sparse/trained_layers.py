@@ -1,7 +1,7 @@
 """Layers with trained nonzeros: forward pass and gradients by kernels that read values in place.
 
 A plan packs values, which pays if the next calls use it, too; but each training step changes them.
-So a single layer that needs gradients runs as
+So in a program that needs gradients each sparse layer runs as
 
     linear    y = W x by `demask::spmm`, whose gradients are the transposed product and SDDMM
     conv      kernels over planes of images (`conv_products`), by `demask::convolved`
@@ -34,12 +34,12 @@ from torch.library import Library
 
 from demask.errors import BadInput
 from demask.kernels.llvm import availability as llvm
-from demask.ops.activations import Act, apply_activation
+from demask.ops.activations import apply_activation
 from demask.sparse import reference as dense
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.spmm_op import product
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, LinearStep, Span, SparseWeight
+from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
 
 
 @functools.lru_cache(maxsize=64)
@@ -170,52 +170,40 @@ torch.library.register_autograd(
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def trained(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
-    """The output of a program of one layer, differentiable; None if the kernels do not support it.
+def trained(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor] | None:
+    """The outputs of a program, differentiable; None if kernels support none of its layers.
 
     Raises BadInput for shapes, dtypes and indices that do not match.
     """
-    if not takes(program, inputs, weights):
+    layers = [step for step in program.steps if isinstance(step, ConvStep | LinearStep)]
+    if not llvm.is_installed() or not inputs or not any(takes(step, inputs[0], weights) for step in layers):
         return None
-    (x,), step = inputs, program.steps[0]
-    dense.check(program, inputs, weights)
-    if isinstance(step, LinearStep):
-        z = _trained_linear(step, x, weights)
-    elif isinstance(step, ConvStep):
-        z = _trained_conv(step, program, x, weights)
-    else:
-        return None
-    return None if z is None else apply_activation(z, step.act)
+    return dense.run(program, inputs, weights, trained_layer)
 
 
-def takes(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
-    """Whether a program is one layer on the CPU that kernels support and that needs gradients.
-
-    Frozen layers count, too, if x needs a gradient.
-    """
-    if len(program.steps) != 1 or len(inputs) != 1 or program.outputs != (1,):
-        return False
-    step, x = program.steps[0], inputs[0]
-    if not isinstance(step, ConvStep | LinearStep) or step.add is not None or not x.numel():
-        return False
-    if step.weight.csr is None:
+def takes(step: ConvStep | LinearStep, x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether kernels support a layer whose operand is of the dtype of x, on the CPU."""
+    if step.weight.csr is None or step.weight.scale is not None or not x.numel():
         return False
     spans = [*step.weight.csr, *([] if step.bias is None else [step.bias])]
-    if step.weight.scale is not None or not all(_is_full_tensor(span, weights) for span in spans):
+    if any(number >= len(weights) or weights[number].numel() < end for number, _, end in spans):
         return False
-    values = weights[step.weight.values[0]]
-    tensors = [x, values, *([] if step.bias is None else [weights[step.bias[0]]])]
-    if x.dtype not in TYPES or any(t.dtype != x.dtype or not t.is_cpu for t in tensors):
-        return False
-    indices = [weights[span[0]] for span in step.weight.csr[1:]]
-    if not any(t.requires_grad for t in tensors) or any(t.dtype != torch.int32 for t in indices):
-        return False
-    return llvm.is_installed()
+    values, crow, col, *rest = (weights[number] for number, _, _ in spans)
+    is_indexed = (crow.dtype, col.dtype) == (torch.int32, torch.int32)
+    return is_indexed and x.dtype in TYPES and all(t.dtype == x.dtype and t.is_cpu for t in (x, values, *rest))
 
 
-def _is_full_tensor(span: Span, weights: Sequence[Tensor]) -> bool:
-    number, first, end = span
-    return number < len(weights) and first == 0 and weights[number].shape == (end,)
+def trained_layer(
+    step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Tensor | None:
+    """The output of a layer, differentiable, by kernels that read nonzeros; None if they do not support it."""
+    x = operands[0]
+    if not takes(step, x, weights):
+        return None
+    z = _trained_linear(step, x, weights) if isinstance(step, LinearStep) else _trained_conv(step, kind, x, weights)
+    if z is None:
+        return None
+    return apply_activation(z if step.add is None else z + operands[1], step.act)
 
 
 def _trained_linear(step: LinearStep, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -228,26 +216,24 @@ def _trained_linear(step: LinearStep, x: Tensor, weights: Sequence[Tensor]) -> T
     return product_t.t().contiguous().reshape(*x.shape[:-1], step.out)
 
 
-def _trained_conv(step: ConvStep, program: SegmentProgram, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
+def _trained_conv(step: ConvStep, kind: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
     """The convolution, or None if offsets do not fit in 32 bits."""
     from demask.sparse.products.conv_products import ConvGeometry
 
     if ConvGeometry.of(step, tuple(x.shape)).too_large:
         return None
     assert step.weight.csr is not None  # `takes` tells
-    values, crow, col = (weights[span[0]] for span in step.weight.csr)
+    values, crow, col = (dense.part(span, weights) for span in step.weight.csr)
     bias = dense.bias(step, weights)
     float_bias = None if bias is None else bias.float()
-    return convolved(x.float(), values.float(), crow, col, float_bias, _without_activation(program)).to(x.dtype)
+    return convolved(x.float(), values.float(), crow, col, float_bias, _single_layer(step, kind)).to(x.dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _without_activation(program: SegmentProgram) -> str:
-    """The text of the program without activation; weights: values, row starts, columns, bias."""
-    step = program.steps[0]
-    assert isinstance(step, ConvStep) and step.weight.csr is not None
-    act: Act | None = None
-    spans = enumerate(step.weight.csr)
-    weight = SparseWeight(*((number, *span[1:]) for number, span in spans))
-    bias = None if step.bias is None else (3, *step.bias[1:])
-    return replace(program, steps=(replace(step, act=act, weight=weight, bias=bias),)).text()
+def _single_layer(step: ConvStep, kind: str) -> str:
+    """The text of a program of a layer without activation and sum; weights: values, row starts, columns, bias."""
+    assert step.weight.csr is not None
+    spans = ((number, 0, end - first) for number, (_, first, end) in enumerate(step.weight.csr))
+    bias = None if step.bias is None else (3, 0, step.out)
+    layer = replace(step, x=0, weight=SparseWeight(*spans), bias=bias, act=None, add=None)
+    return SegmentProgram((kind,), (layer,), (1,)).text()

@@ -399,16 +399,23 @@ def test_gradients_of_a_tensor_given_twice():
     torch.testing.assert_close(again, x.grad)
 
 
-def test_gradients_in_float32_are_those_of_aten_ops():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_of_several_layers_in_float32_take_no_dense_weights(monkeypatch, frozen):
     program, weights = network()
-    weights[0].requires_grad_()
     x = torch.randn(2, 4, 6, 5, requires_grad=True)
-    made = segment([x], weights, program.text())
-    found = torch.autograd.grad(sum(y.sum() for y in made), (x, weights[0]))
-    plain = dense.run(program, [x], weights)
-    wanted = torch.autograd.grad(sum(y.sum() for y in plain), (x, weights[0]))
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    wanted = [w.double() if w.is_floating_point() else w for w in weights]
+    y = x.detach().double().requires_grad_()
+    of = [(x, y)] if frozen else [(x, y), (weights[0].requires_grad_(), wanted[0].requires_grad_())]
+    exact = torch.autograd.grad(sum(t.sum() for t in dense.run(program, [y], wanted)), [b for _, b in of])
+
+    def refuse(*_):
+        raise AssertionError("a dense weight")
+
+    monkeypatch.setattr(dense, "scattered", refuse)
+    outputs = segment([x], weights, program.text())
+    found = torch.autograd.grad(sum(t.sum() for t in outputs), [a for a, _ in of])
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
 def test_functional_transforms():

@@ -17,21 +17,12 @@ from demask.sparse import reference as dense
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.gradient_ops import kernels
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, LinearStep, reads
+from demask.sparse.segment_steps import ConvStep, LinearStep
 
 
 def run(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     """The outputs, as those of `reference.run`; they may be inputs, or views of one another."""
-    dense.check(program, inputs, weights)
-    values = list(inputs)
-    for step in program.steps:
-        operands = [values[value] for value in reads(step)]
-        kind = program.kinds[reads(step)[0]]
-        if isinstance(step, ConvStep | LinearStep):
-            values.append(_run_layer(step, kind, operands, weights))
-        else:
-            values.append(dense.call(step, kind, operands, *dense.operand_tensors(step, kind, operands[0], weights)))
-    return [values[value] for value in program.outputs]
+    return dense.run(program, inputs, weights, _run_layer)
 
 
 def _run_layer(step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

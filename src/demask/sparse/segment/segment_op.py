@@ -119,8 +119,12 @@ def _has_gaps(program: SegmentProgram, number: int, x: Tensor) -> bool:
 def without_plan(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     """The outputs by ATen ops, or GPU kernels, contiguous and in memory of their own."""
     run = gpu_segment.run if inputs and inputs[0].is_cuda else dense.run
-    outputs = run(program, inputs, weights)
-    used_storages = {id(t.untyped_storage()) for t in (*inputs, *weights)}
+    return in_own_memory(run(program, inputs, weights), (*inputs, *weights))
+
+
+def in_own_memory(outputs: list[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, contiguous; those that share memory with others or with each other are copied."""
+    used_storages = {id(t.untyped_storage()) for t in others}
     for number, y in enumerate(outputs):
         if not y.is_contiguous() or id(y.untyped_storage()) in used_storages:
             outputs[number] = y.clone(memory_format=torch.contiguous_format)
@@ -158,9 +162,9 @@ def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> li
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         if inputs and inputs[0].is_cuda:
             return without_plan(parsed(text), inputs, weights)
-        output = trained(parsed(text), inputs, weights)
-        if output is not None:
-            return [output]
+        outputs = trained(parsed(text), inputs, weights)
+        if outputs is not None:
+            return in_own_memory(outputs, tensors)
         return list(Recomputed.apply(text, len(inputs), *tensors))
     if needs_no_dispatch(tensors):
         return on_cpu(inputs, weights, text)
