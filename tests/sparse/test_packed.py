@@ -22,7 +22,7 @@ from demask.sparse import DCSR, PackedLinear, prepare, sparsify, spmm
 from demask.sparse.packed_linear import PACKED_LINEAR
 from demask.sparse.products import packed_product
 from demask.sparse.products.packed import FORMS, PackedMatrix, check_tensors, pack, quantize_rows
-from demask.sparse.products.packed_product import multiply, to_dense
+from demask.sparse.products.packed_product import linear, to_dense
 from guarded import guarded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -61,7 +61,7 @@ def test_products_with_any_number_of_vectors(form: str, dtype: torch.dtype) -> N
         assert torch.equal(to_dense(packed, torch.float64), exact.float().double())
         for n in (0, 1, 2, 3, 4, 5, 8, 9, 40):
             x = torch.randn(n, size[1])
-            expected, made = x.double() @ exact.T, multiply(packed, x)
+            expected, made = x.double() @ exact.T, linear(packed, x)
             assert made.shape == expected.shape and made.dtype == torch.float32
             assert float((made - expected).abs().amax()) <= 1e-6 * float(expected.abs().amax()) if n else True
 
@@ -76,7 +76,7 @@ def test_kernels_stay_in_their_buffers(end: bool, dtype: torch.dtype) -> None:
             inside = replace(packed, tensors=tuple(guarded(t, end) for t in packed.tensors), scale=scale)
             for n in (1, 4, 8):
                 x = torch.randn(n, size[1])
-                torch.testing.assert_close(multiply(inside, guarded(x, end)), multiply(packed, x), rtol=0, atol=0)
+                torch.testing.assert_close(linear(inside, guarded(x, end)), linear(packed, x), rtol=0, atol=0)
             torch.testing.assert_close(to_dense(inside, torch.float32), to_dense(packed, torch.float32), rtol=0, atol=0)
 
 
@@ -86,7 +86,7 @@ def test_a_sum_is_the_same_for_any_number_of_threads(monkeypatch) -> None:
         results = []
         for count in (1, 2, 3):
             monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-            results.append(multiply(packed, x))
+            results.append(linear(packed, x))
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
@@ -94,17 +94,15 @@ def test_a_sum_is_the_same_for_any_number_of_threads(monkeypatch) -> None:
 def test_zeros_times_infinity(form: str) -> None:
     packed, x = pack(torch.tensor([[0.0, 2.0] * 8]), form), torch.ones(1, 16)
     x[0, 0] = torch.inf
-    assert bool(multiply(packed, x).isnan()) == (form != "columns")
-    assert multiply(pack(torch.tensor([[torch.nan, 2.0] * 8]), form), torch.ones(1, 16)).isnan().all()
+    assert bool(linear(packed, x).isnan()) == (form != "columns")
+    assert linear(pack(torch.tensor([[torch.nan, 2.0] * 8]), form), torch.ones(1, 16)).isnan().all()
 
 
 def test_without_kernels(monkeypatch) -> None:
     monkeypatch.setattr(packed_product, "_kernels", lambda: None)
     for form in FORMS:
         packed, x = packed_matrix(form, torch.bfloat16, 33, 96), torch.randn(2, 96)
-        torch.testing.assert_close(
-            multiply(packed, x).double(), x.double() @ in_float64(packed).T, rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(linear(packed, x).double(), x.double() @ in_float64(packed).T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)

@@ -24,7 +24,7 @@ from demask.errors import BadInput
 from demask.kernels.plan_cache import PlanCache, plans_of, version
 from demask.sparse.csr_matrix import NUMBERS
 from demask.sparse.products.packed import FORMS, PackedMatrix, check_tensors, pack, quantize_rows
-from demask.sparse.products.packed_product import chosen_form, multiply, to_dense
+from demask.sparse.products.packed_product import chosen_form, linear, to_dense
 
 _LIBRARY = Library("demask", "FRAGMENT")
 _LIBRARY.define(
@@ -42,17 +42,6 @@ class CheckedTensors(PlanCache):
     """Which versions of the tensors of a packed matrix were checked. The text is its form."""
 
     parse = staticmethod(str)
-
-
-def _compute(x: Tensor, packed: PackedMatrix, bias: Tensor | None) -> Tensor:
-    _check_operands(x, packed, bias)
-    out = multiply(packed, x if x.ndim == 2 else x.reshape(-1, packed.size[1]))
-    if bias is not None:
-        out = out + bias
-    out = out.to(x.dtype)
-    if x.ndim != 2:
-        out = out.reshape(*x.shape[:-1], packed.size[0])
-    return out if out.is_contiguous() else out.contiguous()
 
 
 def _check_operands(x: Tensor, packed: PackedMatrix, bias: Tensor | None) -> None:
@@ -75,7 +64,8 @@ def _on_any_device(
     if checked.versions != versions:
         check_tensors(packed)
         checked.versions = versions
-    return _compute(x, packed, bias)
+    _check_operands(x, packed, bias)
+    return linear(packed, x, bias)
 
 
 def _dense_weight(
@@ -214,7 +204,9 @@ class PackedLinear(nn.Linear):
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         if needs_no_dispatch((input, *self._buffers.values(), self.bias)):
-            return _compute(input, self._checked_matrix(), self.bias)
+            packed = self._checked_matrix()
+            _check_operands(input, packed, self.bias)
+            return linear(packed, input, self.bias)
         packed = self.packed
         return PACKED_LINEAR(input, packed.tensors, packed.scale, self.bias, packed.form, *packed.size)
 

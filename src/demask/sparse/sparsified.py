@@ -235,7 +235,7 @@ def _times_as_fast(layer: nn.Linear, packed: PackedMatrix, tokens: int) -> tuple
     x = torch.randn(tokens, weight.shape[1]).to(weight.dtype)
     count = max(1, min(COPIES, CACHES // max(weight.numel() * weight.element_size(), 1)))
     dense = cycle([weight, *(weight.clone() for _ in range(count))])
-    copies = [replace(packed, tensors=tuple(t.clone() for t in packed.tensors), operands=()) for _ in range(count)]
+    copies = [replace(packed, tensors=tuple(t.clone() for t in packed.tensors)) for _ in range(count)]
     layers = cycle([PackedLinear(one, layer.bias, dtype=weight.dtype) for one in (packed, *copies)])
     calls: dict[str, Callable[[], Tensor]] = {
         "torch": lambda: F.linear(x, next(dense), layer.bias),

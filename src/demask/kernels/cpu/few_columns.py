@@ -25,8 +25,8 @@ from demask.kernels.llvm.isa import Isa
 
 #: Call of a kernel. weights: the matrix, or its nonzeros; bits, starts: of a bitmap, and the number of the
 #: first value of each pair of rows; table: of permutations; x: float32, with pitches in bytes; scale: float32
-#: per row, or 0; rows, columns: of the matrix; first: pair of the first row of out; begin, end: rows, or pairs of rows.
-FIELDS = "weights bits starts table scale rows columns x x_pitch out out_pitch first begin end"
+#: per row, or 0; rows, columns: of the matrix; begin, end: rows, or pairs of rows; first: pair of the first row of out.
+FIELDS = "weights bits starts table scale rows columns begin end x x_pitch out out_pitch first"
 CALL = np.dtype([(key, "<i8") for key in FIELDS.split()])
 AHEAD = 1536  # bytes that values are prefetched before they are read
 MOST = {"bitmap": 4, "dense": 8}  # vectors of one call

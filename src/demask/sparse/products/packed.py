@@ -42,14 +42,17 @@ class PackedMatrix:
         bitmap    nonzeros, bits (uint8 [pairs of rows, bytes]), first nonzero of each pair (int64)
         columns   nonzeros, row starts (int32), columns (int16, read as unsigned, or int32)
 
-    scale: float32 [rows] by which rows of 8-bit integers are multiplied; None for other dtypes.
+    scale: float32 [rows] by which rows of 8-bit integers are multiplied; None for other dtypes. operands: what calls
+    of kernels read of the matrix, for each thread.
     """
 
     form: str
     size: tuple[int, int]
     tensors: tuple[Tensor, ...]
     scale: Tensor | None = None
-    operands: tuple[int, ...] = field(default=(), repr=False)  # of kernels, once they are needed
+    operands: dict[int, list[bytes]] = field(
+        default_factory=dict, init=False, repr=False
+    )  # of kernels, by number of threads
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from struct import Struct
-from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from demask.kernels.bitmap_layout import padded_columns
@@ -34,36 +34,79 @@ def has_bitmap(dtype: torch.dtype) -> bool:
     return is_bitmap_supported(NUMBERS[dtype], host())
 
 
-def product(packed: PackedMatrix, x: Tensor) -> Tensor | None:
-    """x @ matrix.T in float32 [n, rows]; None where no kernel takes less time than decoded rows. x: [n, columns]."""
-    n, columns = x.shape
+def linear(packed: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """x @ matrix.T + bias [..., rows] in the dtype of x; None where decoded rows take less time. x: [..., columns]."""
     if packed.form == "columns":
-        values, crow, col = packed.tensors
-        out = multiplied(CsrMatrix(crow, col, values, None, packed.size), x.float().t().contiguous(), None, None).t()
-        return out if packed.scale is None else out * packed.scale
-    numbers, isa = NUMBERS[packed.dtype], host()
+        return _linear_of_nonzeros(packed, x, bias)
+    *lead, columns = x.shape
+    numbers, isa, n = NUMBERS[packed.dtype], host(), x.numel() // columns
     if packed.form == "bitmap":
-        return _multiply(packed, x, BitmapRows) if n <= BITMAP_VECTORS and is_bitmap_supported(numbers, isa) else None
-    is_small = n <= MOST["dense"] and columns >= isa.lanes
-    return _multiply(packed, x, DenseRows) if is_small and is_supported(numbers, isa) else None
-
-
-def _multiply(packed: PackedMatrix, x: Tensor, kind: type[DenseRows | BitmapRows]) -> Tensor:
-    n, (rows, columns) = x.shape[0], packed.size
-    numbers, is_bitmap = NUMBERS[packed.dtype], kind is BitmapRows
-    width, most = (padded_columns(columns), MOST["bitmap"]) if is_bitmap else (columns, MOST["dense"])
-    x = x.float()
-    x = F.pad(x, (0, width - columns)) if width > columns else x.contiguous()
-    out = x.new_empty(n, rows + rows % 2)
-    threads = threads_for(rows * columns * n)
-    ends = shares(packed.tensors[2], threads) if is_bitmap else [rows * k // threads for k in range(threads + 1)]
-    if n <= most:
-        _run(kind(numbers, n), ends, packed, x, out)
+        kind, is_few = BitmapRows, n <= BITMAP_VECTORS and is_bitmap_supported(numbers, isa)
     else:
-        for first in range(0, n, most):
-            vectors = x[first : first + most]
-            _run(kind(numbers, len(vectors)), ends, packed, vectors, out[first:])
-    return out if rows % 2 == 0 else out[:, :rows]
+        kind = DenseRows
+        is_few = n <= MOST["dense"] and columns >= isa.lanes and is_supported(numbers, isa)
+    if not is_few:
+        return None
+    key = kind, numbers, tuple(lead), packed.size, threads_for(n * packed.size[0] * columns)
+    task: VectorsTask = TASKS.take(key, lambda: VectorsTask(*key))
+    task.x.copy_(x)
+    task.run(packed)
+    if bias is None:
+        out = task.sums.clone() if x.dtype == torch.float32 else task.sums.to(x.dtype)
+    else:
+        out = (task.sums + bias).to(x.dtype)
+    TASKS.put(key, task)
+    return out
+
+
+def _linear_of_nonzeros(packed: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+    values, crow, col = packed.tensors
+    tokens = x.float().reshape(-1, packed.size[1]).t().contiguous()
+    scale = packed.scale
+    wide = None if bias is None or scale is not None else bias.float()
+    out = multiplied(CsrMatrix(crow, col, values, None, packed.size), tokens, wide, None).t()
+    if scale is not None:
+        out = out * scale if bias is None else out * scale + bias
+    return out.to(x.dtype).contiguous().view(*x.shape[:-1], packed.size[0])
+
+
+class VectorsTask(KernelCalls):
+    """Products of any matrix of a size with a number of vectors, with memory for them and their sums.
+
+    x, sums: of these shapes, float32, which calls read and write.
+    """
+
+    def __init__(
+        self,
+        kind: type[DenseRows | BitmapRows],
+        numbers: str,
+        lead: tuple[int, ...],
+        size: tuple[int, int],
+        threads: int,
+    ):
+        n, (rows, columns) = math.prod(lead), size
+        is_bitmap = kind is BitmapRows
+        width, most = (padded_columns(columns), MOST["bitmap"]) if is_bitmap else (columns, MOST["dense"])
+        firsts = range(0, n, most)
+        super().__init__(tuple(kind(numbers, min(most, n - first)) for first in firsts), threads, CALL)
+        with torch.inference_mode(False):  # written by calls in any mode
+            x, out = torch.zeros(n, width), torch.empty(n, rows + rows % 2)
+        for k, first in enumerate(firsts):
+            calls = self.structures[k :: len(firsts)]
+            calls["x"], calls["x_pitch"] = x[first].data_ptr(), 4 * width
+            calls["out"], calls["out_pitch"] = out[first].data_ptr(), 4 * out.shape[1]
+        self.x, self.sums = x[:, :columns].view(*lead, columns), out[:, :rows].view(*lead, rows)
+        self.memory = self.structures.view(np.uint8).data
+        self.kernels = len(firsts)
+
+    def run(self, packed: PackedMatrix) -> None:
+        """Multiply a matrix with x."""
+        first = 0
+        for fields in packed.operands.get(self.threads) or _fields_of_threads(packed, self.threads):
+            for _ in range(self.kernels):
+                self.memory[first : first + len(fields)] = fields
+                first += CALL.itemsize
+        self.job.run(self.threads)
 
 
 def decode(packed: PackedMatrix, first: int, last: int) -> Tensor:
@@ -73,24 +116,30 @@ def decode(packed: PackedMatrix, first: int, last: int) -> Tensor:
     begin, end = first // 2, (last + 1) // 2
     out = torch.empty(2 * (end - begin), padded_columns(packed.size[1]), dtype=torch.float32)
     threads = threads_for(out.numel())
+    key = (BitmapDecode(NUMBERS[packed.dtype]),), threads, CALL
+    task = TASKS.take(key, lambda: KernelCalls(*key))
     ends = [begin + (end - begin) * k // threads for k in range(threads + 1)]
-    _run(BitmapDecode(NUMBERS[packed.dtype]), ends, packed, out[:0], out, begin)
+    for k, share in enumerate(pairwise(ends)):
+        MATRIX.pack_into(task.calls, k * CALL.itemsize, *_operands(packed), *share)
+    task.structures["out"], task.structures["out_pitch"] = out.data_ptr(), 4 * out.stride(0)
+    task.structures["first"] = begin
+    task.job.run(threads)
+    TASKS.put(key, task)
     return out[: last - first, : packed.size[1]]
 
 
-FIELDS = Struct(f"={len(CALL.names or ())}q")
+MATRIX = Struct(f"={1 + (CALL.names or ()).index('end')}q")  # fields of a call that are of the matrix
 
 
-def _run(kernel: Any, ends: list[int], packed: PackedMatrix, x: Tensor, out: Tensor, first: int = 0) -> None:
-    """Run a kernel for shares of rows, or of pairs of rows, one for each thread."""
-    matrix = packed.operands or _operands(packed)
-    vectors = x.data_ptr(), 4 * x.stride(0), out.data_ptr(), 4 * out.stride(0), first
-    key = (kernel,), len(ends) - 1
-    task = TASKS.take(key, lambda: KernelCalls(*key, CALL))
-    for k, share in enumerate(pairwise(ends)):
-        FIELDS.pack_into(task.calls, k * CALL.itemsize, *matrix, *vectors, *share)
-    task.job.run(task.threads)
-    TASKS.put(key, task)
+def _fields_of_threads(packed: PackedMatrix, threads: int) -> list[bytes]:
+    """For each thread, what a call reads of the matrix: all but the vectors."""
+    if packed.form == "bitmap":
+        ends = shares(packed.tensors[2], threads)
+    else:
+        ends = [packed.size[0] * k // threads for k in range(threads + 1)]
+    operands = _operands(packed)
+    packed.operands[threads] = [MATRIX.pack(*operands, *share) for share in pairwise(ends)]
+    return packed.operands[threads]
 
 
 def _operands(packed: PackedMatrix) -> tuple[int, ...]:
@@ -100,5 +149,4 @@ def _operands(packed: PackedMatrix) -> tuple[int, ...]:
         bits, starts = (t.data_ptr() for t in packed.tensors[1:])
         table, columns = permutations(NUMBERS[packed.dtype]).ctypes.data, padded_columns(columns)
     scale = 0 if packed.scale is None else packed.scale.data_ptr()
-    packed.operands = weights, bits, starts, table, scale, rows, columns
-    return packed.operands
+    return weights, bits, starts, table, scale, rows, columns

@@ -8,6 +8,7 @@ processors without instructions for it.
 from __future__ import annotations
 
 import functools
+import math
 from types import ModuleType
 
 import torch
@@ -33,19 +34,19 @@ def _kernels() -> ModuleType | None:
     return packed_kernels
 
 
-def multiply(packed: PackedMatrix, x: Tensor) -> Tensor:
-    """x @ matrix.T in the dtype of sums [n, rows]. x: [n, columns], of any floating-point dtype."""
-    n, (rows, columns) = x.shape[0], packed.size
-    if not n or not rows or not columns:
-        return x.new_zeros(n, rows, dtype=_wide(packed))
+def linear(packed: PackedMatrix, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ matrix.T + bias [..., rows] in the dtype of x, floating-point, contiguous. x: [..., columns]."""
+    rows, columns = packed.size
     is_compiled = packed.dtype != torch.float64 and packed.tensors[0].is_cpu and x.is_cpu
     kernels = _kernels() if is_compiled else None
-    out = None if kernels is None else kernels.product(packed, x)
-    if out is None:
-        x, out = x.to(_wide(packed)), x.new_empty(n, rows, dtype=_wide(packed))
-        for first, last in _blocks(packed):
-            out[:, first:last] = x @ decode_rows(packed, first, last).t()
-    return out
+    if kernels is not None and x.numel() and rows and (out := kernels.linear(packed, x, bias)) is not None:
+        return out
+    tokens = x.to(_wide(packed)).reshape(-1, columns) if columns else x.new_zeros(math.prod(x.shape[:-1]), 0)
+    out = x.new_zeros(len(tokens), rows, dtype=_wide(packed))
+    for first, last in _blocks(packed) if x.numel() else ():
+        out[:, first:last] = tokens @ decode_rows(packed, first, last).t()
+    out = out if bias is None else out + bias
+    return out.to(x.dtype).reshape(*x.shape[:-1], rows)
 
 
 def _wide(packed: PackedMatrix) -> torch.dtype:
