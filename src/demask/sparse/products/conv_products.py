@@ -36,7 +36,7 @@ from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.thread_team import ENTRY, Job
 from demask.sparse.csr_matrix import CsrMatrix, row_of
-from demask.sparse.products.cpu_products import WORK
+from demask.sparse.products.cpu_products import threads_for
 from demask.sparse.products.gpu_formats import formats_of
 from demask.sparse.segment_steps import MAX_SIZE, ConvStep, Pair
 
@@ -319,7 +319,7 @@ def _row_calls(kind: np.dtype[Any], count: int, m: CsrMatrix) -> np.ndarray:
 
 
 def _thread_count(batch: int, work: int) -> int:
-    return max(1, min(torch.get_num_threads(), batch, batch * work // WORK))
+    return max(1, min(batch, threads_for(batch * work)))
 
 
 def _thread_of_images(batch: int, threads: int) -> np.ndarray:

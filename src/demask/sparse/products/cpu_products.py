@@ -21,7 +21,8 @@ from demask.kernels.thread_team import ENTRY, Job, SpareTasks, job_of_calls
 from demask.ops.activations import Act, apply_activation
 from demask.sparse.csr_matrix import NUMBERS, CsrMatrix
 
-WORK = 1 << 15  # products for which one more thread pays
+WORK = 1 << 19  # products of a thread for which another one pays: starting it takes about 0.1 ms where cores are shared
+FULL = 8  # columns: products with fewer take as long for each nonzero
 OFTEN = 8  # reads of a row of x for which a padded copy pays
 
 
@@ -146,7 +147,7 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
     bias = None if bias is None else bias.contiguous()
     numbers = NUMBERS[values.dtype]
     options = Options(8 * col.element_size(), names is not None, bias is not None, act, padded, numbers)
-    key = n, options, threads_for(entries * n)
+    key = n, options, threads_for(entries * max(n, FULL))
     task: SpmmTask = TASKS.take(key, lambda: SpmmTask(*key))
     valid = task.run(CsrMatrix(crow.contiguous(), col.contiguous(), values, names, size), x, out, bias)
     TASKS.put(key, task)
