@@ -37,7 +37,7 @@ SHAPE = {
 }
 NETWORKS = [f"TinyLlama_{zeros}%" for zeros in (0, 50, 70)]
 PROMPT, TOKENS = 16, 64
-TEXTS = 4  # that each generates in turns
+TEXTS = 3  # that each generates in turns
 LONG = 256  # tokens of a prompt that is read at once
 OURS, TORCH = "demask", "torch"
 
