@@ -53,7 +53,7 @@ BESIDE = {
     "an absurd offset": (OUTSIDE(offset=2**63), "expected offset to be an integer", BadInput),
     "an offset of digits": (OUTSIDE(offset="1_6"), "offset to be an integer", BadInput),
     "another length": (OUTSIDE(length=191), "need 192 bytes, its length is 191", BadInput),
-    "a negative length": (OUTSIDE(length="-192"), "expected length to be a whole", BadInput),
+    "a negative length": (OUTSIDE(length="-192"), "expected length to be an integer", BadInput),
     "larger sizes": (OUTSIDE(length=None, sizes=(6, 9)), "bytes 16 to 232.*has 208", BadInput),
     "absurd sizes": (OUTSIDE(length=None, sizes=(2**20, 2**22)), "has 208", BadInput),
 }

@@ -318,7 +318,7 @@ def _file_slice(entries: Any) -> FileSlice:
     numbers = {key: fields[key] for key in ("offset", "length") if key in fields}
     for key, value in numbers.items():
         if not re.fullmatch(r"[0-9]{1,18}", value):
-            raise BadInput(f"{what}: expected {key} to be a whole number, got {value!r:.60}")
+            raise BadInput(f"{what}: expected {key} to be an integer, got {value!r:.60}")
     length = int(numbers["length"]) if "length" in numbers else None
     return FileSlice(location, int(numbers.get("offset", 0)), length)
 
