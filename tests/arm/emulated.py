@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ CPU = "neoverse-n1"
 CALLED = ("memset", "memcpy", "memmove")  # by machine code; in this order, addresses of the driver's own
 ANY_PROCESS = 2**64 - 1
 ALLOW_READING = 0x59616D61  # prctl(PR_SET_PTRACER): where the system is strict, for a child as well
-TAKEN = 3  # the driver met an address that qemu itself uses
-TRIES = 20
+PROGRAM_AT = 1 << 40  # address of the driver: far from where Linux puts any
+MARGIN = 1 << 31  # bytes between addresses of qemu and of this process, which grows
+TAKEN = 3  # exit status of the driver where it cannot have an address
+TRIES = 50
 
 
 def missing_tool() -> str:
@@ -39,6 +42,22 @@ def missing_tool() -> str:
     return reason
 
 
+def ranges(process: int) -> list[tuple[int, int]]:
+    """The addresses that a process uses: [begin, end) in ascending order."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    both = [line.split(maxsplit=1)[0].split("-") for line in lines]
+    return [(int(begin, 16), int(end, 16)) for begin, end in both if len(begin) < 16]  # not those of the kernel
+
+
+def are_apart(process: int, other: int) -> bool:
+    """Whether no address that a process uses is near one of another. Of addresses that qemu itself uses, code in it
+    reads what qemu has there."""
+    both = sorted([(*r, 0) for r in ranges(process)] + [(*r, 1) for r in ranges(other)])
+    return all(
+        owner == next_owner or end + MARGIN <= begin for (_, end, owner), (begin, _, next_owner) in pairwise(both)
+    )
+
+
 class Driver:
     """A process of qemu that makes calls in the memory of this one."""
 
@@ -46,7 +65,7 @@ class Driver:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self.messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
-        self.calls = 0
+        self.calls = self.of = 0  # of: the process in whose memory it makes them
 
     @functools.cached_property
     def program(self) -> Path:
@@ -54,19 +73,26 @@ class Driver:
         self.folder = tempfile.TemporaryDirectory()
         program = Path(self.folder.name) / "driver"
         source = Path(__file__).with_name("driver.c")
-        subprocess.run([COMPILER, "-O2", "-w", "-static", "-o", program, source], check=True)
+        options = "-O2", "-w", "-static", f"-Wl,-Ttext-segment={PROGRAM_AT:#x}"
+        subprocess.run([COMPILER, *options, "-o", program, source], check=True)
         return program
 
     def start(self) -> tuple[int, ...]:
-        """Start the process; returns the addresses of the functions in `CALLED`."""
+        """Start a process; returns the addresses of the functions in `CALLED`."""
         ctypes.CDLL(None).prctl(ALLOW_READING, ctypes.c_ulong(ANY_PROCESS), 0, 0, 0)
-        self.messages.truncate(0)
-        self.process = subprocess.Popen(
-            [QEMU, "-cpu", CPU, self.program, str(os.getpid())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.messages, bufsize=0,
-        )
-        assert self.process.stdout is not None
-        return struct.unpack("=3Q", self.process.stdout.read(24))
+        self.of = os.getpid()
+        command = [QEMU, "-cpu", CPU, self.program, str(self.of)]
+        for _ in range(TRIES):
+            self.messages.truncate(0)
+            self.process = subprocess.Popen(
+                command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.messages
+            )
+            assert self.process.stdout is not None
+            functions = struct.unpack("=3Q", self.process.stdout.read(24))
+            if are_apart(self.process.pid, self.of):
+                return functions
+            self.stop()
+        raise RuntimeError(f"qemu has addresses of this process in each of {TRIES} tries")
 
     def stop(self) -> None:
         """End the process."""
@@ -81,14 +107,14 @@ class Driver:
         with self.lock:
             self.calls += 1
             for _ in range(TRIES):
-                if self.process is None:
+                if self.process is None or self.of != os.getpid():  # a forked process starts its own
                     self.start()
                 assert self.process is not None and self.process.stdin and self.process.stdout
                 self.process.stdin.write(words)
                 if self.process.stdout.read(1):
                     return
                 status = self.process.wait()
-                self.process = None
+                self.stop()
                 self.messages.seek(0)
                 message = self.messages.read()
                 if status != TAKEN:
