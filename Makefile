@@ -3,6 +3,7 @@
 # make docs     the site: build/site/index.html
 # make coverage the same tests, and which lines of the package they run: build/coverage
 # make nightly  the slow suites; SHARD=2/6 runs the second sixth of them, at most 40 minutes
+# make nightly-aarch64  the tests of CPU kernels with those of an ARM processor, in qemu
 # make mutants  planted faults, each of which a test must see; SHARD=2/6, or COUNT=20 in turn by day
 # make package  the sdist, and the wheel that it builds, checked, in dist
 # make bench    the benchmarks whose results are older than what they measure, one after the other
@@ -39,7 +40,7 @@ RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 MUTANTS := cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m mutants --shard $(SHARD)
 
-.PHONY: demo test types suite docs coverage nightly mutants package bench clean
+.PHONY: demo test types suite docs coverage nightly nightly-aarch64 mutants package bench clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/demask demo
@@ -69,6 +70,10 @@ nightly: $(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/real.stamp $(LOADERS:%=.ve
 	$(RUN) -n 2 -m nightly --shard $(SHARD) --junit-xml build/nightly/$(subst /,-of-,$(SHARD)).xml || status=1; \
 	($(MUTANTS) --count 20) || status=1; \
 	exit $$status
+
+# Without qemu-user-static and gcc-aarch64-linux-gnu its tests are skipped; with CI_ARM=1 that is an error.
+nightly-aarch64: $(VENV)/dev.stamp
+	$(RUN) -n 2 --dist worksteal -p tests.arm.emulated $(KERNEL_TESTS)
 
 mutants: $(VENV)/dev.stamp
 	$(MUTANTS) $(if $(COUNT),--count $(COUNT))

@@ -263,7 +263,7 @@ def test_numbers_beyond_32_bits(monkeypatch, where, most, words):
     check(program, weights, [draw(3, 8)], 1, each=True)
     monkeypatch.setattr(f"demask.{where}.MOST", most)
     with pytest.raises(NoPlan, match=words):
-        SegmentPlan.of(program, weights, [draw(3, 8)], 1)
+        SegmentPlan.of(program, weights, [draw(30, 8)], 1)
 
 
 def test_a_forked_process_has_memory_of_its_own():

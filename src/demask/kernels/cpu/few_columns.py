@@ -34,17 +34,17 @@ MOST = {"bitmap": 4, "dense": 8}  # vectors of one call
 
 def is_bitmap_supported(numbers: str, isa: Isa) -> bool:
     """Whether there is an instruction that moves bytes or words to lanes by a table."""
-    return "x86" in isa.triple and isa.lanes >= 8 and is_supported(numbers, isa)
+    return isa.is_arm or ("x86" in isa.triple and isa.lanes >= 8 and is_supported(numbers, isa))
 
 
 @functools.cache
-def permutations(numbers: str) -> np.ndarray:
+def permutations(numbers: str, arm: bool) -> np.ndarray:
     """The table of `BitmapRows`: for each byte of bits, where the values of its eight columns come from."""
     bits = np.arange(256)[:, None] >> np.arange(BITS) & 1
     order = np.where(bits, bits.cumsum(1) - 1, -1)  # number of the value of each column
-    if numbers == "f32":  # lanes, for vpermps; negative: zero
+    if numbers == "f32" and not arm:  # lanes, for vpermps; negative: zero
         table = order.astype(np.int32)
-    else:  # bytes, for vpshufb; negative: zero. Of 32-bit lanes bf16 and i8 are the upper bytes
+    else:  # bytes, for vpshufb and tbl; -1: zero. Of 32-bit lanes bf16 and i8 are the upper bytes
         size = SIZES[numbers]
         lane = size if numbers == "f16" else 4
         table = np.full((256, BITS, lane), -1, np.int8)
@@ -183,7 +183,7 @@ def _vectors_of_pair(
 ) -> Iterator[tuple[Value, int, Callable[[], Value]]]:
     """Runs its body for each eight columns of two rows: the columns from `k` + 8 * `unit` on. The function that it
     gets returns those of the first row when it is called first, then those of the second."""
-    b, size, entry = e.b, SIZES[numbers], permutations(numbers).nbytes // 256
+    b, size, entry = e.b, SIZES[numbers], permutations(numbers, e.isa.is_arm).nbytes // 256
     table, count_bits = f.pointer("table"), e.intrinsic("llvm.ctpop.i64", I64, I64)
     words = e.at(f.pointer("bits"), b.mul(pair, b.lshr(f["columns"], I64(2))))
     first = b.mul(e.load(I64, f.pointer("starts"), pair), I64(size))
@@ -209,6 +209,8 @@ def _vectors_of_pair(
 def _expanded(e: Emitter, numbers: str, values: Value, entry: Value) -> Value:
     """Eight columns of a row as float32: values in their lanes, and zeros."""
     b = e.b
+    if e.isa.is_arm:
+        return _expanded_by_tbl(e, numbers, values, entry)
     if numbers == "f32":
         order = b.load(entry, typ=e.ints, align=32)
         permute = e.intrinsic("llvm.x86.avx2.permps", e.vector, e.vector, e.ints)
@@ -224,9 +226,30 @@ def _expanded(e: Emitter, numbers: str, values: Value, entry: Value) -> Value:
     both = b.shuffle_vector(packed, ir.Constant(short, ir.Undefined), twice)
     shuffle = e.intrinsic("llvm.x86.avx2.pshuf.b", long, long, long)
     moved = b.call(shuffle, [both, b.load(entry, typ=long, align=32)])
+    return _from_upper_bytes(e, numbers, moved)
+
+
+def _expanded_by_tbl(e: Emitter, numbers: str, values: Value, entry: Value) -> Value:
+    """The same with the instructions of NEON, each of which moves bytes of one or two registers to one."""
+    b, short = e.b, ir.VectorType(BYTE, 16)
+    count = 2 if numbers == "f32" else 1
+    registers = [b.load(e.at(values, 16 * k), typ=short, align=1) for k in range(count)]
+    table = e.intrinsic(f"llvm.aarch64.neon.tbl{count}.v16i8", short, *[short] * (count + 1))
+
+    def move(half: int) -> Value:
+        return b.call(table, [*registers, b.load(e.at(entry, 16 * half), typ=short, align=16)])
+
+    if numbers == "f16":
+        return as_float(e, "f16", b.bitcast(move(0), ir.VectorType(ir.HalfType(), BITS)))
+    moved = b.shuffle_vector(move(0), move(1), ir.Constant(ir.VectorType(I32, 32), list(range(32))))
+    return b.bitcast(moved, e.vector) if numbers == "f32" else _from_upper_bytes(e, numbers, moved)
+
+
+def _from_upper_bytes(e: Emitter, numbers: str, moved: Value) -> Value:
+    """Numbers whose bytes are the upper ones of 32-bit lanes, as float32."""
     if numbers == "bf16":
-        return b.bitcast(moved, e.vector)
-    return b.sitofp(b.ashr(b.bitcast(moved, e.ints), e.splat(I32(24))), e.vector)
+        return e.b.bitcast(moved, e.vector)
+    return e.b.sitofp(e.b.ashr(e.b.bitcast(moved, e.ints), e.splat(I32(24))), e.vector)
 
 
 def _entry(e: Emitter, word: Value, bit: int, size: int) -> Value:

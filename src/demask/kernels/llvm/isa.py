@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import llvmlite.binding as llvm
 
@@ -24,6 +24,11 @@ class Isa:
         """Bytes of a vector."""
         return 4 * self.lanes
 
+    @property
+    def is_arm(self) -> bool:
+        """Whether it has the instructions of NEON."""
+        return self.triple.startswith(("aarch64", "arm64"))  # macOS writes arm64
+
 
 AVX512 = Isa("AVX-512", "x86_64-unknown-linux-gnu", "skylake-avx512", "-prefer-256-bit", 16, 32)
 AVX2 = Isa("AVX2", "x86_64-unknown-linux-gnu", "haswell", "", 8, 16)
@@ -43,6 +48,5 @@ def host() -> Isa:
         return Isa("AVX-512", triple, cpu, f"{features},-prefer-256-bit", 16, 32)
     if available.get("avx2") and available.get("fma"):
         return Isa("AVX2", triple, cpu, features, 8, 16)
-    # macOS writes arm64
-    registers = 32 if triple.startswith(("aarch64", "arm64")) else 16
-    return Isa("128 bits", triple, cpu, features, 4, registers)
+    narrow = Isa("128 bits", triple, cpu, features, 4, 16)
+    return replace(narrow, registers=32) if narrow.is_arm else narrow

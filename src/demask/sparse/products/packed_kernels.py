@@ -147,6 +147,6 @@ def _operands(packed: PackedMatrix) -> tuple[int, ...]:
     weights, bits, starts, table, (rows, columns) = packed.tensors[0].data_ptr(), 0, 0, 0, packed.size
     if packed.form == "bitmap":
         bits, starts = (t.data_ptr() for t in packed.tensors[1:])
-        table, columns = permutations(NUMBERS[packed.dtype]).ctypes.data, padded_columns(columns)
+        table, columns = permutations(NUMBERS[packed.dtype], host().is_arm).ctypes.data, padded_columns(columns)
     scale = 0 if packed.scale is None else packed.scale.data_ptr()
     return weights, bits, starts, table, scale, rows, columns
