@@ -18,9 +18,10 @@ from demask.errors import BadInput
 from demask.kernels.cpu.few_columns import MOST, BitmapDecode, BitmapRows, DenseRows
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON
 from demask.kernels.llvm.jit import assembly
+from demask.kernels.thread_team import SpareTasks
 from demask.sparse import DCSR, PackedLinear, prepare, sparsify, spmm
 from demask.sparse.packed_linear import PACKED_LINEAR
-from demask.sparse.products import packed_product
+from demask.sparse.products import packed_kernels, packed_product
 from demask.sparse.products.packed import FORMS, PackedMatrix, check_tensors, pack, quantize_rows
 from demask.sparse.products.packed_product import linear, to_dense
 from guarded import guarded
@@ -68,16 +69,33 @@ def test_products_with_any_number_of_vectors(form: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("end", [True, False], ids=["end", "beginning"])
-def test_kernels_stay_in_their_buffers(end: bool, dtype: torch.dtype) -> None:
+def test_kernels_stay_in_their_buffers(end: bool, dtype: torch.dtype, monkeypatch) -> None:
     for form in FORMS:
         for size in ((1, 8), (7, 40), (33, 96), (6, 129)):
             packed = packed_matrix(form, dtype, *size)
             scale = None if packed.scale is None else guarded(packed.scale, end)
             inside = replace(packed, tensors=tuple(guarded(t, end) for t in packed.tensors), scale=scale)
-            for n in (1, 4, 8):
-                x = torch.randn(n, size[1])
-                torch.testing.assert_close(linear(inside, guarded(x, end)), linear(packed, x), rtol=0, atol=0)
-            torch.testing.assert_close(to_dense(inside, torch.float32), to_dense(packed, torch.float32), rtol=0, atol=0)
+            cases = [(x, linear(packed, x)) for x in (torch.randn(n, size[1]) for n in (1, 4, 8))]
+            dense = to_dense(packed, torch.float32)
+            with monkeypatch.context() as patch:  # the memory of calls, too
+                patch.setattr(packed_kernels, "TASKS", SpareTasks())
+                for name in ("zeros", "empty"):
+                    make = getattr(torch, name)
+                    patch.setattr(torch, name, lambda *a, make=make, **options: guarded(make(*a, **options), end))
+                for x, expected in cases:
+                    torch.testing.assert_close(linear(inside, guarded(x, end)), expected, rtol=0, atol=0)
+                torch.testing.assert_close(to_dense(inside, torch.float32), dense, rtol=0, atol=0)
+
+
+def test_calls_in_inference_mode_and_outside_share_memory() -> None:
+    for form in FORMS:
+        layer = PackedLinear(packed_matrix(form, torch.bfloat16, 34, 57), torch.randn(34), dtype=torch.float32)
+        x = torch.randn(3, 57)
+        with torch.inference_mode():
+            inside = layer(x)
+        outside = layer(x.requires_grad_())
+        outside.sum().backward()
+        assert torch.equal(inside, outside) and x.grad is not None
 
 
 def test_a_sum_is_the_same_for_any_number_of_threads(monkeypatch) -> None:
