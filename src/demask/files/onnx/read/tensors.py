@@ -19,6 +19,7 @@ from torch import Tensor
 from demask.errors import BadInput, RefusedFile
 from demask.files.bounded_read import open_plain
 from demask.files.onnx.values import Host
+from demask.installation import install_command
 
 MAX_NAME = 4096
 REPEATS = 4  # how often tensors may read the same bytes of a file, as tied weights do
@@ -45,8 +46,6 @@ NARROW: dict[int, torch.dtype] = {
     27: torch.float32,
     28: torch.float32,
 }
-_BITS = {21: 4, 22: 4, 23: 4, 25: 2, 26: 2, 27: 6, 28: 6}
-_MANTISSA = {23: 1, 27: 3, 28: 2}
 STRING, EXTERNAL = 8, 1
 #: by element type: the field that lists its numbers, and their dtype there
 _FIELDS: dict[int, tuple[str, str]] = {
@@ -143,7 +142,7 @@ def _stored_numbers(proto: Any, count: int, dtype: np.dtype, external: ExternalD
         return np.frombuffer(raw, little).astype(dtype)
     if proto.raw_data:
         raise BadInput(f"has bytes both in raw_data and in {field}; expected one of them")
-    return _convert_numbers(np.fromiter(numbers, wide, len(numbers)), count, dtype, field)
+    return _convert_numbers(np.array(numbers, wide), count, dtype, field)
 
 
 def _convert_numbers(numbers: np.ndarray, count: int, dtype: np.dtype, field: str) -> np.ndarray:
@@ -159,33 +158,21 @@ def _convert_numbers(numbers: np.ndarray, count: int, dtype: np.dtype, field: st
 
 
 def _unpack_narrow(proto: Any, count: int, external: ExternalData) -> np.ndarray:
-    """Numbers of less than 8 bits, unpacked from bytes, the lowest bits first."""
-    kind, bits, byte = proto.data_type, _BITS[proto.data_type], np.dtype(np.uint8)
-    if bits == 6 and proto.int32_data:
-        numbers = _stored_numbers(proto, count, byte, external)
-    elif bits == 6:
-        packed = np.unpackbits(_stored_numbers(proto, -(-count * 6 // 8), byte, external), bitorder="little")
-        numbers = np.packbits(packed[: count * 6].reshape(-1, 6), axis=1, bitorder="little")[:, 0]
+    """Numbers of less than 8 bits, in the dtype that stores them here."""
+    try:
+        import onnx_ir as ir
+    except ImportError as error:
+        raise BadInput(f"numbers of less than 8 bits need onnx-ir: {install_command('onnx')}") from error
+    kind, byte = ir.DataType(proto.data_type), np.dtype(np.uint8)
+    if kind.bitwidth == 6 and proto.int32_data:  # not packed
+        numbers = (_stored_numbers(proto, count, byte, external) & np.uint8(63)).view(kind.numpy())
     else:
-        packed = _stored_numbers(proto, -(-count * bits // 8), byte, external)
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        numbers = (packed[:, None] >> shifts & np.uint8(2**bits - 1)).reshape(-1)[:count]
-    if kind in _MANTISSA:
-        return _small_floats(bits, _MANTISSA[kind])[numbers & np.uint8(2**bits - 1)]
-    if NARROW[kind] == torch.uint8:
-        return np.ascontiguousarray(numbers)
-    sign = np.int8(1 << (bits - 1))
-    return (numbers.astype(np.int8) ^ sign) - sign
-
-
-def _small_floats(bits: int, mantissa: int) -> np.ndarray:
-    """The value of each bit pattern of a finite-only float: sign, exponent, mantissa (float32)."""
-    patterns = np.arange(2**bits)
-    exponent = patterns >> mantissa & (2 ** (bits - 1 - mantissa) - 1)
-    part = (patterns & (2**mantissa - 1)) / 2**mantissa
-    scale = 2.0 ** (np.maximum(exponent, 1) - (2 ** (bits - 2 - mantissa) - 1))
-    sign = np.where(patterns >> (bits - 1), -1.0, 1.0)
-    return (sign * (part + (exponent > 0)) * scale).astype(np.float32)
+        packed = _stored_numbers(proto, -(-count * kind.bitwidth // 8), byte, external)
+        try:
+            numbers = ir.PackedTensor(packed, kind, shape=(count,)).numpy()
+        except ValueError as error:
+            raise BadInput(f"packed numbers that are damaged: {error}") from None
+    return numbers.astype(_numpy_dtype(NARROW[proto.data_type]))
 
 
 def _read_words(proto: Any, sizes: tuple[int, ...]) -> Host:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 
 from demask.errors import BadInput, RefusedFile
 from demask.files.onnx.model import Function, Graph, OnnxFile, OnnxNode
@@ -22,7 +22,7 @@ def sort_nodes(file: OnnxFile) -> OnnxFile:
         BadInput: a name defined twice or not at all, or a cycle of nodes.
         RefusedFile: recursive, too many or too deep calls.
     """
-    FunctionCalls(file.functions).check(file.graph)
+    _check_calls(file)
     functions = {key: _function(key, f) for key, f in file.functions.items()}
     return replace(file, graph=_graph(file.graph, set()), functions=functions)
 
@@ -97,9 +97,8 @@ def _with_graphs(node: OnnxNode, outer: set[str]) -> OnnxNode:
 def names_read(node: OnnxNode) -> Iterator[str]:
     """Names that a node reads, itself or in its graphs."""
     yield from filter(None, node.inputs)
-    for value in node.attributes.values():
-        if isinstance(value, Graph):
-            yield from _names_of_outer_graph(value)
+    for graph in _graphs(node):
+        yield from _names_of_outer_graph(graph)
 
 
 def _names_of_outer_graph(graph: Graph) -> Iterator[str]:
@@ -113,102 +112,75 @@ def _names_of_outer_graph(graph: Graph) -> Iterator[str]:
 
 
 def _sorted(nodes: Sequence[OnnxNode], needs: list[list[int]]) -> Sequence[int]:
-    """Indices of nodes in topological order; of nodes that can be next, the first in the file is.
+    """Indices of nodes in topological order, those of the file if they are in one.
 
     needs: per node, the nodes whose outputs it reads.
     """
     if all(max(before, default=-1) < k for k, before in enumerate(needs)):
         return range(len(nodes))
-    missing = [len(set(before)) for before in needs]
-    readers: list[list[int]] = [[] for _ in nodes]
-    for k, before in enumerate(needs):
-        for other in set(before):
-            readers[other].append(k)
-    ready, order = [k for k, n in enumerate(missing) if n == 0], []
-    while ready:
-        k = heapq.heappop(ready)
-        order.append(k)
-        for other in readers[k]:
-            missing[other] -= 1
-            if missing[other] == 0:
-                heapq.heappush(ready, other)
-    if len(order) < len(nodes):
-        raise BadInput(f"nodes that wait for each other: {_cycle(nodes, needs, set(order))}")
-    return order
+    try:
+        return tuple(TopologicalSorter(dict(enumerate(needs))).static_order())
+    except CycleError as error:
+        words = [str(nodes[k]) for k in error.args[1]]  # the first is the last, too
+        cycle = " -> ".join([*words[:-1][:4], *(["..."] if len(words) > 5 else []), words[0]])
+        raise BadInput(f"nodes that wait for each other: {cycle}") from None
 
 
-def _cycle(nodes: Sequence[OnnxNode], needs: list[list[int]], done: set[int]) -> str:
-    """Nodes of a cycle, as text."""
-    k = min(set(range(len(nodes))) - done)
-    seen: dict[int, None] = {}
-    while k not in seen:
-        seen[k] = None
-        k = next(other for other in needs[k] if other not in done)
-    path = list(seen)
-    cycle = path[path.index(k) :]
-    words = [str(nodes[k]) for k in reversed(cycle)]
-    return " -> ".join([*words[:4], *(["..."] if len(words) > 4 else []), words[0]])
+def _check_calls(file: OnnxFile) -> None:
+    """Raise RefusedFile where calls of the file's own functions are recursive, too many or too deep.
 
-
-@dataclass(slots=True)
-class FunctionCalls:
-    """Bounds on calls of the file's own functions. weighed: nodes and depth of each function."""
-
-    functions: Mapping[Key, Function]
-    weighed: dict[Key, tuple[int, int]] = field(default_factory=dict)
-    open: list[Key] = field(default_factory=list)
-
-    def check(self, graph: Graph) -> None:
-        """Raise RefusedFile where calls are too many, too deep or recursive."""
-        for key in self.functions:
-            self._function(key)
-        self._nodes(graph.nodes)
-
-    def _nodes(self, nodes: Iterable[OnnxNode]) -> tuple[int, int]:
-        """Number of nodes that calls expand to, and depth of nested calls and graphs."""
-        count = depth = 0
-        for node in nodes:
-            key = (node.domain, node.op)
-            graphs = [g for g in node.attributes.values() if isinstance(g, Graph)]
-            if key not in self.functions and not graphs:
-                continue
-            weights = [self._nodes(graph.nodes) for graph in graphs]
-            if key in self.functions:
-                weights.append(self._call(node, key))
-            count += sum(n for n, _ in weights)
-            depth = max(depth, 1 + max(d for _, d in weights))
-            if count > MAX_CALLED or depth > MAX_DEPTH:
-                raise RefusedFile(
-                    f"{node}: calls of the file's own functions expand to more than {MAX_CALLED} "
-                    f"nodes and names, or {MAX_DEPTH} levels"
-                )
-        return count, depth
-
-    def _call(self, node: OnnxNode, key: Key) -> tuple[int, int]:
-        function = self.functions[key]
-        for word, expected, actual in (
-            ("inputs", function.inputs, node.inputs),
-            ("outputs", function.outputs, node.outputs),
-        ):
-            if len(actual) > len(expected):
-                raise BadInput(f"{node}: expected at most {len(expected)} {word}, got {len(actual)}")
-        return self._function(key)
-
-    def _function(self, key: Key) -> tuple[int, int]:
-        if key in self.open:
-            raise RefusedFile(f"the file's function {'.'.join(key)!r} calls itself")
-        if key not in self.weighed:
-            if len(self.open) > MAX_DEPTH:
-                raise RefusedFile(f"functions that call each other over {MAX_DEPTH} levels")
-            self.open.append(key)
-            function = self.functions[key]
-            count, depth = self._nodes(function.nodes)
-            self.open.pop()
+    Functions are inlined by `OnnxPlanner`, not by libraries: onnx_ir's pass takes time quadratic in the
+    calls (8,000 of them: 35 s), and the one of onnx drops default values of attributes. Nor does onnx_ir
+    read the graph: it ignores sparse initializers, and creates values for names that are not defined.
+    """
+    inner = {key: tuple(_nested_nodes(function.nodes)) for key, function in file.functions.items()}
+    calls = {key: {(n.domain, n.op) for n in nodes} & inner.keys() for key, nodes in inner.items()}
+    weights: dict[Key, tuple[int, int]] = {}
+    try:
+        for key in TopologicalSorter(calls).static_order():
+            function = file.functions[key]
+            count, depth = _weigh_calls(function.nodes, file.functions, weights)
             names = map(len, (function.inputs, function.outputs, function.attributes))
-            self.weighed[key] = count + _count_nested_nodes(function.nodes) + sum(names), depth
-        return self.weighed[key]
+            weights[key] = count + len(inner[key]) + sum(names), depth
+    except CycleError as error:
+        raise RefusedFile(f"the file's function {'.'.join(error.args[1][0])!r} calls itself") from None
+    _weigh_calls(file.graph.nodes, file.functions, weights)
 
 
-def _count_nested_nodes(nodes: Iterable[OnnxNode]) -> int:
-    graphs = [g for node in nodes for g in node.attributes.values() if isinstance(g, Graph)]
-    return len(list(nodes)) + sum(_count_nested_nodes(graph.nodes) for graph in graphs)
+def _weigh_calls(
+    nodes: Iterable[OnnxNode], functions: Mapping[Key, Function], weights: Mapping[Key, tuple[int, int]]
+) -> tuple[int, int]:
+    """Number of nodes and names that calls expand to, and depth of nested calls and graphs. weights:
+    both, of each function."""
+    count = depth = 0
+    for node in nodes:
+        inner = [_weigh_calls(graph.nodes, functions, weights) for graph in _graphs(node)]
+        if function := functions.get((node.domain, node.op)):
+            for word, expected, actual in (
+                ("inputs", function.inputs, node.inputs),
+                ("outputs", function.outputs, node.outputs),
+            ):
+                if len(actual) > len(expected):
+                    raise BadInput(f"{node}: expected at most {len(expected)} {word}, got {len(actual)}")
+            inner.append(weights[node.domain, node.op])
+        if inner:
+            count += sum(n for n, _ in inner)
+            depth = max(depth, 1 + max(d for _, d in inner))
+        if count > MAX_CALLED or depth > MAX_DEPTH:
+            raise RefusedFile(
+                f"{node}: calls of the file's own functions expand to more than {MAX_CALLED} "
+                f"nodes and names, or {MAX_DEPTH} levels"
+            )
+    return count, depth
+
+
+def _graphs(node: OnnxNode) -> list[Graph]:
+    return [value for value in node.attributes.values() if isinstance(value, Graph)]
+
+
+def _nested_nodes(nodes: Iterable[OnnxNode]) -> Iterator[OnnxNode]:
+    """Nodes, and those of their graphs."""
+    for node in nodes:
+        yield node
+        for graph in _graphs(node):
+            yield from _nested_nodes(graph.nodes)
