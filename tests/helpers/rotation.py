@@ -20,6 +20,7 @@ import pytest
 
 TURNS = 16
 LEAST = 0.12  # seconds of processor time of an expensive test
+OF_SOURCES = ("tests/architecture/", "tests/test_imports.py")  # any commit may break them: they do not rotate
 EXPENSIVE = Path(__file__).with_name("expensive.txt")
 
 
@@ -92,6 +93,7 @@ if __name__ == "__main__":  # python tests/helpers/rotation.py build/cpu.json: w
     for name in sorted(seconds, key=seconds.__getitem__):
         cheapest.setdefault(name.partition("[")[0], name)
     always = {name for name in cheapest.values() if seconds[name] < 2 * LEAST}
+    always |= {name for name in (*seconds, *others) if name.startswith(OF_SOURCES)}
     others = [name for name in others if name not in always]
     expensive = [name for name, time in seconds.items() if time >= LEAST and name not in always]
     expensive.sort(key=seconds.__getitem__, reverse=True)
