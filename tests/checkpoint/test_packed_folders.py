@@ -59,11 +59,11 @@ def test_layers_with_many_zeros_are_packed_and_the_rest_is_as_before(tmp_path):
     assert config_of(again) == config_of(tmp_path / "dense")
 
 
-@pytest.mark.parametrize("stored", [None, torch.int8], ids=["own", "int8"])
-def test_a_sparsified_network_is_saved_packed(tmp_path, monkeypatch, stored):
+@pytest.mark.parametrize(("stored", "group"), [(None, 0), (torch.int8, 0), (torch.int8, 32)], ids=str)
+def test_a_sparsified_network_is_saved_packed(tmp_path, monkeypatch, stored, group):
     monkeypatch.setattr("demask.sparse.sparsified._times_as_fast", lambda *_: (2.0, 2.0))
     model = load(sparse_llama(), write(sparse_llama(), tmp_path / "in"))
-    sparsify(model, dtype=stored, skip=["lm_head"])
+    sparsify(model, dtype=stored, skip=["lm_head"], group=group)
     expected = outputs(model)
     model.save_pretrained(tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
@@ -112,6 +112,8 @@ LAYER = "model.layers.0.mlp.up_proj"
         ({"numbers": 3}, "its tensors are not"),
         ({"form": "columns"}, "its tensors are not"),
         ({"dtype": "int8"}, "its tensors are not"),
+        ({"group": 64}, "groups of columns"),
+        ({"dtype": "int8", "group": "x"}, "expected a group"),
         (None, "expected a form"),
     ],
     ids=str,

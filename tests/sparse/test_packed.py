@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from demask.kernels.thread_team import SpareTasks
 from demask.sparse import DCSR, PackedLinear, prepare, sparsify, spmm
 from demask.sparse.packed_linear import PACKED_LINEAR
 from demask.sparse.products import packed_kernels, packed_product
-from demask.sparse.products.packed import FORMS, PackedMatrix, check_tensors, pack, quantize_rows
+from demask.sparse.products.packed import FORMS, PackedMatrix, check_tensors, pack, quantize
 from demask.sparse.products.packed_product import linear, to_dense
 from guarded import guarded
 
@@ -30,15 +31,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 SIZES = ((1, 1), (1, 8), (7, 40), (33, 96), (16, 129), (64, 64))
 
 
-def packed_matrix(form: str, dtype: torch.dtype, rows: int, columns: int, density: float = 0.4) -> PackedMatrix:
-    """A random matrix in a form."""
+def packed_matrix(form: str, dtype: torch.dtype, rows: int, columns: int, group: int = 0) -> PackedMatrix:
+    """A random matrix in a form. group: columns with a scale."""
     torch.manual_seed(rows * columns)
-    matrix = torch.randn(rows, columns) * (torch.rand(rows, columns) < density)
-    matrix, scale = quantize_rows(matrix) if dtype == torch.int8 else (matrix.to(dtype), None)
+    matrix = torch.randn(rows, columns) * (torch.rand(rows, columns) < 0.4)
+    matrix, scale = quantize(matrix, group) if dtype == torch.int8 else (matrix.to(dtype), None)
     return pack(matrix, form, scale)
 
 
-def in_float64(packed: PackedMatrix) -> torch.Tensor:
+def groups(form: str, dtype: torch.dtype) -> tuple[int, ...]:
+    """Columns with a scale of their own, which matrices in a form may have."""
+    return (0, 32, 64) if dtype == torch.int8 and form != "columns" else (0,)
+
+
+def in_float64(packed: PackedMatrix, group: int = 0) -> torch.Tensor:
     """The matrix, by torch's ops alone."""
     values = packed.tensors[0].double()
     if packed.form == "bitmap":
@@ -49,16 +55,19 @@ def in_float64(packed: PackedMatrix) -> torch.Tensor:
         dense[rows, packed.tensors[2].long() & 0xFFFF] = values
     else:
         dense = values
-    return dense if packed.scale is None else dense * packed.scale.double()[:, None]
+    if packed.scale is None:
+        return dense
+    scale = packed.scale.double()
+    return dense * (scale[:, torch.arange(packed.size[1]) // group] if group else scale[:, None])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_products_with_any_number_of_vectors(form: str, dtype: torch.dtype) -> None:
-    for size in (*SIZES, (600, 300)):
-        packed = packed_matrix(form, dtype, *size)
+    for size, group in itertools.product((*SIZES, (600, 300)), groups(form, dtype)):
+        packed = packed_matrix(form, dtype, *size, group)
         check_tensors(packed)
-        exact = in_float64(packed)
+        exact = in_float64(packed, group)
         assert torch.equal(to_dense(packed, torch.float64), exact.float().double())
         for n in (0, 1, 2, 3, 4, 5, 8, 9, 40):
             x = torch.randn(n, size[1])
@@ -71,8 +80,8 @@ def test_products_with_any_number_of_vectors(form: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("end", [True, False], ids=["end", "beginning"])
 def test_kernels_stay_in_their_buffers(end: bool, dtype: torch.dtype, monkeypatch) -> None:
     for form in FORMS:
-        for size in ((1, 8), (7, 40), (33, 96), (6, 129)):
-            packed = packed_matrix(form, dtype, *size)
+        for size, group in itertools.product(((1, 8), (7, 40), (33, 96), (6, 129)), groups(form, dtype)):
+            packed = packed_matrix(form, dtype, *size, group)
             scale = None if packed.scale is None else guarded(packed.scale, end)
             inside = replace(packed, tensors=tuple(guarded(t, end) for t in packed.tensors), scale=scale)
             cases = [(x, linear(packed, x)) for x in (torch.randn(n, size[1]) for n in (1, 4, 8))]
@@ -241,12 +250,33 @@ def test_float64_and_shared_layers(monkeypatch) -> None:
     assert "tied" in sparsify(net).layers[0].reason and net[0] is net[2]
 
 
-def test_8_bit_rows() -> None:
+@pytest.mark.parametrize("group", [0, 32, 128])
+def test_8_bit_weights(group: int) -> None:
     layer = masked_layer(torch.bfloat16)
-    packed = PackedLinear.from_dense(layer, dtype=torch.int8)
-    step = layer.weight.detach().float().abs().amax(1, keepdim=True) / 254
-    assert ((to_dense(packed.packed, torch.float32) - layer.weight.float()).abs() <= 1.01 * step).all()
+    packed = PackedLinear.from_dense(layer, dtype=torch.int8, group=group)
+    weight = layer.weight.detach().float()
+    largest = weight.abs().view(50, -1, min(group or 96, 96)).amax(2)
+    step = largest.repeat_interleave(96 // largest.shape[1], 1) / 254
+    assert ((to_dense(packed.packed, torch.float32) - weight).abs() <= 1.01 * step).all()
     assert packed.to(torch.float32).scale.dtype == torch.float32
+    other = PackedLinear.from_dense(masked_layer(torch.bfloat16, 0.2), dtype=torch.int8, group=group)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.scale, packed.scale) and torch.equal(other(weight), packed(weight))
+
+
+def test_groups_that_have_no_scales_are_refused() -> None:
+    layer = masked_layer(torch.float32)
+    for group, options in ((48, {}), (16, {}), (True, {}), (32, {"dtype": None}), (32, {"form": "columns"})):
+        with pytest.raises(BadInput, match="expected"):
+            PackedLinear.from_dense(layer, **({"dtype": torch.int8} | options), group=group)
+    packed = packed_matrix("dense", torch.int8, 7, 96, 32)
+    for scale in (packed.scale[:, :0], packed.scale[:, :2].repeat(1, 4), packed.scale[:6], packed.scale[..., None]):
+        with pytest.raises(BadInput, match="scales"):
+            check_tensors(replace(packed, scale=scale.contiguous()))
+    with pytest.raises(BadInput, match="groups of columns"):
+        prepare(layer.weight.detach(), group=64)
+    with pytest.raises(BadInput, match="power of two"):
+        sparsify(nn.Sequential(layer), dtype=torch.int8, group=33)
 
 
 @pytest.mark.parametrize("columns", [1, 8, 100])

@@ -6,7 +6,8 @@ In place of `layer.weight` a folder has the tensors of a form, such as `layer.va
     "quantization_config": {"quant_method": "demask", "layers": {
         "model.layers.0.mlp.up_proj": {"form": "bitmap", "size": [5632, 2048], "numbers": 3460300}}}
 
-"dtype" is that of the stored numbers where it is not the layer's: 8-bit integers, which have a scale for each row.
+"dtype" is that of the stored numbers where it is not the layer's: 8-bit integers, which have a scale for each row,
+or for each "group" of so many of its columns.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from demask.errors import BadInput
-from demask.sparse.packed_linear import PackedLinear
+from demask.sparse.packed_linear import PackedLinear, check_group
 from demask.sparse.products.packed import FORMS, PackedMatrix, empty_matrix
 
 METHOD = "demask"  # of quantization, as a config names it
@@ -37,19 +38,21 @@ class PackedWeight:
         size: rows and columns.
         numbers: how many of its elements are stored.
         dtype: of the stored numbers; None for that of the layer.
+        group: how many columns have a scale in common; 0: all, or there are no scales.
     """
 
     form: str
     size: tuple[int, int]
     numbers: int
     dtype: torch.dtype | None = None
+    group: int = 0
 
     @classmethod
     def of(cls, layer: PackedLinear) -> PackedWeight:
         """How the weight of a layer is stored."""
         weight = layer.packed
         dtype = None if weight.dtype == layer.dtype else weight.dtype
-        return cls(weight.form, weight.size, weight.stored_numbers, dtype)
+        return cls(weight.form, weight.size, weight.stored_numbers, dtype, weight.group)
 
     @classmethod
     def from_config(cls, data: Any, name: str) -> PackedWeight:
@@ -60,17 +63,21 @@ class PackedWeight:
                 is_dtype = dtype is None or (isinstance(dtype, str) and dtype in _DTYPES)
                 is_size = min(rows, columns) > 0 and max(rows, columns) < _MOST
                 if is_dtype and is_size and 0 <= numbers <= rows * columns:
-                    return cls(form, (rows, columns), numbers, None if dtype is None else _DTYPES[dtype])
+                    stored, group = None if dtype is None else _DTYPES[dtype], data.get("group", 0)
+                    check_group(stored, group)
+                    return cls(form, (rows, columns), numbers, stored, group)
         raise BadInput(f"{name}: expected a form, a size and how many numbers are stored, got {data!r:.200}")
 
     def to_config(self) -> dict[str, Any]:
         """What a config says of it."""
         entry: dict[str, Any] = {"form": self.form, "size": list(self.size), "numbers": self.numbers}
-        return entry if self.dtype is None else entry | {"dtype": str(self.dtype).removeprefix("torch.")}
+        if self.dtype is not None:
+            entry["dtype"] = str(self.dtype).removeprefix("torch.")
+        return entry | {"group": self.group} if self.group else entry
 
     def empty(self, dtype: torch.dtype) -> PackedMatrix:
         """The matrix without values, on the meta device. dtype: of the layer."""
-        return empty_matrix(self.form, self.size, self.numbers, self.dtype or dtype, "meta")
+        return empty_matrix(self.form, self.size, self.numbers, self.dtype or dtype, "meta", self.group)
 
     def names(self, layer: str) -> list[str]:
         """The names of its tensors, in the order of `PackedMatrix.all_tensors`."""

@@ -23,7 +23,7 @@ from demask.compat.dispatch import needs_no_dispatch
 from demask.errors import BadInput
 from demask.kernels.plan_cache import PlanCache, plans_of, version
 from demask.sparse.csr_matrix import NUMBERS
-from demask.sparse.products.packed import FORMS, PackedMatrix, check_tensors, pack, quantize_rows
+from demask.sparse.products.packed import FORMS, LEAST_GROUP, PackedMatrix, check_tensors, pack, quantize
 from demask.sparse.products.packed_product import chosen_form, linear, to_dense
 
 _LIBRARY = Library("demask", "FRAGMENT")
@@ -157,25 +157,29 @@ class PackedLinear(nn.Linear):
             self.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
 
     @classmethod
-    def from_dense(cls, layer: nn.Linear, form: str | None = None, *, dtype: torch.dtype | None = None) -> Self:
+    def from_dense(
+        cls, layer: nn.Linear, form: str | None = None, *, dtype: torch.dtype | None = None, group: int = 0
+    ) -> Self:
         """The layer with its weight packed.
 
         Args:
             layer: in float32, bfloat16 or float16. Its bias is shared; a dense weight in its own dtype, too.
             form: one of those above. Default: the fastest for one token, by the number of zeros.
             dtype: of the stored weight, such as torch.bfloat16 of a float32 layer; torch.int8 for integers with
-                a scale for each row, a rounding of up to 1/254 of the largest weight of the row. Default: the
-                layer's, which is exact.
+                scales, a rounding of up to 1/254 of the largest weight with the same scale. Default: the layer's,
+                which is exact.
+            group: with torch.int8, how many columns of a row have a scale in common: 32, or another power of two
+                from it on, but not in form "columns". Default: 0, a scale for each row.
 
         Raises:
-            BadInput: another dtype or form.
+            BadInput: another dtype, form or group.
         """
         weight, stored = layer.weight.detach(), dtype or layer.weight.dtype
         if weight.dtype not in NUMBERS or weight.dtype == torch.int8 or stored not in NUMBERS:
             raise BadInput(
                 f"expected a weight in float32, bfloat16 or float16, got {weight.dtype} to store in {stored}"
             )
-        packed = pack_weight(weight, form, stored)
+        packed = pack_weight(weight, form, stored, group)
         return cls(packed, layer.bias, dtype=weight.dtype).train(layer.training)
 
     @property
@@ -245,7 +249,7 @@ class PackedLinear(nn.Linear):
         if f"{prefix}weight" in state_dict:
             dense = state_dict.pop(f"{prefix}weight").to(self.dtype)
             if dense.shape == (self.out_features, self.in_features):
-                packed = pack_weight(dense, self.form, self.values.dtype)
+                packed = pack_weight(dense, self.form, self.values.dtype, self.packed.group)
                 state_dict |= {f"{prefix}{name}": t for name, t in zip(names, packed.tensors, strict=True)}
                 if packed.scale is not None:
                     state_dict[f"{prefix}scale"] = packed.scale
@@ -256,14 +260,24 @@ class PackedLinear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def pack_weight(weight: Tensor, form: str | None, dtype: torch.dtype) -> PackedMatrix:
-    """A dense weight in a form (None: the fastest for one vector) and a dtype. Raises BadInput for other forms."""
+def check_group(dtype: torch.dtype | None, group: int) -> None:
+    """Raise BadInput for groups of columns that have no scales."""
+    if type(group) is not int or (group and (group < LEAST_GROUP or group & (group - 1))):
+        raise BadInput(f"expected a group of {LEAST_GROUP} columns or another power of two from it on, got {group!r}")
+    if group and dtype != torch.int8:
+        raise BadInput(f"expected groups of columns with dtype=torch.int8, which has scales, got {dtype}")
+
+
+def pack_weight(weight: Tensor, form: str | None, dtype: torch.dtype, group: int = 0) -> PackedMatrix:
+    """A dense weight in a form (None: the fastest for one vector) and a dtype; group: as of `PackedLinear.from_dense`.
+    Raises BadInput for other forms and groups."""
+    check_group(dtype, group)
     scale = None
     if dtype == torch.int8:
-        weight, scale = quantize_rows(weight)
+        weight, scale = quantize(weight, group)
     weight = weight.to(dtype)
     if form is None:
-        form = chosen_form(int(weight.count_nonzero()) / max(weight.numel(), 1), dtype)
-    if form not in FORMS:
-        raise BadInput(f"expected one of the forms {', '.join(FORMS)}, got {form!r}")
+        form = chosen_form(int(weight.count_nonzero()) / max(weight.numel(), 1), dtype, group)
+    if form not in FORMS or (group and form == "columns"):
+        raise BadInput(f"expected one of the forms {', '.join(FORMS)}, or with groups dense or bitmap, got {form!r}")
     return pack(weight, form, scale)

@@ -84,7 +84,9 @@ class PreparedMatrix:
         return f"{m} x {k}, {dtype}, {packed.density:.1%} nonzero: {packed.form}, {packed.nbytes:,} bytes ({share})"
 
 
-def prepare(matrix: Tensor | DCSR, *, dtype: torch.dtype | None = None, columns: int = 1) -> PreparedMatrix:
+def prepare(
+    matrix: Tensor | DCSR, *, dtype: torch.dtype | None = None, columns: int = 1, group: int = 0
+) -> PreparedMatrix:
     """A matrix checked and packed once, in the form that takes the least time for many products.
 
     `spmm` reads a matrix as it is in every call. Where the matrix stays the same, such as the weight of a layer in
@@ -96,6 +98,8 @@ def prepare(matrix: Tensor | DCSR, *, dtype: torch.dtype | None = None, columns:
         dtype: of the stored numbers. Default: the matrix's, which is exact. torch.bfloat16 and torch.float16 round;
             torch.int8 stores integers with a scale for each row.
         columns: about how many columns x has. Default: 1.
+        group: with torch.int8, how many columns of a row have a scale in common: 32, or another power of two from it
+            on. Default: 0, all of them.
 
     Returns:
         A `PreparedMatrix`: `prepared @ x`, `prepared(x, bias, activation)`, `prepared.linear(x)`; str() tells the form.
@@ -129,9 +133,10 @@ def prepare(matrix: Tensor | DCSR, *, dtype: torch.dtype | None = None, columns:
     stored = dtype or values.dtype
     count = int(values.count_nonzero())
     density = count / max(size[0] * size[1], 1)
-    form = chosen_form(density, stored) if columns <= FEW else "columns" if density < SPARSE else "dense"
+    is_sparse = density < SPARSE and not group
+    form = chosen_form(density, stored, group) if columns <= FEW else "columns" if is_sparse else "dense"
     if isinstance(matrix, Tensor) and matrix.layout == torch.strided:
-        packed = pack_weight(matrix.detach().clone() if form == "dense" else matrix.detach(), form, stored)
+        packed = pack_weight(matrix.detach().clone() if form == "dense" else matrix.detach(), form, stored, group)
     else:
         csr = matrix.to_csr() if isinstance(matrix, DCSR) else matrix
         crow, col, numbers = (t.detach() for t in csr_parts(csr))
@@ -141,6 +146,6 @@ def prepare(matrix: Tensor | DCSR, *, dtype: torch.dtype | None = None, columns:
             copies = (numbers.to(stored, copy=True), crow.to(torch.int32, copy=True), col.to(kind, copy=True))
             packed = PackedMatrix(form, size, copies)
         else:
-            packed = pack_weight(csr.detach().to_dense(), form, stored)
+            packed = pack_weight(csr.detach().to_dense(), form, stored, group)
     layer = PackedLinear(packed, dtype=values.dtype)
     return PreparedMatrix(packed, layer, tuple((weakref.ref(t), version(t)) for t in sources))

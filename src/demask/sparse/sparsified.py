@@ -18,7 +18,7 @@ from demask.machine.byte_sizes import format_bytes
 from demask.machine.clock import is_faster, lower_bound, median_seconds, race
 from demask.registry import RUNNERS
 from demask.sparse.csr_matrix import NUMBERS
-from demask.sparse.packed_linear import PackedLinear, pack_weight
+from demask.sparse.packed_linear import PackedLinear, check_group, pack_weight
 from demask.sparse.products.packed import PackedMatrix
 from demask.sparse.products.packed_product import chosen_form
 
@@ -110,6 +110,7 @@ def sparsify(
     dtype: torch.dtype | None = None,
     tokens: int = 1,
     skip: Iterable[str] = (),
+    group: int = 0,
 ) -> Sparsified:
     """Store the linear layers of a network packed, in place, wherever that is faster for few tokens at a time.
 
@@ -128,6 +129,8 @@ def sparsify(
             which is exact.
         tokens: how many tokens at a time to time layers for. Default: 1, as in `generate`.
         skip: names of modules that stay as they are, such as ["lm_head"].
+        group: with torch.int8, how many columns of a row have a scale in common: 32, or another power of two from it
+            on, such as 128, which rounds less. Default: 0, all of them.
 
     Returns:
         A `Sparsified`: what was done with each layer, and why.
@@ -153,6 +156,7 @@ def sparsify(
         raise BadInput(f"expected a number of tokens from 1 on, got {tokens!r}")
     if dtype is not None and dtype not in NUMBERS:
         raise BadInput(f"expected to store float32, bfloat16, float16 or int8, got {dtype}")
+    check_group(dtype, group)
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if "" in linear:
         raise BadInput("expected a network that has linear layers; pack a single one by PackedLinear.from_dense")
@@ -172,7 +176,7 @@ def sparsify(
                 reason = "skipped"
             if not reason and zeros < min_sparsity:
                 reason = f"fewer zeros than {min_sparsity:.0%}"
-            changes.append(_pack_if_faster(model, name, layer, zeros, reason, dtype, tokens, timings))
+            changes.append(_pack_if_faster(model, name, layer, zeros, reason, dtype, group, tokens, timings))
     library = sys.modules.get("transformers.modeling_utils")
     if library is not None and any(change.form for change in changes):
         for module in model.modules():
@@ -202,6 +206,7 @@ def _pack_if_faster(
     zeros: float,
     reason: str,
     dtype: torch.dtype | None,
+    group: int,
     tokens: int,
     timings: dict[tuple[object, ...], tuple[float, float]],
 ) -> LayerChange:
@@ -210,16 +215,16 @@ def _pack_if_faster(
     if reason:
         return LayerChange(name, size, zeros, "", (before, before), reason=reason)
     stored = dtype or weight.dtype
-    form = chosen_form(1 - zeros, stored)
+    form = chosen_form(1 - zeros, stored, group)
     key = size, weight.dtype, stored, form, round(STEPS * zeros)
     packed = None
     if key not in timings:
-        packed = pack_weight(weight.detach(), form, stored)
+        packed = pack_weight(weight.detach(), form, stored, group)
         timings[key] = _times_as_fast(layer, packed, tokens)
     speedup, least = timings[key]
     if not is_faster(least, 1.0):
         return LayerChange(name, size, zeros, "", (before, before), speedup, f"torch's is not slower than {form}")
-    packed = packed or pack_weight(weight.detach(), form, stored)
+    packed = packed or pack_weight(weight.detach(), form, stored, group)
     parent, _, leaf = name.rpartition(".")
     replacement = PackedLinear(packed, layer.bias, dtype=weight.dtype).train(layer.training)
     setattr(model.get_submodule(parent), leaf, replacement)

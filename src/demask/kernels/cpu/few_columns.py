@@ -2,10 +2,10 @@
 
     out[j, r] = scale[r] * sum over k of w[r, k] * x[j, k]
 
-Sums are in float32, of weights in any of `number_types`. A dense matrix is read as it is in memory. Of a
-matrix with zeros, only the nonzeros and a bit for each element are (`bitmap_layout`); a table with an entry for
-each byte of bits has the number of the nonzero of each lane. Zeros are multiplied as in the dense matrix (0 * inf is
-NaN).
+Sums are in float32, of weights in any of `number_types`. A row has a scale, or each group of its columns has one.
+A dense matrix is read as it is in memory. Of a matrix with zeros, only the nonzeros and a bit for each element are
+(`bitmap_layout`); a table with an entry for each byte of bits has the number of the nonzero of each lane. Zeros are
+multiplied as in the dense matrix (0 * inf is NaN).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from demask.kernels.llvm.isa import Isa
 
 #: Call of a kernel. weights: the matrix, or its nonzeros; bits, starts: of a bitmap, and the number of the
 #: first value of each pair of rows; table: of permutations; x: float32, with pitches in bytes; scale: float32
-#: per row, or 0; rows, columns: of the matrix; begin, end: rows, or pairs of rows; first: pair of the first row of out.
-FIELDS = "weights bits starts table scale rows columns begin end x x_pitch out out_pitch first"
+#: per row, or per row and group, or 0; groups: of a row; group: columns of one, a multiple of `STEP`; rows, columns:
+#: of the matrix; begin, end: rows, or pairs of rows; first: pair of the first row of out.
+FIELDS = "weights bits starts table scale groups group rows columns begin end x x_pitch out out_pitch first"
 CALL = np.dtype([(key, "<i8") for key in FIELDS.split()])
 AHEAD = 1536  # bytes that values are prefetched before they are read
 MOST = {"bitmap": 4, "dense": 8}  # vectors of one call
@@ -57,17 +58,52 @@ def permutations(numbers: str, arm: bool) -> np.ndarray:
     return aligned
 
 
-def _store_totals(e: Emitter, f: Fields, row: Value, sums: list[list[Variable]], numbers: range) -> None:
-    """Store what a row has with each of some vectors: the total of a list of sums."""
+def _multiply_rows(
+    e: Emitter,
+    f: Fields,
+    rows: list[Value],
+    numbers: range,
+    unroll: int,
+    grouped: bool,
+    add: Callable[[list[list[list[Variable]]], Value, Value], None],
+) -> None:
+    """Store what some rows have with each of some vectors. add: adds the products of the columns from one to another
+    to sums [row][vector][`unroll`]."""
     b = e.b
-    scale = e.variable(FLOAT, FLOAT(1.0))
-    with b.if_then(b.icmp_signed("!=", f["scale"], I64(0))):
-        last = b.sub(f["rows"], I64(1))  # the last pair may have one row
-        scale.set(e.load(FLOAT, f.pointer("scale"), b.select(b.icmp_signed("<", row, last), row, last)))
-    for j, parts in zip(numbers, sums, strict=True):
-        total = e.total(functools.reduce(b.fadd, [sum_.get() for sum_ in parts]))
-        line = e.at(f.pointer("out"), b.mul(f["out_pitch"], I64(j)))
-        b.store(b.fmul(total, scale.get()), e.at(line, row, FLOAT))
+    sums = [[[e.variable(e.vector, e.splat(0.0)) for _ in range(unroll)] for _ in numbers] for _ in rows]
+    totals = sums
+    if grouped:
+        totals = [[[e.variable(e.vector, e.splat(0.0))] for _ in numbers] for _ in rows]
+        number = e.variable(I64, I64(0))
+        with e.loop(I64(0), f["columns"], f["group"]) as begin:
+            end = b.add(begin, f["group"])
+            add(sums, begin, b.select(b.icmp_signed("<", end, f["columns"]), end, f["columns"]))
+            for row, row_sums, row_totals in zip(rows, sums, totals, strict=True):
+                scale = e.splat(_scale(e, f, row, number.get()))
+                for parts, (total,) in zip(row_sums, row_totals, strict=True):
+                    group = functools.reduce(b.fadd, [part.get() for part in parts])
+                    total.set(e.fma(group, scale, total.get()))
+                    for part in parts:
+                        part.set(e.splat(0.0))
+            number.set(b.add(number.get(), I64(1)))
+    else:
+        add(sums, I64(0), f["columns"])
+    for row, row_totals in zip(rows, totals, strict=True):
+        scale = e.variable(FLOAT, FLOAT(1.0))
+        if not grouped:
+            with b.if_then(b.icmp_signed("!=", f["scale"], I64(0))):
+                scale.set(_scale(e, f, row, I64(0)))
+        for j, parts in zip(numbers, row_totals, strict=True):
+            total = e.total(functools.reduce(b.fadd, [part.get() for part in parts]))
+            line = e.at(f.pointer("out"), b.mul(f["out_pitch"], I64(j)))
+            b.store(b.fmul(total, scale.get()), e.at(line, row, FLOAT))
+
+
+def _scale(e: Emitter, f: Fields, row: Value, group: Value) -> Value:
+    """The scale of a group of a row; of the last pair, which may have one row, that of the first."""
+    b, last = e.b, e.b.sub(f["rows"], I64(1))
+    row = b.select(b.icmp_signed("<", row, last), row, last)
+    return e.load(FLOAT, f.pointer("scale"), b.add(b.mul(row, f["groups"]), group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +116,7 @@ class DenseRows:
 
     numbers: str
     n: int
+    grouped: bool = False  # whether groups of columns have scales
 
     arguments = 2
 
@@ -102,9 +139,8 @@ class DenseRows:
         pitch, step = b.mul(f["columns"], I64(size)), unroll * e.lanes
         lines = [e.at(f.pointer("weights"), b.mul(b.add(row, I64(a)), pitch)) for a in range(count)]
         vectors = [e.at(f.pointer("x"), b.mul(f["x_pitch"], I64(j))) for j in numbers]
-        sums = [[[e.variable(e.vector, e.splat(0.0)) for _ in range(unroll)] for _ in numbers] for _ in lines]
 
-        def add(k: Value, unit: int, mask: Value | None = None) -> None:
+        def add_vector(sums: list[list[list[Variable]]], k: Value, unit: int = 0, mask: Value | None = None) -> None:
             x = [e.b.load(e.at(vector, k, FLOAT), typ=e.vector, align=4) for vector in vectors]
             for line, row_sums in zip(lines, sums, strict=True):
                 w = read_vector(e, self.numbers, e.at(line, b.mul(k, I64(size))))
@@ -112,22 +148,24 @@ class DenseRows:
                     total = e.fma(w, values, parts[unit].get())
                     parts[unit].set(total if mask is None else b.select(mask, parts[unit].get(), total))
 
-        full, end = (b.and_(f["columns"], I64(-n)) for n in (step, e.lanes))
-        with e.loop(I64(0), full, step) as k:
-            for line in lines if numbers.start == 0 else ():
-                following = e.at(line, b.add(b.mul(pitch, I64(count)), b.mul(k, I64(size))))
-                for ahead in range(0, step * size, 64):
-                    e.prefetch(e.at(following, ahead), writes=False)
-            for unit in range(unroll):
-                add(b.add(k, I64(unit * e.lanes)), unit)
-        if unroll > 1:
-            with e.loop(full, end, e.lanes) as k:
-                add(k, 0)
-        with b.if_then(b.icmp_signed("<", end, f["columns"])):  # lanes that were added are not added again
-            is_added = below(e, b.sub(I64(e.lanes), b.sub(f["columns"], end)))
-            add(b.sub(f["columns"], I64(e.lanes)), 0, is_added)
-        for a, row_sums in enumerate(sums):
-            _store_totals(e, f, b.add(row, I64(a)), row_sums, numbers)
+        def add(sums: list[list[list[Variable]]], begin: Value, limit: Value) -> None:
+            full, end = (b.add(begin, b.and_(b.sub(limit, begin), I64(-n))) for n in (step, e.lanes))
+            with e.loop(begin, full, step) as k:
+                for line in lines if numbers.start == 0 else ():
+                    following = e.at(line, b.add(b.mul(pitch, I64(count)), b.mul(k, I64(size))))
+                    for ahead in range(0, step * size, 64):
+                        e.prefetch(e.at(following, ahead), writes=False)
+                for unit in range(unroll):
+                    add_vector(sums, b.add(k, I64(unit * e.lanes)), unit)
+            if unroll > 1:
+                with e.loop(full, end, e.lanes) as k:
+                    add_vector(sums, k)
+            with b.if_then(b.icmp_signed("<", end, limit)):  # lanes that were added are not added again
+                is_added = below(e, b.sub(I64(e.lanes), b.sub(limit, end)))
+                add_vector(sums, b.sub(limit, I64(e.lanes)), 0, is_added)
+
+        rows = [b.add(row, I64(a)) for a in range(count)]
+        _multiply_rows(e, f, rows, numbers, unroll, self.grouped, add)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +175,7 @@ class BitmapRows:
 
     numbers: str
     n: int
+    grouped: bool = False  # whether groups of columns have scales
 
     arguments = 2
 
@@ -147,15 +186,18 @@ class BitmapRows:
         vectors = [e.at(f.pointer("x"), b.mul(f["x_pitch"], I64(j))) for j in range(self.n)]
         unroll = 2 if self.n == 1 else 1
         with e.loop(f["begin"], f["end"]) as pair:
-            sums = [[[e.variable(e.vector, e.splat(0.0)) for _ in range(unroll)] for _ in vectors] for _ in range(2)]
-            for k, unit, expanded in _vectors_of_pair(e, f, self.numbers, pair):
-                x = [b.load(e.at(e.at(v, k, FLOAT), 4 * BITS * unit), typ=e.vector, align=4) for v in vectors]
-                for row_sums in sums:
-                    w = expanded()
-                    for column, parts in zip(x, row_sums, strict=True):
-                        parts[unit % unroll].set(e.fma(w, column, parts[unit % unroll].get()))
-            for a, row_sums in enumerate(sums):
-                _store_totals(e, f, b.add(b.mul(pair, I64(2)), I64(a)), row_sums, range(self.n))
+            of_pair = BitmapPair(e, f, self.numbers, pair)
+
+            def add(sums: list[list[list[Variable]]], begin: Value, end: Value, of_pair: BitmapPair = of_pair) -> None:
+                for k, unit, expanded in of_pair.vectors(begin, end):
+                    x = [b.load(e.at(e.at(v, k, FLOAT), 4 * BITS * unit), typ=e.vector, align=4) for v in vectors]
+                    for row_sums in sums:
+                        w = expanded()
+                        for column, parts in zip(x, row_sums, strict=True):
+                            parts[unit % unroll].set(e.fma(w, column, parts[unit % unroll].get()))
+
+            rows = [b.add(b.mul(pair, I64(2)), I64(a)) for a in range(2)]
+            _multiply_rows(e, f, rows, range(self.n), unroll, self.grouped, add)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,37 +215,42 @@ class BitmapDecode:
         with e.loop(f["begin"], f["end"]) as pair:
             row = b.mul(b.sub(pair, f["first"]), I64(2))
             lines = [e.at(f.pointer("out"), b.mul(b.add(row, I64(a)), f["out_pitch"])) for a in range(2)]
-            for k, unit, expanded in _vectors_of_pair(e, f, self.numbers, pair):
+            for k, unit, expanded in BitmapPair(e, f, self.numbers, pair).vectors(I64(0), f["columns"]):
                 for line in lines:
                     b.store(expanded(), e.at(e.at(line, k, FLOAT), 4 * BITS * unit), align=4)
 
 
-def _vectors_of_pair(
-    e: Emitter, f: Fields, numbers: str, pair: Value
-) -> Iterator[tuple[Value, int, Callable[[], Value]]]:
-    """Runs its body for each eight columns of two rows: the columns from `k` + 8 * `unit` on. The function that it
-    gets returns those of the first row when it is called first, then those of the second."""
-    b, size, entry = e.b, SIZES[numbers], permutations(numbers, e.isa.is_arm).nbytes // 256
-    table, count_bits = f.pointer("table"), e.intrinsic("llvm.ctpop.i64", I64, I64)
-    words = e.at(f.pointer("bits"), b.mul(pair, b.lshr(f["columns"], I64(2))))
-    first = b.mul(e.load(I64, f.pointer("starts"), pair), I64(size))
-    values = e.variable(words.type, e.at(f.pointer("weights"), first))
+class BitmapPair:
+    """Two rows of a bitmap, whose columns are read once, in ascending order."""
 
-    def expand(word: Value, bit: int) -> Value:
-        mask = _entry(e, word, bit, entry)
-        vector = _expanded(e, numbers, values.get(), e.at(table, mask))
-        values.set(e.at(values.get(), b.mul(b.call(count_bits, [mask]), I64(size))))
+    def __init__(self, e: Emitter, f: Fields, numbers: str, pair: Value):
+        b, self.e, self.numbers = e.b, e, numbers
+        self.table, self.entry = f.pointer("table"), permutations(numbers, e.isa.is_arm).nbytes // 256
+        self.words = e.at(f.pointer("bits"), b.mul(pair, b.lshr(f["columns"], I64(2))))
+        first = b.mul(e.load(I64, f.pointer("starts"), pair), I64(SIZES[numbers]))
+        self.values = e.variable(self.words.type, e.at(f.pointer("weights"), first))
+
+    def _expand(self, word: Value, bit: int) -> Value:
+        e, b = self.e, self.e.b
+        mask = _entry(e, word, bit, self.entry)
+        vector = _expanded(e, self.numbers, self.values.get(), e.at(self.table, mask))
+        count = b.call(e.intrinsic("llvm.ctpop.i64", I64, I64), [mask])
+        self.values.set(e.at(self.values.get(), b.mul(count, I64(SIZES[self.numbers]))))
         return vector
 
-    with e.loop(I64(0), f["columns"], STEP) as k:
-        here = e.at(words, b.lshr(k, I64(2)))
-        e.prefetch(e.at(here, 512), writes=False)
-        for half in range(STEP // BITS // 2):
-            e.prefetch(e.at(values.get(), AHEAD), writes=False)
-            word = e.load(I32, here, half)
-            for unit in range(2):
-                bits = iter((2 * BITS * unit, 2 * BITS * unit + BITS))
-                yield k, 2 * half + unit, lambda word=word, bits=bits: expand(word, next(bits))
+    def vectors(self, begin: Value, end: Value) -> Iterator[tuple[Value, int, Callable[[], Value]]]:
+        """Runs its body for each eight columns from `begin` to `end`: the columns from `k` + 8 * `unit` on. The
+        function that it gets returns those of the first row when it is called first, then those of the second."""
+        e, b = self.e, self.e.b
+        with e.loop(begin, end, STEP) as k:
+            here = e.at(self.words, b.lshr(k, I64(2)))
+            e.prefetch(e.at(here, 512), writes=False)
+            for half in range(STEP // BITS // 2):
+                e.prefetch(e.at(self.values.get(), AHEAD), writes=False)
+                word = e.load(I32, here, half)
+                for unit in range(2):
+                    bits = iter((2 * BITS * unit, 2 * BITS * unit + BITS))
+                    yield k, 2 * half + unit, lambda word=word, bits=bits: self._expand(word, next(bits))
 
 
 def _expanded(e: Emitter, numbers: str, values: Value, entry: Value) -> Value:

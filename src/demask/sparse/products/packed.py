@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.kernels.bitmap_layout import BITS, SLACK, padded_columns
+from demask.kernels.bitmap_layout import BITS, SLACK, STEP, padded_columns
 from demask.sparse.csr_matrix import NUMBERS
 
 BLOCK = 2**21  # elements that are decoded at a time: 8 MiB
@@ -27,9 +27,10 @@ DENSITIES = {
     torch.bfloat16: (0.65, 0.15),
     torch.float16: (0.65, 0.15),
     torch.float32: (0.6, 0.4),
-    torch.int8: (0.3, 0.15),
+    torch.int8: (0.15, 0.15),
 }
 NARROW_COLUMNS = 2**16  # columns that 16 bits number
+LEAST_GROUP = STEP  # columns with a scale of their own; more: a power of two
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +43,8 @@ class PackedMatrix:
         bitmap    nonzeros, bits (uint8 [pairs of rows, bytes]), first nonzero of each pair (int64)
         columns   nonzeros, row starts (int32), columns (int16, read as unsigned, or int32)
 
-    scale: float32 [rows] by which rows of 8-bit integers are multiplied; None for other dtypes. operands: what calls
-    of kernels read of the matrix, for each thread.
+    scale: float32 [rows] by which rows of 8-bit integers are multiplied, or [rows, groups] for groups of their
+    columns; None for other dtypes. operands: what calls of kernels read of the matrix, for each thread.
     """
 
     form: str
@@ -68,6 +69,23 @@ class PackedMatrix:
     def all_tensors(self) -> list[Tensor]:
         """The tensors, and the scale if there is one."""
         return [*self.tensors, *([] if self.scale is None else [self.scale])]
+
+    @property
+    def group(self) -> int:
+        """How many columns have a scale in common; 0: all, or there are no scales."""
+        if self.scale is None or self.scale.ndim == 1:
+            return 0
+        group = LEAST_GROUP
+        while group < self.size[1] and groups_of(self.size[1], group) > self.scale.shape[1]:
+            group *= 2
+        return group
+
+    def scaled(self, rows: Tensor, first: int, last: int) -> Tensor:
+        """Rows from one to another, which were not multiplied with their scales."""
+        if self.scale is None:
+            return rows
+        scale = self.scale[first:last]
+        return rows * (scale.repeat_interleave(self.group, 1)[:, : self.size[1]] if self.group else scale[:, None])
 
     @property
     def stored_numbers(self) -> int:
@@ -101,8 +119,10 @@ def form_of_density(density: float, dtype: torch.dtype, *, has_bitmap: bool = Tr
     return "bitmap" if density < bitmap and has_bitmap else "dense"
 
 
-def empty_matrix(form: str, size: tuple[int, int], count: int, dtype: torch.dtype, device: Any = None) -> PackedMatrix:
-    """A matrix without values: the shapes and dtypes of its tensors. count: of stored numbers.
+def empty_matrix(
+    form: str, size: tuple[int, int], count: int, dtype: torch.dtype, device: Any = None, group: int = 0
+) -> PackedMatrix:
+    """A matrix without values: the shapes and dtypes of its tensors. count: of stored numbers. group: of scales.
 
     >>> [tuple(t.shape) for t in empty_matrix("columns", (4, 8), 5, torch.bfloat16, "meta").tensors]
     [(5,), (5,), (5,)]
@@ -123,7 +143,8 @@ def empty_matrix(form: str, size: tuple[int, int], count: int, dtype: torch.dtyp
         ),
     }
     tensors = tuple(torch.empty(shape, dtype=kind, device=device) for shape, kind in shapes[form])
-    scale = torch.empty(rows, device=device) if dtype == torch.int8 else None
+    shape = (rows, groups_of(columns, group)) if group else (rows,)
+    scale = torch.empty(shape, device=device) if dtype == torch.int8 else None
     return PackedMatrix(form, size, tensors, scale)
 
 
@@ -163,12 +184,24 @@ def _bitmap_of(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat([*values, matrix.new_zeros(SLACK)]), bits, torch.cat(counts).cumsum(0)
 
 
-def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """(8-bit integers, scale per row): the largest magnitude of a row is 127 times its scale. Zeros stay zeros."""
-    wide = matrix.float()
-    scale = wide.abs().amax(1) / 127
-    steps = wide / torch.where(scale > 0, scale, 1.0)[:, None]
-    return steps.round().to(torch.int8), scale
+def groups_of(columns: int, group: int) -> int:
+    """How many groups of columns there are."""
+    return -(-columns // group)
+
+
+def quantize(matrix: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
+    """(8-bit integers, scales): the largest magnitude of a row, or of a group of its columns, is 127 times its scale.
+    Zeros stay zeros. Scales: float32 [rows], or [rows, groups].
+
+    >>> quantize(torch.tensor([[0.0, 254.0, -1.0]]))
+    (tensor([[  0, 127,   0]], dtype=torch.int8), tensor([2.]))
+    """
+    rows, columns = matrix.shape
+    width = group or max(columns, 1)
+    wide = F.pad(matrix.float(), (0, -columns % width)).view(rows, groups_of(columns, width), width)
+    scale = wide.abs().amax(2) / 127
+    steps = (wide / torch.where(scale > 0, scale, 1.0)[..., None]).round().to(torch.int8)
+    return steps.flatten(1)[:, :columns].contiguous(), scale if group else scale.sum(1)
 
 
 def check_tensors(packed: PackedMatrix) -> None:
@@ -182,8 +215,13 @@ def check_tensors(packed: PackedMatrix) -> None:
         tensors[0].dtype == torch.int8
     ):
         raise BadInput(f"expected float32, float16, bfloat16 or scaled 8-bit integers, got {tensors[0].dtype}")
-    if packed.scale is not None and (packed.scale.shape != (rows,) or packed.scale.dtype != torch.float32):
-        raise BadInput(f"expected a scale of float32 ({rows},), got {packed.scale.dtype} {tuple(packed.scale.shape)}")
+    if (scale := packed.scale) is not None:
+        is_grouped = scale.ndim == 2 and form != "columns" and scale.shape[1] == groups_of(columns, packed.group or 1)
+        if scale.dtype != torch.float32 or scale.shape[:1] != (rows,) or not (scale.ndim == 1 or is_grouped):
+            raise BadInput(
+                f"expected scales in float32 of {rows} rows, or of groups of their columns in another form than "
+                f"columns, got {scale.dtype} {tuple(scale.shape)} for {form}"
+            )
     if any(not t.is_contiguous() for t in packed.all_tensors):
         raise BadInput("expected contiguous tensors")
     expected = empty_matrix(form, packed.size, max(packed.stored_numbers, 0), packed.dtype, "meta")

@@ -47,7 +47,7 @@ def linear(packed: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor | Non
         is_few = n <= MOST["dense"] and columns >= isa.lanes and is_supported(numbers, isa)
     if not is_few:
         return None
-    key = kind, numbers, tuple(lead), packed.size, threads_for(n * packed.size[0] * columns)
+    key = kind, numbers, packed.group > 0, tuple(lead), packed.size, threads_for(n * packed.size[0] * columns)
     task: VectorsTask = TASKS.take(key, lambda: VectorsTask(*key))
     task.x.copy_(x)
     task.run(packed)
@@ -80,6 +80,7 @@ class VectorsTask(KernelCalls):
         self,
         kind: type[DenseRows | BitmapRows],
         numbers: str,
+        grouped: bool,
         lead: tuple[int, ...],
         size: tuple[int, int],
         threads: int,
@@ -88,7 +89,7 @@ class VectorsTask(KernelCalls):
         is_bitmap = kind is BitmapRows
         width, most = (padded_columns(columns), MOST["bitmap"]) if is_bitmap else (columns, MOST["dense"])
         firsts = range(0, n, most)
-        super().__init__(tuple(kind(numbers, min(most, n - first)) for first in firsts), threads, CALL)
+        super().__init__(tuple(kind(numbers, min(most, n - first), grouped) for first in firsts), threads, CALL)
         with torch.inference_mode(False):  # written by calls in any mode
             x, out = torch.zeros(n, width), torch.empty(n, rows + rows % 2)
         for k, first in enumerate(firsts):
@@ -148,5 +149,5 @@ def _operands(packed: PackedMatrix) -> tuple[int, ...]:
     if packed.form == "bitmap":
         bits, starts = (t.data_ptr() for t in packed.tensors[1:])
         table, columns = permutations(NUMBERS[packed.dtype], host().is_arm).ctypes.data, padded_columns(columns)
-    scale = 0 if packed.scale is None else packed.scale.data_ptr()
-    return weights, bits, starts, table, scale, rows, columns
+    scale, groups = (0, 1) if packed.scale is None else (packed.scale.data_ptr(), packed.scale[0].numel())
+    return weights, bits, starts, table, scale, groups, packed.group, rows, columns

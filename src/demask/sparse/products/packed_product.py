@@ -18,10 +18,12 @@ from demask.kernels.llvm import availability as llvm
 from demask.sparse.products.packed import BLOCK, PackedMatrix, column_numbers, form_of_density
 
 
-def chosen_form(density: float, dtype: torch.dtype) -> str:
-    """The form that takes the least time with one vector, of those that this processor has kernels for."""
+def chosen_form(density: float, dtype: torch.dtype, group: int = 0) -> str:
+    """The form that takes the least time with one vector, of those that this processor has kernels for. group: of
+    columns with a scale, which nonzeros with columns have none of."""
     kernels = _kernels()
-    return form_of_density(density, dtype, has_bitmap=kernels is not None and kernels.has_bitmap(dtype))
+    form = form_of_density(density, dtype, has_bitmap=kernels is not None and kernels.has_bitmap(dtype))
+    return "dense" if group and form == "columns" else form
 
 
 @functools.cache
@@ -78,7 +80,7 @@ def decode_rows(packed: PackedMatrix, first: int, last: int) -> Tensor:
         rows = torch.arange(last - first, device=values.device).repeat_interleave(crow.diff())
         block = values.new_zeros(last - first, packed.size[1], dtype=_wide(packed))
         block[rows, column_numbers(packed.tensors[2][span])] = values[span].to(block.dtype)
-    return block if packed.scale is None else block * packed.scale[first:last, None]
+    return packed.scaled(block, first, last)
 
 
 def _blocks(packed: PackedMatrix) -> list[tuple[int, int]]:
