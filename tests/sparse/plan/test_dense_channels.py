@@ -11,7 +11,7 @@ import torch
 from random_segments import MOST, draw, sees, stays_within_memory, weigh, widths
 from torch import Tensor
 
-from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa
+from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.sparse.plan import tape
 from demask.sparse.plan.layers import dense_layer, layer_plan
 from demask.sparse.plan.layers.dense_layer import (
@@ -198,4 +198,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str, always) -> None:
     program, weights, x = made("transposed")  # lines with gaps, for 8 and 16 lanes
+    if fault.startswith("positions") and host().lanes < 8:
+        pytest.skip("four positions of a group are neighbors here")
     sees(dense_layer, *FAULTS[fault], lambda: check(program, weights, [x], 1))

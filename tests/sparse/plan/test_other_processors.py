@@ -3,8 +3,12 @@ least, to the vector instructions that it should have."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
+from demask.kernels.cpu.csr import Wide
 from demask.kernels.cpu.recurrent import RecurrentKernel, most_rows
 from demask.kernels.cpu.tiles.called import NormKernel, SoftmaxKernel
 from demask.kernels.cpu.tiles.dense_channels import DenseChannelsKernel
@@ -16,6 +20,7 @@ from demask.kernels.cpu.tiles.sparse_tile import SparseTileKernel
 from demask.kernels.cpu.tiles.sparse_vector import SparseVectorKernel
 from demask.kernels.cpu.tiles.value_product import ValueProductKernel
 from demask.kernels.cpu.tiles.winograd_tile import WinogradTileKernel
+from demask.kernels.llvm.emitter import Kernel
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
 from demask.kernels.thread_team import TeamWork
@@ -86,6 +91,16 @@ def test_code_for_other_processors(isa: Isa) -> None:
     text = assembly(kernels, isa)
     wanted = {"fsqrt", "fdiv", "prfm"} if isa is NEON else {"vsqrtpd", "vdivps", "prefetch"}
     assert all(word in text for word in VECTORS[isa.name] | wanted)
+
+
+@pytest.mark.parametrize("kernel", [Wide(3, 4, True), Wide(1, 4, True, 16, "bf16"), Gather(), Scatter()], ids=str)
+def test_processors_without_masks_do_not_branch_for_each_lane(kernel: Kernel) -> None:
+    def branches(isa: Isa) -> int:
+        return len(re.findall(r"^\t(?:j\w+|b(?:\.\w+)?|[ct]bn?z)\t", assembly([kernel], isa), re.M))
+
+    narrow = Isa("128 bits", AVX2.triple, "x86-64-v2", "", 4, 16)
+    masks = branches(replace(AVX2, lanes=4))
+    assert 0 < branches(NEON) <= masks + 2 and branches(narrow) <= masks + 2
 
 
 def _fits(kernel: object, isa: Isa) -> bool:

@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from demask.kernels.cpu.number_types import SIZES, read_number, read_vector
 from demask.kernels.llvm.activations import activated
-from demask.kernels.llvm.emitter import BIT, FLOAT, I16, I32, I64, POINTER, VOID, Emitter, Value, Variable
+from demask.kernels.llvm.emitter import BIT, FLOAT, I16, I32, I64, Emitter, Value, Variable
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import Act
 
@@ -150,19 +150,6 @@ def any_set(e: Emitter, mask: Value) -> Value:
     return e.b.icmp_unsigned("!=", bits, ir.IntType(e.lanes)(0))
 
 
-def masked(e: Emitter, kind: Any, pointer: Value, mask: Value, align: int = 4, other: float = 0) -> Value:
-    """A vector from memory; lanes outside of the mask are `other` and are not read."""
-    word = {FLOAT: "f32", I32: "i32", I64: "i64"}[kind.element]
-    load = e.intrinsic(f"llvm.masked.load.v{e.lanes}{word}.p0", kind, POINTER, I32, mask.type, kind)
-    return e.b.call(load, [pointer, I32(align), mask, ir.Constant(kind, [other] * e.lanes)])
-
-
-def store_masked(e: Emitter, value: Value, pointer: Value, mask: Value) -> None:
-    """Write the lanes of a float vector that are in the mask."""
-    store = e.intrinsic(f"llvm.masked.store.v{e.lanes}f32.p0", VOID, e.vector, POINTER, I32, mask.type)
-    e.b.call(store, [value, pointer, I32(4), mask])
-
-
 @dataclass(frozen=True, slots=True)
 class Wide:
     """out[r] = act(bias[r] + sum of values * x[columns]) in tiles of `tile` vectors of `lanes`.
@@ -227,7 +214,7 @@ class Wide:
         for t, sum_ in enumerate(sums):
             pointer = e.at(line, t * self.lanes * 4)
             if self.partial and not self.padded and t == self.tile - 1:
-                vector = masked(e, e.vector, pointer, mask)
+                vector = e.load_masked(pointer, mask)
             else:
                 vector = e.b.load(pointer, typ=e.vector, align=4)
             sum_.set(e.fma(value, vector, sum_.get()))
@@ -241,7 +228,7 @@ class Wide:
             total = total if bias is None else e.b.fadd(total, bias)
             value, pointer = activated(e, total, self.act), e.at(line, t * self.lanes * 4)
             if self.partial and t == self.tile - 1:
-                store_masked(e, value, pointer, mask)
+                e.store_masked(value, pointer, mask)
             else:
                 e.b.store(value, pointer, align=4)
 

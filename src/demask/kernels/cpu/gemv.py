@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.cpu.csr import below, masked
+from demask.kernels.cpu.csr import below
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Fields, Value
 from demask.kernels.llvm.isa import Isa
@@ -93,7 +93,7 @@ class CompactKernel:
         x, cols, values = f.slot("x"), f.slot("cols"), f.slot("values")
         length = e.variable(I64, I64(0))
         with e.loop(I64(0), f["n"], e.lanes) as i:
-            x_vector = masked(e, e.vector, e.at(x, i, FLOAT), below(e, b.sub(f["n"], i)))
+            x_vector = e.load_masked(e.at(x, i, FLOAT), below(e, b.sub(f["n"], i)))
             mask = b.fcmp_unordered("!=", x_vector, e.splat(0.0))
             columns = b.add(iota(e), e.splat(b.trunc(i, I32)))
             position = length.get()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.cpu.csr import Matrix, below, masked, store_masked
+from demask.kernels.cpu.csr import Matrix, below
 from demask.kernels.llvm.emitter import FLOAT, I64, Emitter, Value, Variable
 
 #: Call of a kernel, as `csr.CALL` except for: a, a_pitch: the operand read by rows of the matrix;
@@ -83,7 +83,7 @@ class Sampled:
             pointer = e.at(line, shift)
             if mask is None:
                 return e.b.load(pointer, typ=e.vector, align=4)
-            return masked(e, e.vector, pointer, mask)
+            return e.load_masked(pointer, mask)
 
         factor = read(a)
         for line, sum_ in zip(lines, sums, strict=True):
@@ -92,8 +92,8 @@ class Sampled:
     def _store(self, e: Emitter, out: Value, value: Value, count: Value) -> None:
         mask = below(e, count)
         if self.more:
-            value = e.b.fadd(value, masked(e, e.vector, out, mask))
-        store_masked(e, value, out, mask)
+            value = e.b.fadd(value, e.load_masked(out, mask))
+        e.store_masked(value, out, mask)
 
 
 def totals(e: Emitter, vectors: Sequence[Value]) -> Value:

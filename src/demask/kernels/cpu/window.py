@@ -24,7 +24,6 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.cpu.csr import masked, store_masked
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, Emitter, Value
 from demask.kernels.llvm.isa import Isa, host
@@ -240,14 +239,14 @@ class _WindowBody:
         if mask is None:
             e.b.store(value, address, align=4)
         else:
-            store_masked(e, value, address, mask)
+            e.store_masked(value, address, mask)
 
     def _load_vector(self, address: Value, mask: Value | None, other: float = 0.0) -> Value:
         """A vector from memory; lanes outside of the mask are not read."""
         e = self.e
         if mask is None:
             return e.b.load(address, typ=e.vector, align=4)
-        return masked(e, e.vector, address, mask, other=other)
+        return e.load_masked(address, mask, other)
 
     # -- windows that cross the border
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.cpu.csr import below, masked
+from demask.kernels.cpu.csr import below
 from demask.kernels.cpu.gemv import compressed, iota, set_lanes
 from demask.kernels.llvm.emitter import BYTE, FLOAT, I16, I32, I64, Emitter, Fields, Value, Variable
 from demask.kernels.llvm.isa import Isa
@@ -220,7 +220,7 @@ class Quantize:
         nonzeros = e.variable(I64, I64(0))
         magnitude_bits = int_splat(e, 0x7FFFFFFF)
         with e.loop(I64(0), n, e.lanes) as i:
-            v = masked(e, e.vector, e.at(x, i, FLOAT), below(e, b.sub(n, i)))
+            v = e.load_masked(e.at(x, i, FLOAT), below(e, b.sub(n, i)))
             magnitude = b.bitcast(b.and_(b.bitcast(v, e.ints), magnitude_bits), e.vector)
             sums["least"].set(e.smaller(sums["least"].get(), v))
             sums["largest"].set(e.larger(sums["largest"].get(), v))
@@ -254,7 +254,7 @@ class Quantize:
         none, full = int_splat(e, 0), int_splat(e, LEVELS)
         with e.loop(I64(0), n, e.lanes) as i:
             mask = below(e, b.sub(n, i))
-            v = masked(e, e.vector, e.at(x, i, FLOAT), mask)
+            v = e.load_masked(e.at(x, i, FLOAT), mask)
             u = b.call(to_int, [e.fma(b.fsub(v, lo), scale, e.splat(0.5))])
             u = b.select(b.icmp_signed("<", u, none), none, u)
             u = b.select(b.icmp_signed(">", u, full), full, u)

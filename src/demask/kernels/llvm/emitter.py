@@ -214,9 +214,43 @@ class Emitter:
         addresses.type = ir.VectorType(POINTER, self.lanes)
         return addresses
 
+    def load_masked(self, pointer: Value, mask: Value, other: float = 0.0) -> Value:
+        """A float32 vector from memory; lanes outside of the mask are `other` and are not read."""
+        if not self.isa.has_masks:
+            return self._load_lanes([self.at(pointer, k, FLOAT) for k in range(self.lanes)], mask, self.splat(other))
+        name = f"llvm.masked.load.v{self.lanes}f32.p0"
+        load = self.intrinsic(name, self.vector, POINTER, I32, mask.type, self.vector)
+        return self.b.call(load, [pointer, I32(4), mask, self.splat(other)])
+
+    def store_masked(self, value: Value, pointer: Value, mask: Value) -> None:
+        """Write the lanes of a float32 vector that are in the mask."""
+        if not self.isa.has_masks:
+            self._store_lanes(value, [self.at(pointer, k, FLOAT) for k in range(self.lanes)], mask)
+            return
+        store = self.intrinsic(f"llvm.masked.store.v{self.lanes}f32.p0", VOID, self.vector, POINTER, I32, mask.type)
+        self.b.call(store, [value, pointer, I32(4), mask])
+
+    def _lane_addresses(self, addresses: Sequence[Value], mask: Value) -> Iterator[tuple[Value, Value]]:
+        """(lane, its address), by selects in place of branches: that of a word nobody reads where it is not masked."""
+        word = self.opaque(ir.IRBuilder(self.entry).alloca(FLOAT))
+        for k, address in enumerate(addresses):
+            yield I32(k), self.b.select(self.b.extract_element(mask, I32(k)), address, word)
+
+    def _load_lanes(self, addresses: Sequence[Value], mask: Value, other: Value) -> Value:
+        vector = ir.Constant(self.vector, ir.Undefined)
+        for lane, address in self._lane_addresses(addresses, mask):
+            vector = self.b.insert_element(vector, self.b.load(address, typ=FLOAT), lane)
+        return self.b.select(mask, vector, other)
+
+    def _store_lanes(self, value: Value, addresses: Sequence[Value], mask: Value) -> None:
+        for lane, address in self._lane_addresses(addresses, mask):
+            self.b.store(self.b.extract_element(value, lane), address)
+
     def gather(self, pointer: Value, index: Value, mask: Value, other: Value) -> Value:
         """The float32 elements with these int32 numbers; `other` where not masked."""
         n, addresses = self.lanes, self.addresses(pointer, index)
+        if not self.isa.has_masks:
+            return self._load_lanes([self.b.extract_element(addresses, I32(k)) for k in range(n)], mask, other)
         name = f"llvm.masked.gather.v{n}f32.v{n}p0"
         kinds = (addresses.type, I32, ir.VectorType(BIT, n), self.vector)
         return self.b.call(self.intrinsic(name, self.vector, *kinds), [addresses, I32(4), mask, other])
@@ -224,6 +258,9 @@ class Emitter:
     def scatter(self, value: Value, pointer: Value, index: Value, mask: Value) -> None:
         """Write the lanes with a set mask to the elements with these int32 numbers."""
         n, addresses = self.lanes, self.addresses(pointer, index)
+        if not self.isa.has_masks:
+            self._store_lanes(value, [self.b.extract_element(addresses, I32(k)) for k in range(n)], mask)
+            return
         name = f"llvm.masked.scatter.v{n}f32.v{n}p0"
         kinds = (self.vector, addresses.type, I32, ir.VectorType(BIT, n))
         self.b.call(self.intrinsic(name, VOID, *kinds), [value, addresses, I32(4), mask])

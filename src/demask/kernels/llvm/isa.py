@@ -29,6 +29,11 @@ class Isa:
         """Whether it has the instructions of NEON."""
         return self.triple.startswith(("aarch64", "arm64"))  # macOS writes arm64
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether an instruction loads or stores some of the lanes of a vector. Elsewhere LLVM branches for each."""
+        return self.name.startswith("AVX")
+
 
 AVX512 = Isa("AVX-512", "x86_64-unknown-linux-gnu", "skylake-avx512", "-prefer-256-bit", 16, 32)
 AVX2 = Isa("AVX2", "x86_64-unknown-linux-gnu", "haswell", "", 8, 16)
