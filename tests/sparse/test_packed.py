@@ -6,9 +6,11 @@ import copy
 import itertools
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from llvmlite import ir
 from torch import nn
 from torch.library import opcheck
 from torch.nn import functional as F
@@ -16,11 +18,15 @@ from torch.nn import functional as F
 import architectures
 import demask
 from demask.errors import BadInput
+from demask.kernels.cpu import few_columns
 from demask.kernels.cpu.few_columns import MOST, BitmapDecode, BitmapRows, DenseRows
-from demask.kernels.llvm.isa import AVX2, AVX512, NEON
+from demask.kernels.llvm import jit
+from demask.kernels.llvm.emitter import I32, Emitter
+from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
 from demask.kernels.llvm.jit import assembly
 from demask.kernels.thread_team import SpareTasks
 from demask.sparse import DCSR, PackedLinear, prepare, sparsify, spmm
+from demask.sparse.csr_matrix import NUMBERS
 from demask.sparse.packed_linear import PACKED_LINEAR
 from demask.sparse.products import packed_kernels, packed_product
 from demask.sparse.products.packed import FORMS, PackedMatrix, check_tensors, pack, quantize
@@ -130,6 +136,50 @@ def test_without_kernels(monkeypatch) -> None:
     for form in FORMS:
         packed, x = packed_matrix(form, torch.bfloat16, 33, 96), torch.randn(2, 96)
         torch.testing.assert_close(linear(packed, x).double(), x.double() @ in_float64(packed).T, rtol=1e-5, atol=1e-5)
+
+
+def expand_by_lanes(e: Emitter, numbers: Any, mask: Any) -> Any:
+    """What `few_columns.expand` returns, by instructions of any processor."""
+    b, position, out = e.b, I32(0), ir.Constant(numbers.type, None)
+    for lane in range(numbers.type.count):
+        is_set = b.extract_element(mask, I32(lane))
+        value = b.extract_element(numbers, position)
+        out = b.insert_element(out, b.select(is_set, value, ir.Constant(value.type, 0)), I32(lane))
+        position = b.add(position, b.zext(is_set, I32))
+    return out
+
+
+@pytest.mark.skipif(host().lanes < 8, reason="needs vectors of 8 lanes")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_an_instruction_expands(dtype: torch.dtype, monkeypatch) -> None:
+    isa = replace(host(), name="AVX2, and an instruction that expands")
+    monkeypatch.setattr(few_columns, "has_expand", lambda *_: True)
+    monkeypatch.setattr(few_columns, "expand", expand_by_lanes)
+    monkeypatch.setattr(jit, "host", lambda: isa)
+    monkeypatch.setattr(jit.CODE, "files", None)  # of which no other process may read these
+    monkeypatch.setattr(packed_kernels, "TASKS", SpareTasks())
+    for size, group in itertools.product(SIZES, groups("bitmap", dtype)):
+        packed = packed_matrix("bitmap", dtype, *size, group)
+        exact = in_float64(packed, group)
+        assert torch.equal(to_dense(packed, torch.float64), exact.float().double())
+        for n in (1, 2, 4, 7):
+            x = torch.randn(n, size[1])
+            expected = x.double() @ exact.T
+            assert float((linear(packed, x) - expected).abs().amax()) <= 1e-6 * float(expected.abs().amax())
+
+
+VBMI2 = replace(AVX512, cpu="icelake-server", features="+avx512vbmi2,-prefer-256-bit")
+
+
+EXPANDS = {torch.float32: "vexpandps", torch.bfloat16: "vpexpandw", torch.float16: "vpexpandw", torch.int8: "vpexpandb"}
+
+
+@pytest.mark.parametrize(("dtype", "word"), list(EXPANDS.items()), ids=str)
+def test_instructions_that_expand(dtype: torch.dtype, word: str) -> None:
+    """One for eight columns of both rows."""
+    numbers = NUMBERS[dtype]
+    assert assembly([BitmapRows(numbers, 1)], VBMI2).count(f"\t{word}\t") == 4
+    assert word in assembly([BitmapDecode(numbers)], VBMI2)
 
 
 @pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)

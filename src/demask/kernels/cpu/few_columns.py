@@ -19,8 +19,8 @@ from llvmlite import ir
 
 from demask.kernels.bitmap_layout import BITS, STEP
 from demask.kernels.cpu.csr import below, narrowed
-from demask.kernels.cpu.number_types import SIZES, as_float, is_supported, read_vector
-from demask.kernels.llvm.emitter import BYTE, FLOAT, I32, I64, Emitter, Fields, Value, Variable
+from demask.kernels.cpu.number_types import SIZES, TYPES, as_float, is_supported, read_vector
+from demask.kernels.llvm.emitter import BIT, BYTE, FLOAT, I16, I32, I64, Emitter, Fields, Value, Variable
 from demask.kernels.llvm.isa import Isa
 
 #: Call of a kernel. weights: the matrix, or its nonzeros; bits, starts: of a bitmap, and the number of the
@@ -31,6 +31,12 @@ FIELDS = "weights bits starts table scale groups group rows columns begin end x 
 CALL = np.dtype([(key, "<i8") for key in FIELDS.split()])
 AHEAD = 1536  # bytes that values are prefetched before they are read
 MOST = {"bitmap": 4, "dense": 8}  # vectors of one call
+
+
+def has_expand(numbers: str, isa: Isa) -> bool:
+    """Whether an instruction of AVX-512 moves consecutive numbers to the lanes of a mask: vexpandps, and in VBMI2
+    vpexpandw and vpexpandb."""
+    return isa.lanes == 16 and (numbers == "f32" or "+avx512vbmi2" in isa.features)
 
 
 def is_bitmap_supported(numbers: str, isa: Isa) -> bool:
@@ -181,6 +187,7 @@ class BitmapRows:
 
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
+        is_expanded, wide = has_expand(self.numbers, e.isa), narrowed(e, 2 * BITS)
         e = narrowed(e, BITS)
         f, b = Fields(e, CALL.names), e.b
         vectors = [e.at(f.pointer("x"), b.mul(f["x_pitch"], I64(j))) for j in range(self.n)]
@@ -188,16 +195,36 @@ class BitmapRows:
         with e.loop(f["begin"], f["end"]) as pair:
             of_pair = BitmapPair(e, f, self.numbers, pair)
 
+            def x_of(k: Value, unit: int) -> list[Value]:
+                return [b.load(e.at(e.at(v, k, FLOAT), 4 * BITS * unit), typ=e.vector, align=4) for v in vectors]
+
             def add(sums: list[list[list[Variable]]], begin: Value, end: Value, of_pair: BitmapPair = of_pair) -> None:
-                for k, unit, expanded in of_pair.vectors(begin, end):
-                    x = [b.load(e.at(e.at(v, k, FLOAT), 4 * BITS * unit), typ=e.vector, align=4) for v in vectors]
-                    for row_sums in sums:
-                        w = expanded()
+                for k, unit, word, bit in of_pair.words(begin, end):
+                    x = x_of(k, unit)
+                    for a, row_sums in enumerate(sums):
+                        w = of_pair.row(word, bit + BITS * a)
                         for column, parts in zip(x, row_sums, strict=True):
                             parts[unit % unroll].set(e.fma(w, column, parts[unit % unroll].get()))
 
+            def add_both(
+                sums: list[list[list[Variable]]], begin: Value, end: Value, of_pair: BitmapPair = of_pair
+            ) -> None:
+                """The same with vectors of both rows."""
+                both = [[wide.variable(wide.vector, wide.splat(0.0)) for _ in range(2 * unroll)] for _ in vectors]
+                for k, unit, word, bit in of_pair.words(begin, end):
+                    w = of_pair.rows(wide, word, bit)
+                    for column, parts in zip(x_of(k, unit), both, strict=True):
+                        twice = b.shuffle_vector(column, column, ir.Constant(wide.ints, [*range(BITS)] * 2))
+                        part = parts[unit % len(parts)]
+                        part.set(wide.fma(w, twice, part.get()))
+                for j, parts in enumerate(both):
+                    total = functools.reduce(b.fadd, [part.get() for part in parts])
+                    for a, row_sums in enumerate(sums):
+                        sum_ = row_sums[j][0]
+                        sum_.set(b.fadd(sum_.get(), _half(e, total, a)))
+
             rows = [b.add(b.mul(pair, I64(2)), I64(a)) for a in range(2)]
-            _multiply_rows(e, f, rows, range(self.n), unroll, self.grouped, add)
+            _multiply_rows(e, f, rows, range(self.n), unroll, self.grouped, add_both if is_expanded else add)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +237,18 @@ class BitmapDecode:
 
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
+        is_expanded, wide = has_expand(self.numbers, e.isa), narrowed(e, 2 * BITS)
         e = narrowed(e, BITS)
         f, b = Fields(e, CALL.names), e.b
         with e.loop(f["begin"], f["end"]) as pair:
             row = b.mul(b.sub(pair, f["first"]), I64(2))
             lines = [e.at(f.pointer("out"), b.mul(b.add(row, I64(a)), f["out_pitch"])) for a in range(2)]
-            for k, unit, expanded in BitmapPair(e, f, self.numbers, pair).vectors(I64(0), f["columns"]):
-                for line in lines:
-                    b.store(expanded(), e.at(e.at(line, k, FLOAT), 4 * BITS * unit), align=4)
+            of_pair = BitmapPair(e, f, self.numbers, pair)
+            for k, unit, word, bit in of_pair.words(I64(0), f["columns"]):
+                both = of_pair.rows(wide, word, bit) if is_expanded else None
+                for a, line in enumerate(lines):
+                    values = of_pair.row(word, bit + BITS * a) if both is None else _half(e, both, a)
+                    b.store(values, e.at(e.at(line, k, FLOAT), 4 * BITS * unit), align=4)
 
 
 class BitmapPair:
@@ -226,31 +257,60 @@ class BitmapPair:
     def __init__(self, e: Emitter, f: Fields, numbers: str, pair: Value):
         b, self.e, self.numbers = e.b, e, numbers
         self.table, self.entry = f.pointer("table"), permutations(numbers, e.isa.is_arm).nbytes // 256
-        self.words = e.at(f.pointer("bits"), b.mul(pair, b.lshr(f["columns"], I64(2))))
+        self.bits = e.at(f.pointer("bits"), b.mul(pair, b.lshr(f["columns"], I64(2))))
         first = b.mul(e.load(I64, f.pointer("starts"), pair), I64(SIZES[numbers]))
-        self.values = e.variable(self.words.type, e.at(f.pointer("weights"), first))
+        self.values = e.variable(self.bits.type, e.at(f.pointer("weights"), first))
 
-    def _expand(self, word: Value, bit: int) -> Value:
-        e, b = self.e, self.e.b
+    def row(self, word: Value, bit: int) -> Value:
+        """Eight columns of a row as float32, whose bits begin at one of a word: those that follow what was read."""
+        e = self.e
         mask = _entry(e, word, bit, self.entry)
         vector = _expanded(e, self.numbers, self.values.get(), e.at(self.table, mask))
-        count = b.call(e.intrinsic("llvm.ctpop.i64", I64, I64), [mask])
-        self.values.set(e.at(self.values.get(), b.mul(count, I64(SIZES[self.numbers]))))
+        self._advance(mask)
         return vector
 
-    def vectors(self, begin: Value, end: Value) -> Iterator[tuple[Value, int, Callable[[], Value]]]:
-        """Runs its body for each eight columns from `begin` to `end`: the columns from `k` + 8 * `unit` on. The
-        function that it gets returns those of the first row when it is called first, then those of the second."""
+    def rows(self, wide: Emitter, word: Value, bit: int) -> Value:
+        """Eight columns of the first row and those of the second, by an instruction that expands."""
+        b = wide.b
+        bits = b.trunc(b.lshr(word, I32(bit)), I16)
+        numbers = b.load(self.values.get(), typ=ir.VectorType(TYPES[self.numbers], 2 * BITS), align=1)
+        expanded = expand(wide, numbers, b.bitcast(bits, ir.VectorType(BIT, 2 * BITS)))
+        self._advance(b.zext(bits, I64))
+        return as_float(wide, self.numbers, expanded)
+
+    def _advance(self, mask: Value) -> None:
+        """Go on after as many values as a mask has bits."""
+        e, b = self.e, self.e.b
+        count = b.call(e.intrinsic("llvm.ctpop.i64", I64, I64), [mask])
+        self.values.set(e.at(self.values.get(), b.mul(count, I64(SIZES[self.numbers]))))
+
+    def words(self, begin: Value, end: Value) -> Iterator[tuple[Value, int, Value, int]]:
+        """Runs its body for each eight columns from `begin` to `end`, those from `k` + 8 * `unit` on: with the bits of
+        the first row, and then of the second, in a word from a bit on."""
         e, b = self.e, self.e.b
         with e.loop(begin, end, STEP) as k:
-            here = e.at(self.words, b.lshr(k, I64(2)))
+            here = e.at(self.bits, b.lshr(k, I64(2)))
             e.prefetch(e.at(here, 512), writes=False)
             for half in range(STEP // BITS // 2):
                 e.prefetch(e.at(self.values.get(), AHEAD), writes=False)
                 word = e.load(I32, here, half)
                 for unit in range(2):
-                    bits = iter((2 * BITS * unit, 2 * BITS * unit + BITS))
-                    yield k, 2 * half + unit, lambda word=word, bits=bits: self._expand(word, next(bits))
+                    yield k, 2 * half + unit, word, 2 * BITS * unit
+
+
+def expand(e: Emitter, numbers: Value, mask: Value) -> Value:
+    """Consecutive numbers in the lanes of a mask, zeros in others, by an instruction of AVX-512."""
+    kind, name = numbers.type, {FLOAT: "f32", ir.HalfType(): "i16", I16: "i16", BYTE: "i8"}[numbers.type.element]
+    integers = ir.VectorType({"f32": FLOAT, "i16": I16, "i8": BYTE}[name], kind.count)
+    function = e.intrinsic(f"llvm.x86.avx512.mask.expand.v{kind.count}{name}", integers, integers, integers, mask.type)
+    zeros = ir.Constant(integers, [0] * kind.count)
+    return e.b.bitcast(e.b.call(function, [e.b.bitcast(numbers, integers), zeros, mask]), kind)
+
+
+def _half(e: Emitter, vector: Value, number: int) -> Value:
+    """Eight lanes of sixteen."""
+    lanes = range(BITS * number, BITS * number + BITS)
+    return e.b.shuffle_vector(vector, vector, ir.Constant(e.ints, list(lanes)))
 
 
 def _expanded(e: Emitter, numbers: str, values: Value, entry: Value) -> Value:
