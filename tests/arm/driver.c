@@ -61,6 +61,7 @@ static void touch(int number, siginfo_t *info, void *context) {
   if (!count) read_ranges();
   const char *access = access_of(at);
   if (!pages[k].at) {
+    if (access[0] != 'r') read_ranges(), access = access_of(at);  // it may have come while they were read
     if (access[0] != 'r') stop(FAULT, "no access", (uint64_t)info->si_addr);
     if (used > PAGES / 2) stop(FAULT, "too many pages", at);
     if (mmap(page, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) != page) stop(TAKEN, "taken", at);
@@ -72,7 +73,7 @@ static void touch(int number, siginfo_t *info, void *context) {
   } else if (!pages[k].before && access[1] == 'w') {
     pages[k].before = memcpy(malloc(PAGE), page, PAGE);
     mprotect(page, PAGE, PROT_READ | PROT_WRITE);
-  } else stop(FAULT, "no access", (uint64_t)info->si_addr);
+  } else stop(FAULT, pages[k].before ? "no access to a page that is there" : "no access to write", (uint64_t)info->si_addr);
 }
 
 static void write_back(char *page, char *before) {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from demask.kernels.llvm.isa import Isa
+from demask.kernels.llvm.isa import Isa, host
 from demask.sparse import reference as dense
 from demask.sparse.plan import segment_plan
 from demask.sparse.plan.segment_plan import SegmentPlan
@@ -108,8 +108,11 @@ class Draft:
 
 
 @contextmanager
-def all_at_once() -> Iterator[None]:
-    """Plans compute all images of a batch at once, side by side in the lanes of vectors."""
+def all_at_once(images: int = 1) -> Iterator[None]:
+    """Plans compute all images of a batch at once, side by side in the lanes of vectors. Skips tests of more images
+    than vectors have lanes."""
+    if images > host().lanes:
+        pytest.skip(f"vectors have fewer lanes than {images}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_plan, "_batches", lambda *_: [(0, 0, 1)])
         yield

@@ -3,6 +3,8 @@
 import pytest
 
 from demask.kernels.llvm import availability as llvm
+from demask.machine.cost import Costs
+from demask.sparse.products import form_choice
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +14,9 @@ def small_products_use_threads(monkeypatch):
         from demask.sparse.products import cpu_products
 
         monkeypatch.setattr(cpu_products, "WORK", 1 << 12)
+
+
+@pytest.fixture(autouse=True)
+def forms_are_chosen_by_bytes(monkeypatch):
+    """What a machine takes for each form is neither measured nor stored."""
+    monkeypatch.setattr(form_choice, "_costs", lambda threads: Costs.open(False, threads=threads, measure=False))

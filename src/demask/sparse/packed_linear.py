@@ -23,8 +23,9 @@ from demask.compat.dispatch import needs_no_dispatch
 from demask.errors import BadInput
 from demask.kernels.plan_cache import PlanCache, plans_of, version
 from demask.sparse.csr_matrix import NUMBERS
+from demask.sparse.products.form_choice import chosen_form
 from demask.sparse.products.packed import FORMS, LEAST_GROUP, PackedMatrix, check_tensors, pack, quantize
-from demask.sparse.products.packed_product import chosen_form, linear, to_dense
+from demask.sparse.products.packed_product import linear, to_dense
 
 _LIBRARY = Library("demask", "FRAGMENT")
 _LIBRARY.define(
@@ -268,16 +269,18 @@ def check_group(dtype: torch.dtype | None, group: int) -> None:
         raise BadInput(f"expected groups of columns with dtype=torch.int8, which has scales, got {dtype}")
 
 
-def pack_weight(weight: Tensor, form: str | None, dtype: torch.dtype, group: int = 0) -> PackedMatrix:
-    """A dense weight in a form (None: the fastest for one vector) and a dtype; group: as of `PackedLinear.from_dense`.
-    Raises BadInput for other forms and groups."""
+def pack_weight(weight: Tensor, form: str | None, dtype: torch.dtype, group: int = 0, vectors: int = 1) -> PackedMatrix:
+    """A dense weight in a form (None: the fastest for so many vectors) and a dtype; group: as of
+    `PackedLinear.from_dense`. Raises BadInput for other forms and groups."""
     check_group(dtype, group)
     scale = None
     if dtype == torch.int8:
         weight, scale = quantize(weight, group)
     weight = weight.to(dtype)
     if form is None:
-        form = chosen_form(int(weight.count_nonzero()) / max(weight.numel(), 1), dtype, group)
+        rows, columns = weight.shape
+        density = int(weight.count_nonzero()) / max(weight.numel(), 1)
+        form = chosen_form((rows, columns), density, dtype, vectors, group)
     if form not in FORMS or (group and form == "columns"):
         raise BadInput(f"expected one of the forms {', '.join(FORMS)}, or with groups dense or bitmap, got {form!r}")
     return pack(weight, form, scale)

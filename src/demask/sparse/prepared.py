@@ -13,13 +13,10 @@ from demask.kernels.plan_cache import version
 from demask.ops.activations import ActivationLike, act_of, apply_activation
 from demask.sparse.csr_matrix import NUMBERS
 from demask.sparse.functional import DCSR, csr_parts
-from demask.sparse.packed_linear import PackedLinear, pack_weight
+from demask.sparse.packed_linear import PackedLinear, check_group, pack_weight
+from demask.sparse.products.form_choice import chosen_form
 from demask.sparse.products.packed import NARROW_COLUMNS, PackedMatrix
-from demask.sparse.products.packed_product import chosen_form
 from demask.sparse.reference import check_indices
-
-FEW = 8  # columns of a product for which the form is chosen by what is read of the matrix
-SPARSE = 0.3  # density below which nonzeros and their columns take the least time with many columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +82,19 @@ class PreparedMatrix:
 
 
 def prepare(
-    matrix: Tensor | DCSR, *, dtype: torch.dtype | None = None, columns: int = 1, group: int = 0
+    matrix: Tensor | DCSR,
+    *,
+    dtype: torch.dtype | None = None,
+    columns: int = 1,
+    form: str | None = None,
+    group: int = 0,
 ) -> PreparedMatrix:
     """A matrix checked and packed once, in the form that takes the least time for many products.
 
     `spmm` reads a matrix as it is in every call. Where the matrix stays the same, such as the weight of a layer in
-    inference, its prepared form takes less time and memory: 16-bit columns, or a bit for each element.
+    inference, its prepared form takes less time: 16-bit columns, a bit for each element, or the dense matrix. The
+    forms are timed for the first matrix of a kind (size, zeros in steps of 5 %, dtype, columns), which takes up to a
+    second; the times are stored in the user's cache folder.
 
     Args:
         matrix: [m, k], on the CPU: dense, torch.sparse_csr or DCSR; float32, bfloat16 or float16. It is copied;
@@ -98,6 +102,7 @@ def prepare(
         dtype: of the stored numbers. Default: the matrix's, which is exact. torch.bfloat16 and torch.float16 round;
             torch.int8 stores integers with a scale for each row.
         columns: about how many columns x has. Default: 1.
+        form: "dense", "bitmap" or "columns", as of `PackedLinear`. Default: the one that takes the least time.
         group: with torch.int8, how many columns of a row have a scale in common: 32, or another power of two from it
             on. Default: 0, all of them.
 
@@ -132,9 +137,9 @@ def prepare(
         raise BadInput(f"expected a number of columns from 1 on, got {columns!r}")
     stored = dtype or values.dtype
     count = int(values.count_nonzero())
-    density = count / max(size[0] * size[1], 1)
-    is_sparse = density < SPARSE and not group
-    form = chosen_form(density, stored, group) if columns <= FEW else "columns" if is_sparse else "dense"
+    check_group(stored, group)
+    if form is None:
+        form = chosen_form(size, count / max(size[0] * size[1], 1), stored, columns, group)
     if isinstance(matrix, Tensor) and matrix.layout == torch.strided:
         packed = pack_weight(matrix.detach().clone() if form == "dense" else matrix.detach(), form, stored, group)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -19,12 +19,10 @@ from demask.machine.clock import is_faster, lower_bound, median_seconds, race
 from demask.registry import RUNNERS
 from demask.sparse.csr_matrix import NUMBERS
 from demask.sparse.packed_linear import PackedLinear, check_group, pack_weight
+from demask.sparse.products.form_choice import STEPS, chosen_form, copies
 from demask.sparse.products.packed import PackedMatrix
-from demask.sparse.products.packed_product import chosen_form
 
-CACHES = 2**26  # bytes of weights that are read in turns while a layer is timed: more than caches hold
-COPIES, ROUNDS, SECONDS = 16, 20, 2.0  # of a timing, at most
-STEPS = 20  # layers of a shape are timed once for each of so many shares of zeros
+ROUNDS, SECONDS = 20, 2.0  # of a timing, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +213,7 @@ def _pack_if_faster(
     if reason:
         return LayerChange(name, size, zeros, "", (before, before), reason=reason)
     stored = dtype or weight.dtype
-    form = chosen_form(1 - zeros, stored, group)
+    form = chosen_form(size, 1 - zeros, stored, tokens, group)
     key = size, weight.dtype, stored, form, round(STEPS * zeros)
     packed = None
     if key not in timings:
@@ -238,16 +236,15 @@ def _times_as_fast(layer: nn.Linear, packed: PackedMatrix, tokens: int) -> tuple
     """
     weight = layer.weight.detach()
     x = torch.randn(tokens, weight.shape[1]).to(weight.dtype)
-    count = max(1, min(COPIES, CACHES // max(weight.numel() * weight.element_size(), 1)))
-    dense = cycle([weight, *(weight.clone() for _ in range(count))])
-    copies = [replace(packed, tensors=tuple(t.clone() for t in packed.tensors)) for _ in range(count)]
-    layers = cycle([PackedLinear(one, layer.bias, dtype=weight.dtype) for one in (packed, *copies)])
+    weights = [m.tensors[0] for m in copies(PackedMatrix("dense", packed.size, (weight,)))]
+    dense = cycle(weights)
+    layers = cycle([PackedLinear(one, layer.bias, dtype=weight.dtype) for one in copies(packed)])
     calls: dict[str, Callable[[], Tensor]] = {
         "torch": lambda: F.linear(x, next(dense), layer.bias),
         "packed": lambda: next(layers)(x),
     }
     with torch.no_grad():
-        samples = race(calls, ROUNDS, 1 + count, seconds=SECONDS)
+        samples = race(calls, ROUNDS, len(weights), seconds=SECONDS)
     seconds = median_seconds(samples)
     is_known = len(samples["torch"]) > 1
     least = lower_bound(samples["torch"], samples["packed"]) if is_known else 0.0

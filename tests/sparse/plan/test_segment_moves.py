@@ -126,7 +126,7 @@ def test_scales(batch: int, together: bool) -> None:
         y = draft.scale(0, gate, RELU)
         draft.conv(y, 4, add=draft.conv(0, 4))
         draft.pool(draft.scale(y, 1, ("tanh", ())))
-        with all_at_once() if together else nullcontext():
+        with all_at_once(batch) if together else nullcontext():
             draft.check(threads=1 + k % 3)
             draft.check(len(draft.steps) + 1, threads=1 + k % 3)
 

@@ -72,7 +72,7 @@ def test_a_static_map_of_any_batch(batch: int, threads: int) -> None:
     check(program, draft.weights, draft.inputs, threads)  # one per image
     expanded = draft.inputs[1][:1].expand(batch, -1, -1, -1)
     check(program, draft.weights, [draft.inputs[0], expanded], threads)
-    with all_at_once():
+    with all_at_once(batch):
         check(program, draft.weights, draft.inputs, threads)
         check(program, draft.weights, [draft.inputs[0], expanded], threads)
 

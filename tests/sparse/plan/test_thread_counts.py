@@ -9,6 +9,7 @@ import pytest
 import torch
 from random_segments import WIDTHS, sees
 
+from demask.kernels.llvm.isa import host
 from demask.sparse.plan import value_moves
 from demask.sparse.plan.layers import dense_layer, pack_weights
 from demask.sparse.plan.segment_plan import SegmentPlan
@@ -114,4 +115,6 @@ def channels_in_reverse(real):
     ids=["means", "columns", "channels"],
 )
 def test_a_planted_fault_is_seen(owner, name: str, wrong, test) -> None:
+    if name == "_sort_columns" and host().lanes < 8:
+        pytest.skip("has no columns to sort")
     sees(owner, name, wrong, test)

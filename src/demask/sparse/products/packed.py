@@ -111,12 +111,10 @@ class PackedMatrix:
         return block.flatten(2).flatten(0, 1)[: last - first, : self.size[1]]
 
 
-def form_of_density(density: float, dtype: torch.dtype, *, has_bitmap: bool = True) -> str:
-    """The form that takes the least time with one vector. has_bitmap: whether a processor has kernels for it."""
+def form_of_density(density: float, dtype: torch.dtype) -> str:
+    """The form of a file, for any machine; `form_choice` has that of this one."""
     bitmap, columns = DENSITIES[dtype]
-    if density < columns:
-        return "columns"
-    return "bitmap" if density < bitmap and has_bitmap else "dense"
+    return "columns" if density < columns else "bitmap" if density < bitmap else "dense"
 
 
 def empty_matrix(

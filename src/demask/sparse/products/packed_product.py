@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from demask.kernels.llvm import availability as llvm
-from demask.sparse.products.packed import BLOCK, PackedMatrix, column_numbers, form_of_density
+from demask.sparse.products.packed import BLOCK, PackedMatrix, column_numbers
 
 
-def chosen_form(density: float, dtype: torch.dtype, group: int = 0) -> str:
-    """The form that takes the least time with one vector, of those that this processor has kernels for. group: of
-    columns with a scale, which nonzeros with columns have none of."""
+def has_bitmap(dtype: torch.dtype) -> bool:
+    """Whether this processor has kernels for bitmaps of a dtype."""
     kernels = _kernels()
-    form = form_of_density(density, dtype, has_bitmap=kernels is not None and kernels.has_bitmap(dtype))
-    return "dense" if group and form == "columns" else form
+    return kernels is not None and kernels.has_bitmap(dtype)
 
 
 @functools.cache
