@@ -187,71 +187,80 @@ def finish(
 #     Gale, Zaharia, Young, Elsen: Sparse GPU Kernels for Deep Learning, SC20 (arXiv 2006.10901)
 #
 # Tasks are rows, or parts of long ones, sorted by length. A program computes ROWS of them together,
-# so that its threads load full vectors even with few columns. The start of a task is moved back to
-# an aligned position, from which columns and values are loaded as vectors; elements of the previous
-# row are masked.
-
-VECTOR = tl.constexpr(4)  # nonzeros per load: 16 bytes of columns
+# so that its threads load full vectors even with few columns. LANES lanes share the nonzeros of a
+# row, a vector each at a time; their sums are added once, after the loop: 1 for many columns of x,
+# whose rows fill the threads, and up to a warp for few. The start of a task is moved back to an
+# aligned position, from which columns and values are loaded as vectors; elements of the previous row
+# are masked. The next vectors are loaded before x is read by the columns of the current ones.
 
 
 @triton.jit
-def four(t, ROWS: tl.constexpr):
-    """The four columns of t [ROWS, 4], each [ROWS]."""
-    even, odd = tl.split(tl.reshape(t, [ROWS, 2, 2]))
+def four(t, COUNT: tl.constexpr):
+    """The four columns of t [COUNT, 4], each [COUNT]."""
+    even, odd = tl.split(tl.reshape(t, [COUNT, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
 
 
 @triton.jit
-def added(total, value, column, there, x, x_row, columns, inside):
-    """total + value * x[column] where `there` is set; other elements are not read."""
-    address = x + column.to(tl.int64)[:, None] * x_row + columns[None, :]
-    row = tl.load(address, mask=there[:, None] & inside[None, :], other=0.0)
-    return total + value[:, None] * row.to(tl.float32)
+def eight(t, COUNT: tl.constexpr):
+    """The eight columns of t [COUNT, 8], each [COUNT]."""
+    even, odd = tl.split(tl.reshape(t, [COUNT, 4, 2]))
+    t0, t2, t4, t6 = four(even, COUNT)
+    t1, t3, t5, t7 = four(odd, COUNT)
+    return t0, t1, t2, t3, t4, t5, t6, t7
 
 
 @triton.jit
 def spmm_rows(
     begins, ends, targets, tasks, col, values, x, x_row, out, out_row, out_column, partial, bias,
     first, second, n,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, BIASED: tl.constexpr,
-    ACT: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+    BIASED: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
     """out[target] = act(bias[target] + sum of values * x[col] over the nonzeros of a task).
 
     begins, ends, targets [tasks] int32: targets below zero (SPLIT) are the slots ~target of partial
-    [slots, n] float32, written without bias and activation. col int32; values and x [k, n] of one
-    dtype, rows of x contiguous; col and values aligned to 16 bytes and readable up to the next
-    multiple of 16. Program (g, t): tasks from g * ROWS, columns from t * WIDTH.
+    [slots, n] float32, written without bias and activation. col uint16 or int32; values and x [k, n]
+    of one dtype, rows of x contiguous, and with several LANES padded: x [k, WIDTH]. col and values
+    are aligned to 16 bytes and readable up to the next multiple of 16. Program (g, t): tasks from
+    g * ROWS, columns from t * WIDTH.
     """
-    task = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    valid = task < tasks
-    begin = tl.load(begins + task, mask=valid, other=0)
-    end = tl.load(ends + task, mask=valid, other=0)
+    count: tl.constexpr = ROWS * LANES  # pyright: ignore[reportAssignmentType]
+    # 16 bytes of 16-bit columns; for one lane fewer, as each of its threads loads all of them
+    vector: tl.constexpr = 4 if LANES == 1 else 8  # pyright: ignore[reportAssignmentType]
+    pitch = x_row if LANES == 1 else WIDTH
+    strand = tl.arange(0, count)
+    task = tl.program_id(0) * ROWS + strand // LANES
+    begin = tl.load(begins + task, mask=task < tasks, other=0)
+    end = tl.load(ends + task, mask=task < tasks, other=0)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = columns < n
-    total = tl.zeros([ROWS, WIDTH], tl.float32)
-    lane = tl.arange(0, VECTOR)
-    aligned = begin // VECTOR * VECTOR
+    total = tl.zeros([count, WIDTH], tl.float32)
+    aligned = begin // vector * vector
     steps = tl.max(end - aligned, axis=0)
+    lane = aligned + strand % LANES * vector
     step = 0
     while step < steps:  # pyright: ignore[reportOperatorIssue]
+        position = lane + step
         # vectors of a finished task are not loaded: the mask is the same for a full vector
-        position = (aligned + step)[:, None] + lane[None, :]
-        unfinished = tl.broadcast_to((aligned + step < end)[:, None], [ROWS, VECTOR])
-        column = tl.load(col + position, mask=unfinished, other=0)
-        value = tl.load(values + position, mask=unfinished, other=0.0).to(tl.float32)
-        there = ((position >= begin[:, None]) & (position < end[:, None])).to(tl.int32)
-        value = tl.where(there != 0, value, 0.0)  # values of other rows may be infinite
-        c0, c1, c2, c3 = four(column, ROWS)
-        v0, v1, v2, v3 = four(value, ROWS)
-        t0, t1, t2, t3 = four(there, ROWS)
-        total = added(total, v0, c0, t0 != 0, x, x_row, columns, inside)
-        total = added(total, v1, c1, t1 != 0, x, x_row, columns, inside)
-        total = added(total, v2, c2, t2 != 0, x, x_row, columns, inside)
-        total = added(total, v3, c3, t3 != 0, x, x_row, columns, inside)
-        step += VECTOR
+        unfinished = tl.broadcast_to((position < end)[:, None], [count, vector])
+        elements = position[:, None] + tl.arange(0, vector)[None, :]
+        column = tl.load(col + elements, mask=unfinished, other=0)
+        value = tl.load(values + elements, mask=unfinished, other=0.0)
+        c, v = (four(column, count), four(value, count)) if LANES == 1 else (eight(column, count), eight(value, count))
+        for j in tl.static_range(vector):  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
+            there = (position + j >= begin) & (position + j < end)
+            read = there[:, None] & inside[None, :] if LANES == 1 else there[:, None]
+            row = x + c[j].to(tl.int64)[:, None] * pitch + columns[None, :]
+            row = tl.load(row, mask=read, other=0.0).to(tl.float32)
+            total += tl.where(there, v[j].to(tl.float32), 0.0)[:, None] * row  # other rows may have infinite values
+        step += LANES * vector
+    if LANES > 1:
+        total = tl.sum(tl.reshape(total, [ROWS, LANES, WIDTH]), axis=1)
+    task = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = task < tasks
     target = tl.load(targets + task, mask=valid, other=0)
     is_row = valid & (target >= 0)
     if SPLIT:

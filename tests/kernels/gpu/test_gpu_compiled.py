@@ -1,4 +1,5 @@
-"""The kernels compiled for an H100 (sm_90), with no GPU here: registers, loads, tensor cores."""
+"""The kernels compiled for an A100 and an H100 (sm_80, sm_90), with no GPU here: registers, loads,
+tensor cores."""
 
 from __future__ import annotations
 
@@ -10,30 +11,34 @@ pytest.importorskip("triton")
 
 from compiled_kernels import compiled
 from demask.kernels import gpu
+from demask.sparse.products.gpu_products import FEW_COLUMNS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has its assembler on Linux")
+TARGETS = (80, 90)  # A100, H100
 REST = {"first": "fp32", "second": "fp32", "n": "i32"}
 
 
-def rows(kind, height, width, warps, even=True):
+def rows(kind, height, lanes, width, warps, even=True, target=90):
     pointer = f"*{kind}"
-    types = dict.fromkeys(("begins", "ends", "targets", "col"), "*i32")
+    types = dict.fromkeys(("begins", "ends", "targets"), "*i32") | {"col": "*u16"}
     types |= dict.fromkeys(("values", "x", "out", "bias"), pointer) | {"partial": "*fp32"}
     types |= dict.fromkeys(("tasks", "x_row", "out_row"), "i32") | REST
-    constants = {"ROWS": height, "WIDTH": width, "SPLIT": True, "BIASED": True, "ACT": "relu"}
-    aligned = [*types.keys() - {"tasks", "first", "second"}] if even else []
+    constants = {"ROWS": height, "LANES": lanes, "WIDTH": width, "SPLIT": True, "BIASED": True, "ACT": "relu"}
+    small = set() if lanes == 1 else {"n", "x_row", "out_row"}
+    aligned = [*types.keys() - {"tasks", "first", "second"} - small] if even else []
     kernel = gpu.spmm_rows
-    return compiled(kernel, types, constants | {"out_column": 1}, aligned, warps)
+    return compiled(kernel, types, constants | {"out_column": 1}, aligned, warps, target)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("height", "width", "warps"), [(4, 64, 1), (8, 64, 2), (2, 128, 1)])
-def test_rows_load_vectors(height, width, warps):
-    """Columns, values and x by 16 bytes; nothing goes from thread to thread but the longest
-    row, before the loop."""
-    found = rows("fp32", height, width, warps)
+@pytest.mark.parametrize("target", TARGETS)
+def test_rows_load_vectors(height, width, warps, target):
+    """Values and x by 16 bytes; nothing goes from thread to thread but the longest row, before the
+    loop."""
+    found = rows("fp32", height, 1, width, warps, target=target)
     sums = height * width // (32 * warps)  # per thread, four nonzeros at a time
-    assert found.count("LDG.E.128") >= 2 + 4 * sums // 4
+    assert found.count("LDG.E.128") >= 1 + 4 * sums // 4
     assert found.count("FFMA") == 4 * sums
     assert found.count("SHFL") <= 4
     assert found.count("BAR") == found.count("LDS") == 0
@@ -42,15 +47,34 @@ def test_rows_load_vectors(height, width, warps):
 
 
 def test_several_rows_of_half_a_warp_load_vectors():
-    found = rows("bf16", 4, 64, 1)
-    assert found.count("LDG.E.128") >= 5  # four nonzeros of 2 x 64 values a time
+    found = rows("bf16", 4, 1, 64, 1)
+    assert found.count("LDG.E.128") >= 4  # four nonzeros of 2 x 64 values a time
     assert found.stack == found.count("BAR") == 0
     assert found.registers <= 96
 
 
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("shape", [(lanes, warps) for lanes, warps in FEW_COLUMNS if warps == 1], ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+def test_lanes_of_few_columns_load_vectors(kind, n, shape, target):
+    """Eight columns by 16 bytes, their values by one or two times 16, and rows of x at once; lanes
+    add their sums by shuffles, after the loop."""
+    lanes, warps = shape
+    width, size = 1 << (n - 1).bit_length(), 4 if kind == "fp32" else 2
+    found = rows(kind, 32 * warps // lanes, lanes, width, warps, target=target)
+    of_x = 8 * width * size // 16 if width * size >= 16 else 0
+    assert found.count("LDG.E.128") == 1 + size // 2 + of_x
+    assert found.count("LDG.E.64") == (8 if width * size == 8 else 0)
+    assert found.count("FFMA") + found.count("FMUL") >= 8 * width
+    assert found.count("LDL") == found.count("STL") == found.stack == 0
+    assert found.registers <= 72
+
+
 def test_a_planted_fault_is_found():
     """Without aligned addresses there are no vectors."""
-    assert rows("fp32", 4, 64, 1, even=False).count("LDG.E.128") == 0
+    assert rows("fp32", 4, 1, 64, 1, even=False).count("LDG.E.128") == 0
 
 
 nightly = pytest.mark.nightly

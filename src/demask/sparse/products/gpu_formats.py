@@ -20,7 +20,8 @@ from demask.sparse.csr_matrix import CsrMatrix, row_of
 from demask.sparse.reference import check_indices
 
 TILE, LONG = 64, 128  # of a bitmap, as in `kernels.gpu`
-VECTOR = 4  # nonzeros per load
+VECTOR = 8  # nonzeros per load
+ALIGNED = 32  # bytes: a vector of 32-bit values or columns
 SHORTEST = 128  # nonzeros below which no row is split
 SHARES = 16  # fewest tasks per processor, if possible
 SIZES = 8  # entries of `MatrixFormats.cached`
@@ -236,11 +237,12 @@ class MatrixFormats:
         return self._cached[key]
 
     def narrow(self, m: CsrMatrix) -> Tensor:
-        """Columns as int32, at an aligned address."""
-        if m.col.dtype == torch.int32 and m.col.data_ptr() % 16 == 0 and m.col.is_contiguous():
+        """Columns as uint16 if there are at most 65,536, else as int32, at an aligned address."""
+        dtype = torch.uint16 if m.size[1] <= 1 << 16 else torch.int32
+        if m.col.dtype == dtype and m.col.data_ptr() % ALIGNED == 0 and m.col.is_contiguous():
             return m.col
         if "col" not in self._derived:
-            self._derived["col"] = m.col.to(torch.int32, copy=True).contiguous()
+            self._derived["col"] = m.col.to(dtype, copy=True).contiguous()
         return self._derived["col"]
 
 
