@@ -78,18 +78,21 @@ def test_a_planted_fault_is_found():
 
 
 nightly = pytest.mark.nightly
-TILES = {"bf16": ("bf16", 128, 64, False, 8), "fp16, transposed": ("fp16", 64, 64, True, 4)}
+TILES = {"bf16, narrow": ("bf16", 128, 16, False, 8, 80), "fp16, transposed": ("fp16", 64, 64, True, 4, 144)}
 MORE = {
-    "bf16, narrow": ("bf16", 128, 16, False, 8),
-    "bf16, wide": ("bf16", 128, 128, False, 8),
-    "fp32": ("fp32", 64, 64, False, 4),
+    "bf16": ("bf16", 128, 64, False, 8, 136),
+    "bf16, wide": ("bf16", 128, 128, False, 8, 176),
+    "fp32, narrow": ("fp32", 64, 16, False, 4, 168),
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*TILES, *(pytest.param(n, marks=nightly) for n in MORE)])
-def test_bitmaps_use_tensor_cores(name):
-    kind, height, width, turned, warps = (TILES | MORE)[name]
-    types = {"masks": "*i32", "starts": "*i32", "partial": "*fp32"} | REST
+@pytest.mark.parametrize("target", TARGETS)
+def test_bitmaps_use_tensor_cores(name, target):
+    """Bits are counted before the loop and in it, once for eight elements, and each is loaded once."""
+    kind, height, width, turned, warps, registers = (TILES | MORE)[name]
+    types = {"masks": "*i64", "starts": "*i32", "partial": "*fp32"} | REST
     types |= dict.fromkeys(("values", "x", "out", "bias"), f"*{kind}")
     types |= dict.fromkeys(("high", "tiles", "x_row", "out_row", "k", "m", "share"), "i32")
     aligned = [*types.keys() - {"tiles", "share", "first", "second"}]
@@ -104,11 +107,13 @@ def test_bitmaps_use_tensor_cores(name):
         "x_column": 1,
         "out_column": 1,
     }
-    found = compiled(gpu.spmm_bitmap, types, constants, aligned, warps)
-    assert found.count("HGMMA") + found.count("HMMA") > 0
-    assert found.count("POPC") > 0
-    assert found.count("LDL") == found.count("STL") == 0, "registers do not hold a tile"
-    assert found.stack == 0
+    found = compiled(gpu.spmm_bitmap, types, constants, aligned, warps, target)
+    assert found.count("HGMMA" if target >= 90 else "HMMA") > 0
+    octets = height * 8 // (32 * warps)  # per thread
+    assert found.count("POPC") == 2 * 2 * octets
+    assert found.count("LDG") <= 8 * octets + 32  # bits, starts, x and the bias
+    assert found.count("LDL") == found.count("STL") == found.stack == 0, "registers do not hold a tile"
+    assert found.registers <= registers
 
 
 def test_sddmm_by_rows_loads_vectors():
@@ -123,7 +128,7 @@ def test_sddmm_by_rows_loads_vectors():
 
 
 def test_sddmm_by_tiles_uses_tensor_cores():
-    types = {"masks": "*i32", "starts": "*i32"} | dict.fromkeys(("a", "b", "out"), "*bf16")
+    types = {"masks": "*i64", "starts": "*i32"} | dict.fromkeys(("a", "b", "out"), "*bf16")
     types |= dict.fromkeys(("high", "a_row", "b_row", "m", "n", "k"), "i32")
     constants = {"HEIGHT": 128, "STEP": 64, "WIDE": False, "a_step": 1, "b_step": 1}
     found = compiled(gpu.sddmm_bitmap, types, constants, types, 4)
@@ -133,7 +138,7 @@ def test_sddmm_by_tiles_uses_tensor_cores():
 
 
 def test_the_dense_matrix_is_written_by_vectors():
-    types = {"masks": "*i32", "starts": "*i32", "values": "*bf16", "out": "*bf16"}
+    types = {"masks": "*i64", "starts": "*i32", "values": "*bf16", "out": "*bf16"}
     types |= dict.fromkeys(("high", "m", "k"), "i32")
     found = compiled(gpu.decompress, types, {"HEIGHT": 64}, types, 4)
     assert found.count("STG.E.128") > 0

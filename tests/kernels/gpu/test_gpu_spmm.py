@@ -284,7 +284,7 @@ def check_planted(device):
     wanted = w.double().numpy() @ np.ones((75, 3))
     form, found = formats_of(m), []
     tasks, bits = form.tasks(m, 8), form.bitmap(m)
-    bits.masks[0, 3, 0] &= bits.masks[0, 3, 0] - 1
+    bits.masks[0, 3] &= bits.masks[0, 3] - 1
     form._tasks[8, None] = tasks._replace(begins=tasks.begins[:-1])
     for choice in (ROWS[0], TILES[0]):
         with poisoned(device):

@@ -45,7 +45,7 @@ class Tasks(NamedTuple):
 
 
 class Bitmap(NamedTuple):
-    """masks [tiles, high, 2], starts [tiles, high] int32, as described in `kernels.gpu`."""
+    """masks [tiles, high] int64, starts [tiles, high] int32, as described in `kernels.gpu`."""
 
     masks: Tensor
     starts: Tensor
@@ -146,11 +146,9 @@ def bitmap_of(m: CsrMatrix) -> Bitmap | None:
     counts = torch.bincount(cell, minlength=tiles * high).view(tiles, high)
     starts = torch.nn.functional.pad(m.crow[:-1].long(), (0, high - rows))
     starts = starts + counts.cumsum(0) - counts
-    words = torch.zeros(tiles * high * 2, dtype=torch.int64, device=col.device)
-    words.index_add_(0, cell * 2 + col % TILE // 32, torch.ones_like(col) << col % 32)
-    words = torch.where(words >= 1 << 31, words - (1 << 32), words)  # as a signed 32-bit word
-    masks = words.to(torch.int32).view(tiles, high, 2)
-    return Bitmap(masks, starts.to(torch.int32), high, tiles)
+    masks = torch.zeros(tiles * high, dtype=torch.int64, device=col.device)
+    masks.index_add_(0, cell, torch.ones_like(col) << col % TILE)  # bit 63 is the sign
+    return Bitmap(masks.view(tiles, high), starts.to(torch.int32), high, tiles)
 
 
 def transpose_of(m: CsrMatrix) -> TransposedMatrix:

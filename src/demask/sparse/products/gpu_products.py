@@ -86,7 +86,7 @@ def _bitmap_kernels(task: str, m: CsrMatrix, n: int, processors: int) -> list[Ke
         high, tiles = -(-m.size[0] // height), -(-m.size[1] // TILE)
         blocks, steps = (tiles, high) if task == TRANSPOSED else (high, tiles)
         blocks *= -(-n // width)
-        for waves in (2, 1, 4):
+        for waves in (2, 4, 8, 1):
             split = max(1, min(waves * processors // blocks, steps // 4, 16))
             choices.append(KernelChoice("bitmap", height, width, warps, split))
     return list(dict.fromkeys(choices))
