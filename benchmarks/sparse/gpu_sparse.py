@@ -162,7 +162,7 @@ def measured(problem: Problem, device: str, seed: int, rounds: int, sweep: int =
             return row
         row.prepared = prepared(case, device, choice)
         calls = {}
-        for name, make in (who.CONTENDERS | {"demask": partial(who.ours, choice=choice)}).items():
+        for name, make in {**who.CONTENDERS, "demask": partial(who.ours, choice=choice)}.items():
             try:
                 products = make(case)
                 if name not in who.OTHERS:

@@ -116,32 +116,41 @@ def test_bitmaps_use_tensor_cores(name, target):
     assert found.registers <= registers
 
 
-def test_sddmm_by_rows_loads_vectors():
-    types = dict.fromkeys(("begins", "ends", "rows", "col"), "*i32")
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("target", TARGETS)
+def test_sddmm_by_rows_loads_vectors(target):
+    types = dict.fromkeys(("begins", "ends", "rows"), "*i32") | {"col": "*u16"}
     types |= dict.fromkeys(("a", "b", "out"), "*fp32") | dict.fromkeys(("a_row", "b_row", "k"), "i32")
     for entries, step, warps in ((32, 128, 4), (8, 128, 1)):
         constants = {"ENTRIES": entries, "STEP": step}
-        found = compiled(gpu.sddmm_rows, types, constants, types, warps)
+        found = compiled(gpu.sddmm_rows, types, constants, types, warps, target)
         assert found.count("LDG.E.128") >= entries * step // (32 * warps) // 4
         assert found.stack == 0
         assert found.registers <= 128
 
 
-def test_sddmm_by_tiles_uses_tensor_cores():
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("target", TARGETS)
+def test_sddmm_by_tiles_uses_tensor_cores(target):
     types = {"masks": "*i64", "starts": "*i32"} | dict.fromkeys(("a", "b", "out"), "*bf16")
     types |= dict.fromkeys(("high", "a_row", "b_row", "m", "n", "k"), "i32")
     constants = {"HEIGHT": 128, "STEP": 64, "WIDE": False, "a_step": 1, "b_step": 1}
-    found = compiled(gpu.sddmm_bitmap, types, constants, types, 4)
-    assert found.count("HGMMA") > 0
+    found = compiled(gpu.sddmm_bitmap, types, constants, types, 4, target)
+    assert found.count("HGMMA" if target >= 90 else "HMMA") > 0
+    assert found.count("POPC") == 2 * 8  # per octet, of which a thread has 8
+    assert found.registers <= 176
     assert found.count("LDG.E.128") >= 12
     assert found.stack == 0
 
 
-def test_the_dense_matrix_is_written_by_vectors():
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_dense_matrix_is_written_by_vectors(target):
     types = {"masks": "*i64", "starts": "*i32", "values": "*bf16", "out": "*bf16"}
     types |= dict.fromkeys(("high", "m", "k"), "i32")
-    found = compiled(gpu.decompress, types, {"HEIGHT": 64}, types, 4)
-    assert found.count("STG.E.128") > 0
+    found = compiled(gpu.decompress, types, {"HEIGHT": 64}, types, 4, target)
+    assert found.count("STG.E.128") == 4
+    assert found.count("LDS") == found.count("STS") == found.count("BAR") == 0
     assert found.stack == 0
 
 

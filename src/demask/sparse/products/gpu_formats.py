@@ -236,11 +236,12 @@ class MatrixFormats:
 
     def narrow(self, m: CsrMatrix) -> Tensor:
         """Columns as uint16 if there are at most 65,536, else as int32, at an aligned address."""
-        dtype = torch.uint16 if m.size[1] <= 1 << 16 else torch.int32
-        if m.col.dtype == dtype and m.col.data_ptr() % ALIGNED == 0 and m.col.is_contiguous():
+        is_short = m.size[1] <= 1 << 16
+        if not is_short and m.col.dtype == torch.int32 and m.col.data_ptr() % ALIGNED == 0 and m.col.is_contiguous():
             return m.col
         if "col" not in self._derived:
-            self._derived["col"] = m.col.to(dtype, copy=True).contiguous()
+            col = m.col.to(torch.int16 if is_short else torch.int32, copy=True).contiguous()
+            self._derived["col"] = col.view(torch.uint16) if is_short else col
         return self._derived["col"]
 
 
