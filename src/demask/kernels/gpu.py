@@ -191,7 +191,7 @@ def finish(
 # row, a vector each at a time; their sums are added once, after the loop: 1 for many columns of x,
 # whose rows fill the threads, and up to a warp for few. The start of a task is moved back to an
 # aligned position, from which columns and values are loaded as vectors; elements of the previous row
-# are masked. The next vectors are loaded before x is read by the columns of the current ones.
+# are masked.
 
 
 @triton.jit

@@ -78,7 +78,7 @@ def test_a_planted_fault_is_found():
 
 
 nightly = pytest.mark.nightly
-TILES = {"bf16, narrow": ("bf16", 128, 16, False, 8, 80), "fp16, transposed": ("fp16", 64, 64, True, 4, 144)}
+TILES = {"bf16, narrow": ("bf16", 128, 16, False, 8, 96), "fp16, transposed": ("fp16", 64, 64, True, 4, 144)}
 MORE = {
     "bf16": ("bf16", 128, 64, False, 8, 136),
     "bf16, wide": ("bf16", 128, 128, False, 8, 176),
