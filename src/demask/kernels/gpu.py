@@ -224,7 +224,7 @@ def spmm_rows(
     begins, ends, targets [tasks] int32: targets below zero (SPLIT) are the slots ~target of partial
     [slots, n] float32, written without bias and activation. col uint16 or int32; values and x [k, n]
     of one dtype, rows of x contiguous, and with several LANES padded: x [k, WIDTH]. col and values
-    are aligned to 16 bytes and readable up to the next multiple of 16. Program (g, t): tasks from
+    are aligned to 32 bytes and readable up to the next multiple of 32. Program (g, t): tasks from
     g * ROWS, columns from t * WIDTH.
     """
     count: tl.constexpr = ROWS * LANES  # pyright: ignore[reportAssignmentType]
