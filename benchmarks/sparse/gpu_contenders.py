@@ -3,7 +3,7 @@ that are called in turn, so that weights come from memory and not from the cache
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,8 @@ from benchmarks.sparse.gpu_problems import Problem
 from demask.sparse.csr_matrix import CsrMatrix, like
 from demask.sparse.products import gpu_formats as gpu_forms
 from demask.sparse.products import gpu_products as gpu
-from demask.sparse.products.gpu_formats import formats_of
+from demask.sparse.products.gpu_formats import formats_of, processors_of
+from demask.sparse.products.gpu_products import KernelChoice
 
 CACHES, MOST = 3, 12  # copies are larger than so many caches together, or there are so many
 BLOCK = 64  # of BSR
@@ -82,15 +83,34 @@ def bytes_of(m: CsrMatrix) -> int:
     return m.values.nbytes + m.size[0] * m.size[1] * 3 // 16
 
 
-def ours(case: Case) -> Calls:
-    """demask, as a layer calls it: tokens side by side."""
+def matrices(case: Case) -> list[CsrMatrix]:
+    """Copies of a problem's matrix."""
     first = rows_of(case.w)
-    several = [first] + [copied(first) for _ in range(copies(case, bytes_of(first)) - 1)]
+    return [first] + [copied(first) for _ in range(copies(case, bytes_of(first)) - 1)]
+
+
+def ours(case: Case, several: Sequence[CsrMatrix] = (), choice: KernelChoice | None = None) -> Calls:
+    """demask, as a layer calls it: tokens side by side. several: copies of the matrix, else new ones.
+    choice: a kernel, else the one that is chosen by measuring."""
+    several = several or matrices(case)
     if case.problem.task == "sddmm":
         assert case.y is not None
-        return [partial(gpu.sddmm, m, case.y, case.x) for m in several]
+        return [partial(gpu.sddmm, m, case.y, case.x, choice) for m in several]
     call = gpu.spmm_transposed if case.problem.task == "transposed" else gpu.spmm
-    return [partial(call, m, lain(case.x)) for m in several]
+    return [partial(call, m, lain(case.x), choice=choice) for m in several]
+
+
+def configurations(case: Case) -> list[KernelChoice]:
+    """Our kernels that may be the fastest."""
+    m = rows_of(case.w)
+    has_bits = formats_of(m).bitmap(m) is not None
+    return gpu.candidates(case.problem.task, m, case.problem.n, has_bits, processors_of(case.w.device))
+
+
+def words(choice: KernelChoice) -> str:
+    """A kernel as text: its kind, tile, parts and warps."""
+    kind, height, width, warps, split = choice
+    return kind if kind == "dense" else f"{kind} {height}×{width}×{split} w{warps}"
 
 
 def forget() -> None:
@@ -103,25 +123,24 @@ def lain(x: Tensor) -> Tensor:
     return x.t().contiguous().t()
 
 
-def ours_poisoned(case: Case) -> tuple[Tensor, str]:
-    """The result in memory that was filled with NaN, and the kernel that computed it."""
+def ours_poisoned(case: Case, choice: KernelChoice | None = None) -> tuple[Tensor, str]:
+    """The result in memory that was filled with NaN, and the kernel that computed it: `choice`, else
+    the one that is chosen by measuring."""
     m, task = rows_of(case.w), case.problem.task
     if task == "sddmm":
         assert case.y is not None
-        choice = gpu.select_kernel(task, m, case.y, case.x)
+        choice = choice or gpu.select_kernel(task, m, case.y, case.x)
         out = torch.full_like(m.values, torch.nan)
         result = gpu.run_sddmm(m, formats_of(m), case.y, case.x, choice, out)
     else:
         x = lain(case.x)
-        choice = gpu.select_kernel(task, m, x)
+        choice = choice or gpu.select_kernel(task, m, x)
         out = like(x, len(case.wanted), x.shape[1]).fill_(torch.nan)
         if task == "transposed":
             result = gpu.run_transposed(m, formats_of(m), x, choice, out)
         else:
             result = gpu.run(m, formats_of(m), x, None, None, choice, out)
-    kind = choice.kind
-    words = "" if kind == "dense" else f" {choice.height}×{choice.width}×{choice.split}"
-    return result, f"{kind}{words}"
+    return result, words(choice)
 
 
 def dense(case: Case) -> Calls:

@@ -75,6 +75,11 @@ def draw_mask(m: int, k: int, sparsity: float, generator: torch.Generator) -> Te
     return size > sample[int(sparsity * (len(sample) - 1))]
 
 
+def layer(task: str, m: int, k: int, n: int, sparsity: float, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    """A layer of a language model with random weights."""
+    return Problem("A", "layer", task, m, k, n, sparsity, dtype, partial(draw_mask, m, k, sparsity))
+
+
 def layers(
     sizes: Sequence[tuple[int, int]] = LAYERS,
     columns: Sequence[int] = COLUMNS,
@@ -87,8 +92,7 @@ def layers(
         tasks += [("transposed", middle), ("sddmm", middle)] if n in (columns[0], 256) else []
         for sparsity in sparsities:
             for task, (m, k) in tasks:
-                mask = partial(draw_mask, m, k, sparsity)
-                yield Problem("A", "layer", task, m, k, n, sparsity, torch.bfloat16, mask)
+                yield layer(task, m, k, n, sparsity)
 
 
 def stored(path: Path, name: str, generator: torch.Generator) -> Tensor:
@@ -97,9 +101,9 @@ def stored(path: Path, name: str, generator: torch.Generator) -> Tensor:
         return dlmc.parsed(archive.read(name).decode()).to(generator.device)
 
 
-def pruned(path: Path, every: int) -> Iterator[Problem]:
-    """Suite B: every so many matrices of the collection, float32: Transformers with 256 and 2048
-    columns, ResNet-50 with as many as a picture has pixels there."""
+def pruned(path: Path, every: int, columns: Sequence[int] = ()) -> Iterator[Problem]:
+    """Suite B: every so many matrices of the collection, float32, with these numbers of columns, else
+    Transformers with 256 and 2048, ResNet-50 with as many as a picture has pixels there."""
     with ZipFile(path) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".smtx"))
         heads = {name: archive.read(name).split(b"\n", 1)[0].decode() for name in names[::every]}
@@ -107,8 +111,7 @@ def pruned(path: Path, every: int) -> Iterator[Problem]:
         m, k, count = (int(word) for word in head.replace(",", " ").split())
         network, short = name.split("/")[0], Path(name).stem
         pixels = [n for group, n in PIXELS.items() if group in short] or [12544]
-        columns = (256, 2048) if network == "transformer" else pixels
-        for n in columns:
+        for n in columns or ((256, 2048) if network == "transformer" else pixels):
             mask, sparsity = partial(stored, path, name), 1 - count / (m * k)
             kind = f"{network} {short.replace('_fully_connected', '')[-40:]}"
             yield Problem("B", kind, "spmm", m, k, n, sparsity, torch.float32, mask)

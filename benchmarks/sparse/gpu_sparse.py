@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, zip_longest
 from math import exp, log
 from pathlib import Path
@@ -42,6 +43,7 @@ BENCHMARK = Benchmark(
 
 if TYPE_CHECKING:
     from benchmarks.sparse.gpu_contenders import Case
+    from demask.sparse.products.gpu_products import KernelChoice
 
 ROUNDS, CALLS = 25, 12
 LONG = 0.02  # seconds of a graph; longer ones are replayed less often
@@ -52,7 +54,8 @@ PEERS = ("cuBLAS", "cuBLAS TF32", "cuSPARSE", "2:4", "BSR")
 @dataclass(slots=True)
 class Row:
     """What came out: the seconds of a call of each, who computed ours, the seconds of its first
-    call for a new matrix, why others did not run, and the error of each that was compared."""
+    call for a new matrix, why others did not run, and the error of each that was compared. swept: the
+    seconds of our kernels, by their words."""
 
     problem: Problem
     nonzeros: int = 0
@@ -61,6 +64,7 @@ class Row:
     seconds: dict[str, Timing] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
+    swept: dict[str, Timing] = field(default_factory=dict)
 
 
 def recorded(calls: list[Callable[[], object]], device: str) -> tuple[Callable[[], object], int]:
@@ -134,16 +138,21 @@ def precise(yes: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
-    """One problem: built, compared, timed. Where ours is wrong or fails, nothing is timed."""
+def measured(problem: Problem, device: str, seed: int, rounds: int, sweep: int = 0) -> Row:
+    """One problem: built, compared, timed. Where ours is wrong or fails, nothing is timed.
+
+    sweep: rounds in which all our kernels are timed first; the fastest of them is then ours. 0: the
+    kernel is chosen as users' calls choose it.
+    """
     from benchmarks.sparse import gpu_contenders as who
 
     case = who.build_case(problem, device, seed)
     row = Row(problem, int(case.w.count_nonzero()))
     limit = ALLOWED[problem.dtype]
     with torch.no_grad(), precise(True):
+        choice = swept(case, device, sweep, row) if sweep else None
         try:
-            result, row.choice = who.ours_poisoned(case)
+            result, row.choice = who.ours_poisoned(case, choice)
             row.errors["demask"] = who.error(case, result)
         except Exception as failure:
             row.not_run["demask"] = f"{type(failure).__name__}: {failure}"[:300]
@@ -151,9 +160,9 @@ def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
         if not row.errors["demask"] <= limit:
             row.not_run["demask"] = f"{row.choice} is wrong by {row.errors['demask']:.1e}"
             return row
-        row.prepared = prepared(case, device)
+        row.prepared = prepared(case, device, choice)
         calls = {}
-        for name, make in who.CONTENDERS.items():
+        for name, make in {**who.CONTENDERS, "demask": partial(who.ours, choice=choice)}.items():
             try:
                 products = make(case)
                 if name not in who.OTHERS:
@@ -167,25 +176,50 @@ def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
     return row
 
 
-def prepared(case: Case, device: str) -> float:
+def swept(case: Case, device: str, rounds: int, row: Row) -> KernelChoice | None:
+    """The fastest of our kernels that are right; their seconds and failures are entered into a row."""
+    from benchmarks.sparse import gpu_contenders as who
+
+    several, calls, limit = who.matrices(case), {}, ALLOWED[case.problem.dtype]
+    choices = {who.words(choice): choice for choice in who.configurations(case)}
+    for name, choice in choices.items():
+        try:
+            error = who.error(case, who.ours_poisoned(case, choice)[0])
+            if not error <= limit:
+                raise who.NotRun(f"is wrong by {error:.1e}")
+            calls[name] = who.ours(case, several, choice)
+        except Exception as failure:
+            row.not_run[name] = f"{failure}"[:120] or type(failure).__name__
+    row.swept = timed(calls, device, rounds, row.not_run)
+    fastest = min(row.swept, key=lambda name: row.swept[name].median, default="")
+    return choices.get(fastest)
+
+
+def prepared(case: Case, device: str, choice: KernelChoice | None = None) -> float:
     """Seconds of the first call for a matrix of which nothing is known but its kind."""
     from benchmarks.sparse import gpu_contenders as who
 
-    calls = who.ours(case)
+    calls = who.ours(case, choice=choice)
     calls[0]()
     who.forget()
     return taken(calls[0], device)
 
 
-def rows(problems: Iterable[Problem], options: argparse.Namespace) -> tuple[list[Row], list[str]]:
-    """What there was time for, and the titles of what there was not."""
+def rows(
+    problems: Iterable[Problem],
+    options: argparse.Namespace,
+    sweep: int = 0,
+    done: Callable[[list[Row]], object] = lambda _: None,
+) -> tuple[list[Row], list[str]]:
+    """What there was time for, and the titles of what there was not. done: called after each row."""
     begin, results, left = perf_counter(), [], []
     for problem in problems:
         if perf_counter() - begin > options.seconds:
             left.append(problem.title)
             continue
-        row = measured(problem, options.device, options.seed, options.rounds)
+        row = measured(problem, options.device, options.seed, options.rounds, sweep)
         results.append(row)
+        done(results)
         times = {who: f"{1e6 * timing.median:.1f}" for who, timing in row.seconds.items()}
         words = row.not_run.get("demask", f"{row.choice}; microseconds {times}")
         print(f"{problem.title}: {words}", flush=True)
@@ -311,12 +345,18 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = arguments()
-    if options.device == "cpu" and "TRITON_INTERPRET" not in os.environ:
+def interpret(name: str) -> None:
+    """Start a benchmark again, in Triton's interpreter."""
+    if "TRITON_INTERPRET" not in os.environ:
         # it counts when Triton is imported, which torch may have done
         os.environ["TRITON_INTERPRET"] = "1"
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks", "run", "gpu_sparse", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks", "run", name, *sys.argv[1:]])
+
+
+def main() -> None:
+    options = arguments()
+    if options.device == "cpu":
+        interpret("gpu_sparse")
     suites = [list(layers())] if options.device == "cuda" else [tiny()]
     if options.data:
         suites.append(list(pruned(options.data / "dlmc_subset.zip", options.every)))

@@ -98,6 +98,7 @@ PLACES: tuple[tuple, ...] = (
      ("off by one", "while distance < self.lanes:")),
     ("kernels/gpu.py", "gpu_spmm gpu_ops", ("guard", "        if BIASED:")),
     ("kernels/gpu.py", "gpu_spmm", ("guard", "is_row = valid & (target >= 0)\n    if SPLIT:")),
+    ("kernels/gpu.py", "gpu_spmm", ("off by one", "there = (position + j >= begin) & (position + j < end)")),
     # sparse
     ("sparse/plan/layers/dense_layer.py", "dense_channels",
      ("rounding", "count = -(-len(block.rows) // isa.lanes) * isa.lanes"),
@@ -112,8 +113,8 @@ PLACES: tuple[tuple, ...] = (
       "return [(0, images, runs)] + ([(runs * images, remainder, 1)] if remainder else [])")),
     ("sparse/plan/segment_plan.py", "static_inputs",
      ("guard", "if converted is None or not converted.are_current(tensors):")),
-    ("sparse/products/gpu_formats.py", "gpu_forms gpu_spmm", ("off by one",
-     "words = torch.where(words >= 1 << 31, words - (1 << 32), words)  # as a signed 32-bit word")),
+    ("sparse/products/gpu_formats.py", "gpu_forms gpu_spmm",
+     ("sign", "starts = starts + counts.cumsum(0) - counts")),
     ("sparse/segment/build_segments.py", "match_calls sparse_op sparse_segments", ("off by one", "result[rows < 0] = 0")),
     ("sparse/segment/match_calls.py", "match_calls sparse_op sparse_segments",
      ("sign", "shift = shift if bias is None else shift + bias.double()")),

@@ -187,71 +187,80 @@ def finish(
 #     Gale, Zaharia, Young, Elsen: Sparse GPU Kernels for Deep Learning, SC20 (arXiv 2006.10901)
 #
 # Tasks are rows, or parts of long ones, sorted by length. A program computes ROWS of them together,
-# so that its threads load full vectors even with few columns. The start of a task is moved back to
-# an aligned position, from which columns and values are loaded as vectors; elements of the previous
-# row are masked.
-
-VECTOR = tl.constexpr(4)  # nonzeros per load: 16 bytes of columns
+# so that its threads load full vectors even with few columns. LANES lanes share the nonzeros of a
+# row, a vector each at a time; their sums are added once, after the loop: 1 for many columns of x,
+# whose rows fill the threads, and up to a warp for few. The start of a task is moved back to an
+# aligned position, from which columns and values are loaded as vectors; elements of the previous row
+# are masked.
 
 
 @triton.jit
-def four(t, ROWS: tl.constexpr):
-    """The four columns of t [ROWS, 4], each [ROWS]."""
-    even, odd = tl.split(tl.reshape(t, [ROWS, 2, 2]))
+def four(t, COUNT: tl.constexpr):
+    """The four columns of t [COUNT, 4], each [COUNT]."""
+    even, odd = tl.split(tl.reshape(t, [COUNT, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
 
 
 @triton.jit
-def added(total, value, column, there, x, x_row, columns, inside):
-    """total + value * x[column] where `there` is set; other elements are not read."""
-    address = x + column.to(tl.int64)[:, None] * x_row + columns[None, :]
-    row = tl.load(address, mask=there[:, None] & inside[None, :], other=0.0)
-    return total + value[:, None] * row.to(tl.float32)
+def eight(t, COUNT: tl.constexpr):
+    """The eight columns of t [COUNT, 8], each [COUNT]."""
+    even, odd = tl.split(tl.reshape(t, [COUNT, 4, 2]))
+    t0, t2, t4, t6 = four(even, COUNT)
+    t1, t3, t5, t7 = four(odd, COUNT)
+    return t0, t1, t2, t3, t4, t5, t6, t7
 
 
 @triton.jit
 def spmm_rows(
     begins, ends, targets, tasks, col, values, x, x_row, out, out_row, out_column, partial, bias,
     first, second, n,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, BIASED: tl.constexpr,
-    ACT: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+    BIASED: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
     """out[target] = act(bias[target] + sum of values * x[col] over the nonzeros of a task).
 
     begins, ends, targets [tasks] int32: targets below zero (SPLIT) are the slots ~target of partial
-    [slots, n] float32, written without bias and activation. col int32; values and x [k, n] of one
-    dtype, rows of x contiguous; col and values aligned to 16 bytes and readable up to the next
-    multiple of 16. Program (g, t): tasks from g * ROWS, columns from t * WIDTH.
+    [slots, n] float32, written without bias and activation. col uint16 or int32; values and x [k, n]
+    of one dtype, rows of x contiguous, and with several LANES padded: x [k, WIDTH]. col and values
+    are aligned to 32 bytes and readable up to the next multiple of 32. Program (g, t): tasks from
+    g * ROWS, columns from t * WIDTH.
     """
-    task = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    valid = task < tasks
-    begin = tl.load(begins + task, mask=valid, other=0)
-    end = tl.load(ends + task, mask=valid, other=0)
+    count: tl.constexpr = ROWS * LANES  # pyright: ignore[reportAssignmentType]
+    # 16 bytes of 16-bit columns; for one lane fewer, as each of its threads loads all of them
+    vector: tl.constexpr = 4 if LANES == 1 else 8  # pyright: ignore[reportAssignmentType]
+    pitch = x_row if LANES == 1 else WIDTH
+    strand = tl.arange(0, count)
+    task = tl.program_id(0) * ROWS + strand // LANES
+    begin = tl.load(begins + task, mask=task < tasks, other=0)
+    end = tl.load(ends + task, mask=task < tasks, other=0)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = columns < n
-    total = tl.zeros([ROWS, WIDTH], tl.float32)
-    lane = tl.arange(0, VECTOR)
-    aligned = begin // VECTOR * VECTOR
+    total = tl.zeros([count, WIDTH], tl.float32)
+    aligned = begin // vector * vector
     steps = tl.max(end - aligned, axis=0)
+    lane = aligned + strand % LANES * vector
     step = 0
     while step < steps:  # pyright: ignore[reportOperatorIssue]
+        position = lane + step
         # vectors of a finished task are not loaded: the mask is the same for a full vector
-        position = (aligned + step)[:, None] + lane[None, :]
-        unfinished = tl.broadcast_to((aligned + step < end)[:, None], [ROWS, VECTOR])
-        column = tl.load(col + position, mask=unfinished, other=0)
-        value = tl.load(values + position, mask=unfinished, other=0.0).to(tl.float32)
-        there = ((position >= begin[:, None]) & (position < end[:, None])).to(tl.int32)
-        value = tl.where(there != 0, value, 0.0)  # values of other rows may be infinite
-        c0, c1, c2, c3 = four(column, ROWS)
-        v0, v1, v2, v3 = four(value, ROWS)
-        t0, t1, t2, t3 = four(there, ROWS)
-        total = added(total, v0, c0, t0 != 0, x, x_row, columns, inside)
-        total = added(total, v1, c1, t1 != 0, x, x_row, columns, inside)
-        total = added(total, v2, c2, t2 != 0, x, x_row, columns, inside)
-        total = added(total, v3, c3, t3 != 0, x, x_row, columns, inside)
-        step += VECTOR
+        unfinished = tl.broadcast_to((position < end)[:, None], [count, vector])
+        elements = position[:, None] + tl.arange(0, vector)[None, :]
+        column = tl.load(col + elements, mask=unfinished, other=0)
+        value = tl.load(values + elements, mask=unfinished, other=0.0)
+        c, v = (four(column, count), four(value, count)) if LANES == 1 else (eight(column, count), eight(value, count))
+        for j in tl.static_range(vector):  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
+            there = (position + j >= begin) & (position + j < end)
+            read = there[:, None] & inside[None, :] if LANES == 1 else there[:, None]
+            row = x + c[j].to(tl.int64)[:, None] * pitch + columns[None, :]
+            row = tl.load(row, mask=read, other=0.0).to(tl.float32)
+            total += tl.where(there, v[j].to(tl.float32), 0.0)[:, None] * row  # other rows may have infinite values
+        step += LANES * vector
+    if LANES > 1:
+        total = tl.sum(tl.reshape(total, [ROWS, LANES, WIDTH]), axis=1)
+    task = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = task < tasks
     target = tl.load(targets + task, mask=valid, other=0)
     is_row = valid & (target >= 0)
     if SPLIT:
@@ -267,16 +276,19 @@ def spmm_rows(
 
 # SpMM and SDDMM with a sparse matrix stored as a bitmap and its CSR values, and the dense matrix.
 #
-# Tile t is 64 columns wide. For each row it has two words of bits, and the position of its first
-# value in CSR:
+# Tile t is 64 columns wide. For each row it has a word of bits, and the position of its first value
+# in CSR:
 #
-#     masks [tiles, rows, 2] int32        bit j of word h: is there an entry at column 64 t + 32 h + j
+#     masks [tiles, rows] int64           bit j: is there an entry at column 64 t + j
 #     starts [tiles, rows] int32          position of the first of them among the values of CSR
 #
 # The values stay in CSR order: trained values are not copied, and no column index is stored twice. At
 # density d of 16-bit values that is 2 d + 3/16 bytes per element; the dense matrix has 2.
 # Load as sparse, compute as dense: Xia et al., Flash-LLM, VLDB 2024 (arXiv 2309.10285); bits in place
 # of columns: Fan et al., SpInfer, EuroSys 2025.
+#
+# A thread decodes an octet, eight elements of a row: it counts the bits before them once, and from one
+# element to the next adds a bit.
 
 TILE = tl.constexpr(64)  # columns
 LONG = tl.constexpr(128)  # rows are padded to a multiple of this
@@ -284,38 +296,49 @@ LONG = tl.constexpr(128)  # rows are padded to a multiple of this
 
 @triton.jit
 def ones(word):
-    """Number of set bits of a uint32; LLVM compiles it to one POPC."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return (word * 0x01010101) >> 24
+    """Number of set bits of a uint64; LLVM compiles it to two POPC."""
+    word = word - ((word >> 1) & 0x5555555555555555)
+    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return (word * 0x0101010101010101) >> 56
 
 
 @triton.jit
-def positions(masks, starts, tile, rows, high, HEIGHT: tl.constexpr):
-    """(position of the value of each element, whether it exists), both [HEIGHT, 64].
+def octets(masks, starts, tile, first, high, HEIGHT: tl.constexpr):
+    """(position of the first value, bits) of each octet of a tile, [HEIGHT * 8] int32.
 
-    high: number of rows, padded.
+    first: row of the tile's first. high: number of rows, padded.
     """
-    row = tile.to(tl.int64) * high + rows
-    halves = tl.arange(0, 2)
-    word = tl.load(masks + row[:, None] * 2 + halves[None, :]).to(tl.uint32, bitcast=True)
-    low = tl.load(masks + row * 2).to(tl.uint32, bitcast=True)
-    start = tl.load(starts + row)
-    before = tl.where(halves[None, :] == 1, ones(low).to(tl.int32)[:, None], 0)
-    first = start[:, None] + before
-    bit = tl.arange(0, 32).to(tl.uint32)[None, None, :]
-    exists = (word[:, :, None] >> bit) & 1
-    below = word[:, :, None] & ((tl.full([1, 1, 1], 1, tl.uint32) << bit) - 1)
-    position = first[:, :, None] + ones(below).to(tl.int32)
-    return tl.reshape(position, [HEIGHT, 64]), tl.reshape(exists, [HEIGHT, 64]) != 0
+    octet = tl.arange(0, HEIGHT * 8)
+    row = tile.to(tl.int64) * high + first + octet // 8
+    shift = (octet % 8 * 8).to(tl.uint64)
+    word = tl.load(masks + row).to(tl.uint64, bitcast=True)
+    below = word & ((tl.full([HEIGHT * 8], 1, tl.uint64) << shift) - 1)
+    position = tl.load(starts + row) + ones(below).to(tl.int32)
+    return position, (word >> shift).to(tl.int32) & 255
 
 
 @triton.jit
-def spread(masks, starts, values, tile, rows, high, HEIGHT: tl.constexpr):
-    """Tile `tile` of the dense matrix, [HEIGHT, 64]."""
-    position, exists = positions(masks, starts, tile, rows, high, HEIGHT)
-    return tl.load(values + position, mask=exists, other=0.0)
+def taken(values, position, bits, J: tl.constexpr):
+    """(element J of each octet, the position of the next)."""
+    exists = (bits >> J) & 1
+    return tl.load(values + position, mask=exists != 0, other=0.0), position + exists
+
+
+@triton.jit
+def spread(values, position, bits, HEIGHT: tl.constexpr):
+    """A tile of the dense matrix, [HEIGHT, 64], from its octets."""
+    v0, position = taken(values, position, bits, tl.constexpr(0))
+    v1, position = taken(values, position, bits, tl.constexpr(1))
+    v2, position = taken(values, position, bits, tl.constexpr(2))
+    v3, position = taken(values, position, bits, tl.constexpr(3))
+    v4, position = taken(values, position, bits, tl.constexpr(4))
+    v5, position = taken(values, position, bits, tl.constexpr(5))
+    v6, position = taken(values, position, bits, tl.constexpr(6))
+    v7, position = taken(values, position, bits, tl.constexpr(7))
+    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    return tl.reshape(tl.join(even, odd), [HEIGHT, 64])
 
 
 @triton.jit
@@ -340,7 +363,7 @@ def spmm_bitmap(
     Program (r, t, s): rows from r * HEIGHT (TRANSPOSED: the 64 columns of tile r), columns from t *
     WIDTH, steps s * share to (s + 1) * share of the sum: tiles of w (TRANSPOSED: HEIGHT rows of
     it). SPLIT: sums are written to partial [s, m, n] in float32, without bias and activation. The
-    next tile is loaded before the product with the current one.
+    bits of the next tile are loaded together with the values of the current one.
     """
     block, part = tl.program_id(0), tl.program_id(2)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -353,23 +376,18 @@ def spmm_bitmap(
     total = tl.zeros([wide, WIDTH], tl.float32)
     lane = tl.arange(0, length)
     across = columns.to(tl.int64)[None, :] * x_column
-    rows = tl.arange(0, HEIGHT)
-    if TRANSPOSED:
-        current = spread(masks, starts, values, block, step * HEIGHT + rows, high, HEIGHT)
-    else:
-        current = spread(masks, starts, values, step, block * HEIGHT + rows, high, HEIGHT)
+    tile, first_row = (block, step * HEIGHT) if TRANSPOSED else (step, block * HEIGHT)
+    position, bits = octets(masks, starts, tile, first_row, high, HEIGHT)
     while step < stop:
         along = step * length + lane
         valid = (along < k)[:, None] & inside[None, :]
         part_x = tl.load(x + along.to(tl.int64)[:, None] * x_row + across, mask=valid, other=0.0)
-        ahead = tl.minimum(step + 1, stop - 1)
-        if TRANSPOSED:
-            following = spread(masks, starts, values, block, ahead * HEIGHT + rows, high, HEIGHT)
-        else:
-            following = spread(masks, starts, values, ahead, block * HEIGHT + rows, high, HEIGHT)
-        total = multiplied(current, part_x, total, TRANSPOSED, WIDE)
-        current = following
+        w = spread(values, position, bits, HEIGHT)
         step += 1
+        following = tl.minimum(step, stop - 1)
+        tile, first_row = (block, following * HEIGHT) if TRANSPOSED else (following, block * HEIGHT)
+        position, bits = octets(masks, starts, tile, first_row, high, HEIGHT)
+        total = multiplied(w, part_x, total, TRANSPOSED, WIDE)
     row = block * wide + tl.arange(0, wide)
     inside_out = (row < m)[:, None] & inside[None, :]
     if SPLIT:
@@ -386,9 +404,10 @@ def spmm_bitmap(
 @triton.jit
 def decompress(masks, starts, values, high, out, m, k, HEIGHT: tl.constexpr):
     """out [m, k] contiguous: the dense matrix. Program (r, t): rows from r * HEIGHT of tile t."""
-    rows = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
-    tile = tl.program_id(1)
-    dense = spread(masks, starts, values, tile, rows, high, HEIGHT)
+    first, tile = tl.program_id(0) * HEIGHT, tl.program_id(1)
+    position, bits = octets(masks, starts, tile, first, high, HEIGHT)
+    dense = spread(values, position, bits, HEIGHT)
+    rows = first + tl.arange(0, HEIGHT)
     columns = tile * 64 + tl.arange(0, 64)
     inside = (rows < m)[:, None] & (columns < k)[None, :]
     tl.store(out + rows.to(tl.int64)[:, None] * k + columns[None, :], dense, mask=inside)
@@ -420,7 +439,8 @@ def sddmm_bitmap(
     Program (t, r): rows from r * HEIGHT of tile t.
     """
     tile = tl.program_id(0)
-    rows = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)
+    first_row = tl.program_id(1) * HEIGHT
+    rows = first_row + tl.arange(0, HEIGHT)
     columns = tile * 64 + tl.arange(0, 64)
     total = tl.zeros([HEIGHT, 64], tl.float32)
     from_a = a + rows.to(tl.int64)[:, None] * a_row
@@ -437,8 +457,12 @@ def sddmm_bitmap(
         )
         total = multiplied(left, right, total, TRANSPOSED=False, WIDE=WIDE)  # pyright: ignore
         step += STEP
-    position, exists = positions(masks, starts, tile, rows, high, HEIGHT)
-    tl.store(out + position, total.to(out.dtype.element_ty), mask=exists)
+    position, bits = octets(masks, starts, tile, first_row, high, HEIGHT)
+    elements = eight(tl.reshape(total.to(out.dtype.element_ty), [HEIGHT * 8, 8]), HEIGHT * 8)
+    for j in tl.static_range(8):  # pyright: ignore[reportGeneralTypeIssues]
+        exists = (bits >> j) & 1
+        tl.store(out + position, elements[j], mask=exists != 0)
+        position += exists
 
 
 # SDDMM by 1-D tiles of nonzeros: each task computes a few entries of one row of the output.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import doctest
+import json
+from unittest import mock
 
 import pytest
 import torch
 
 import dlmc
 from benchmarks.common.ledger import Table
-from benchmarks.sparse import gpu_problems, gpu_sparse
+from benchmarks.sparse import gpu_problems, gpu_session, gpu_sparse
 from demask.machine.clock import Timing
 from interpreted import run_on
 
@@ -40,8 +42,8 @@ def check(device, task):
     row = gpu_sparse.measured(found[task], device, 0, 1)
     honest = gpu_contenders.ours_poisoned
 
-    def wrong(case):
-        result, words = honest(case)
+    def wrong(case, choice=None):
+        result, words = honest(case, choice)
         result.view(-1)[3] = torch.nan
         return result, words
 
@@ -66,6 +68,37 @@ def test_nothing_wrong_is_timed():
     table = page.parts[2]
     assert isinstance(table, Table)
     assert [cells[0] for cells in table.rows] == [row.problem.title]
+
+
+def check_sweep(device):
+    """All our kernels on a small layer, without copies of its weights."""
+    from benchmarks.sparse import gpu_contenders
+
+    with mock.patch.object(gpu_contenders, "MOST", 1):
+        return gpu_sparse.measured(gpu_problems.layer("spmm", 64, 64, 1, 0.9), device, 0, 1, sweep=1)
+
+
+@pytest.mark.nightly
+def test_a_session_times_every_kernel():
+    row = run_on("cpu", check_sweep)
+    assert {name.split()[0] for name in row.swept} == {"rows", "bitmap", "dense"}
+    assert row.choice == min(row.swept, key=lambda name: row.swept[name].median)
+    line = json.loads(gpu_session.stored(row))
+    assert line["product"] == row.problem.title
+    assert line["swept"].keys() == row.swept.keys()
+    cells = gpu_session.network(0.7, 2, "cpu", 1, (1, 32, 48))
+    assert cells[5] < 0.02  # bfloat16
+    parts = gpu_session.page([row], [], [cells], "not run").parts
+    assert [len(part.rows) for part in parts if isinstance(part, Table)][1:] == [1, 1, len(row.swept)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_session_without_a_gpu_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["gpu_session", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        gpu_session.main()
+    assert "expected a GPU that torch sees" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_means_are_geometric():

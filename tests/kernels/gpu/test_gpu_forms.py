@@ -101,7 +101,7 @@ def spread(m: CsrMatrix) -> torch.Tensor:
         for row in range(bits.high):
             place = int(bits.starts[tile, row])
             for bit in range(64):
-                if int(bits.masks[tile, row, bit // 32]) >> bit % 32 & 1:
+                if int(bits.masks[tile, row]) >> bit & 1:
                     made[row, tile * 64 + bit] = m.values[place]
                     place += 1
     return made

@@ -19,6 +19,8 @@ from sparse_cases import matrix
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 nightly = pytest.mark.nightly
 ROWS = [KernelChoice("rows", 8, 32, 1), KernelChoice("rows", 1, 128, 1), KernelChoice("rows", 32, 8, 2)]
+FEW = {n: KernelChoice("rows", *shape) for n, shape in {1: (1, 1, 1, 32), 2: (4, 2, 2, 16), 4: (4, 4, 1, 8)}.items()}
+FEW[8] = KernelChoice("rows", 16, 8, 4, 8)
 TILES = [KernelChoice("bitmap", 128, 32, 4), KernelChoice("bitmap", 64, 16, 4, 3)]
 
 
@@ -83,7 +85,8 @@ def test_columns_of_x(device, n, choice):
 
 
 def test_a_row_that_several_tasks_share(device):
-    run_on(device, check, "one long row", torch.float32, 3, ROWS[2], None)
+    for choice in (ROWS[2], FEW[4]):
+        run_on(device, check, "one long row", torch.float32, 3, choice, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -92,7 +95,7 @@ def test_narrow_types(device, dtype, choice):
     run_on(device, check, "odd", dtype, 5, choice, ("gelu", ()))
 
 
-@pytest.mark.parametrize("choice", [ROWS[0], TILES[0]], ids=str)
+@pytest.mark.parametrize("choice", [ROWS[0], FEW[8], TILES[0]], ids=str)
 def test_memory_that_begins_anywhere(device, choice):
     for shift in (1, 3):
         run_on(device, check, "empty rows", torch.float16, 8, choice, None, "columns", shift)
@@ -123,8 +126,48 @@ def check_unread(device, choice):
     assert error(found[others], wanted) <= CLOSE[torch.float32]
 
 
-def test_nothing_else_is_read(device):
-    run_on(device, check_unread, ROWS[0])
+@pytest.mark.parametrize("choice", [ROWS[0], FEW[4]], ids=str)
+def test_nothing_else_is_read(device, choice):
+    run_on(device, check_unread, choice)
+
+
+def many_columns() -> torch.Tensor:
+    w = torch.zeros(3, 65_539)
+    w[:, [0, 7, 65_535, 65_536, 65_538]] = matrix(3, 5, 0.8).to(w.dtype)
+    return w
+
+
+def check_few_columns(device, name, dtype, n):
+    """Columns that lanes of a warp sum: where x is not finite, too, as a sum over the nonzeros."""
+    from demask.sparse.products import gpu_products as gpu
+
+    torch.manual_seed(0)
+    w = (MATRICES | {"many columns": many_columns})[name]().to(dtype)
+    x, bias = torch.randn(w.shape[1], n).to(dtype), torch.randn(len(w)).to(dtype)
+    choice = FEW[1 << (n - 1).bit_length()]
+    for lies in ("columns", "rows"):
+        for special in ((), (torch.inf, -torch.inf, torch.nan)):
+            for k, value in enumerate(special[: len(x)]):
+                x[-1 - k] = value
+            terms = np.where(w[:, :, None] != 0, w[:, :, None].double() * x.double(), 0.0)
+            wanted = terms.sum(1) + bias.double().numpy()[:, None]
+            given = nowhere(x, device).t().contiguous().t() if lies == "rows" else nowhere(x, device)
+            with poisoned(device):
+                found = gpu.spmm(rows_of(w, device), given, nowhere(bias, device), None, choice)
+            finite = np.isfinite(wanted)
+            np.testing.assert_array_equal(found.cpu().double().numpy()[~finite], wanted[~finite])
+            largest = np.abs(wanted[finite]).max(initial=1e-30)
+            difference = np.abs(found.cpu().double().numpy()[finite] - wanted[finite]).max(initial=0)
+            # the sums are in float32; the interpreter cuts bfloat16 off, where GPUs round
+            assert difference / largest <= {torch.float32: 1e-6}.get(dtype, CLOSE[dtype])
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("name", [*MATRICES, "many columns"])
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_few_columns(device, name, n, dtype):
+    run_on(device, check_few_columns, name, dtype, n)
 
 
 def check_turned(device, name, dtype, choice):
@@ -188,7 +231,7 @@ def check_loose(device):
     assert formats_of(m).bitmap(m) is None
     assert torch.equal(gpu.densified(m).cpu(), w)
     assert {c.kind for c in candidates("spmm", m, 4, False, 4)} == {"rows", "dense"}
-    for choice in (ROWS[0], KernelChoice("dense")):
+    for choice in (ROWS[0], FEW[4], KernelChoice("dense")):
         found = gpu.spmm(m, x.to(device), choice=choice)
         assert error(found, (w @ x).double().numpy()) <= CLOSE[torch.float32]
 
@@ -241,7 +284,7 @@ def check_planted(device):
     wanted = w.double().numpy() @ np.ones((75, 3))
     form, found = formats_of(m), []
     tasks, bits = form.tasks(m, 8), form.bitmap(m)
-    bits.masks[0, 3, 0] &= bits.masks[0, 3, 0] - 1
+    bits.masks[0, 3] &= bits.masks[0, 3] - 1
     form._tasks[8, None] = tasks._replace(begins=tasks.begins[:-1])
     for choice in (ROWS[0], TILES[0]):
         with poisoned(device):

@@ -20,7 +20,8 @@ from demask.sparse.csr_matrix import CsrMatrix, row_of
 from demask.sparse.reference import check_indices
 
 TILE, LONG = 64, 128  # of a bitmap, as in `kernels.gpu`
-VECTOR = 4  # nonzeros per load
+VECTOR = 8  # nonzeros per load
+ALIGNED = 32  # bytes: a vector of 32-bit values or columns
 SHORTEST = 128  # nonzeros below which no row is split
 SHARES = 16  # fewest tasks per processor, if possible
 SIZES = 8  # entries of `MatrixFormats.cached`
@@ -44,7 +45,7 @@ class Tasks(NamedTuple):
 
 
 class Bitmap(NamedTuple):
-    """masks [tiles, high, 2], starts [tiles, high] int32, as described in `kernels.gpu`."""
+    """masks [tiles, high] int64, starts [tiles, high] int32, as described in `kernels.gpu`."""
 
     masks: Tensor
     starts: Tensor
@@ -145,11 +146,9 @@ def bitmap_of(m: CsrMatrix) -> Bitmap | None:
     counts = torch.bincount(cell, minlength=tiles * high).view(tiles, high)
     starts = torch.nn.functional.pad(m.crow[:-1].long(), (0, high - rows))
     starts = starts + counts.cumsum(0) - counts
-    words = torch.zeros(tiles * high * 2, dtype=torch.int64, device=col.device)
-    words.index_add_(0, cell * 2 + col % TILE // 32, torch.ones_like(col) << col % 32)
-    words = torch.where(words >= 1 << 31, words - (1 << 32), words)  # as a signed 32-bit word
-    masks = words.to(torch.int32).view(tiles, high, 2)
-    return Bitmap(masks, starts.to(torch.int32), high, tiles)
+    masks = torch.zeros(tiles * high, dtype=torch.int64, device=col.device)
+    masks.index_add_(0, cell, torch.ones_like(col) << col % TILE)  # bit 63 is the sign
+    return Bitmap(masks.view(tiles, high), starts.to(torch.int32), high, tiles)
 
 
 def transpose_of(m: CsrMatrix) -> TransposedMatrix:
@@ -236,11 +235,13 @@ class MatrixFormats:
         return self._cached[key]
 
     def narrow(self, m: CsrMatrix) -> Tensor:
-        """Columns as int32, at an aligned address."""
-        if m.col.dtype == torch.int32 and m.col.data_ptr() % 16 == 0 and m.col.is_contiguous():
+        """Columns as uint16 if there are at most 65,536, else as int32, at an aligned address."""
+        is_short = m.size[1] <= 1 << 16
+        if not is_short and m.col.dtype == torch.int32 and m.col.data_ptr() % ALIGNED == 0 and m.col.is_contiguous():
             return m.col
         if "col" not in self._derived:
-            self._derived["col"] = m.col.to(torch.int32, copy=True).contiguous()
+            col = m.col.to(torch.int16 if is_short else torch.int32, copy=True).contiguous()
+            self._derived["col"] = col.view(torch.uint16) if is_short else col
         return self._derived["col"]
 
 

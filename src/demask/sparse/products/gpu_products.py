@@ -24,18 +24,19 @@ from demask.kernels import gpu
 from demask.machine.cost import Costs, Question
 from demask.ops.activations import Act, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix, like, row_of
-from demask.sparse.products.gpu_formats import TILE, MatrixFormats, formats_of, processors_of
+from demask.sparse.products.gpu_formats import ALIGNED, TILE, MatrixFormats, formats_of, processors_of
 
 TRANSPOSED = "transposed"  # name of the transposed product in cost files
 CALLS = 12  # per measurement
 COPIES = 8  # most copies of a matrix, so that it is read from memory and not from the cache
 WIDEST = 128  # columns of a tile
+FEW_COLUMNS = ((8, 1), (16, 2), (32, 1), (8, 4))  # lanes that share a row, and warps, for at most 8 columns
 Run = Callable[["KernelChoice", CsrMatrix, MatrixFormats], object]
 
 
 class KernelChoice(NamedTuple):
     """kind: "rows", "bitmap" or "dense". height, width: of a tile; for SDDMM, entries (or rows) and
-    the step of the sum. split: parts of the sum.
+    the step of the sum. split: parts of the sum; for "rows", the lanes that share a row.
     """
 
     kind: str
@@ -66,7 +67,9 @@ def candidates(task: str, m: CsrMatrix, n: int, bits: bool, processors: int) -> 
 
 
 def _row_kernels(n: int) -> list[KernelChoice]:
-    width = min(max(_next_power_of_two(n), 8), WIDEST)
+    width = min(_next_power_of_two(n), WIDEST)
+    if width <= 8:
+        return [KernelChoice("rows", 32 * warps // lanes, width, warps, lanes) for lanes, warps in FEW_COLUMNS]
     return [
         KernelChoice("rows", area * warps // width, width, warps)
         for area, warps in ((256, 1), (128, 1), (256, 2), (512, 2))
@@ -83,7 +86,7 @@ def _bitmap_kernels(task: str, m: CsrMatrix, n: int, processors: int) -> list[Ke
         high, tiles = -(-m.size[0] // height), -(-m.size[1] // TILE)
         blocks, steps = (tiles, high) if task == TRANSPOSED else (high, tiles)
         blocks *= -(-n // width)
-        for waves in (2, 1, 4):
+        for waves in (2, 4, 8, 1):
             split = max(1, min(waves * processors // blocks, steps // 4, 16))
             choices.append(KernelChoice("bitmap", height, width, warps, split))
     return list(dict.fromkeys(choices))
@@ -400,7 +403,10 @@ def _by_rows(
     """`spmm` by `gpu.spmm_rows`."""
     n, (name, numbers) = x.shape[1], act or ("", ())
     first, second = (*numbers, 0.0, 0.0)[:2]
-    x = x if x.stride(1) == 1 else x.contiguous()
+    if choice.split > 1:
+        x = _padded(x, choice.width)
+    elif x.stride(1) != 1:
+        x = x.contiguous()
     if m.names is not None:
         _fill_empty_rows(out, bias, act)  # rows that are not stored
     tasks = formats.tasks(m, choice.height)
@@ -414,7 +420,7 @@ def _by_rows(
         gpu.spmm_rows, grid,
         tasks.begins, tasks.ends, tasks.targets, count, formats.narrow(m), m.values, x, x.stride(0),
         out, out.stride(0), out.stride(1), partial, bias_or_any, float(first), float(second), n,
-        ROWS=choice.height, WIDTH=choice.width, SPLIT=tasks.slots > 0, BIASED=bias is not None,
+        ROWS=choice.height, LANES=choice.split, WIDTH=choice.width, SPLIT=tasks.slots > 0, BIASED=bias is not None,
         ACT=name, num_warps=choice.warps,
     )  # fmt: skip
     if tasks.slots:
@@ -497,10 +503,19 @@ def _dense_product(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, o
     return out if act is None else out.copy_(apply_activation(out, act))
 
 
+def _padded(x: Tensor, width: int) -> Tensor:
+    """x [k, width], contiguous; the columns that are added are not set."""
+    if x.shape[1] == width and x.is_contiguous():
+        return x
+    wide = x.new_empty(len(x), width)
+    wide[:, : x.shape[1]] = x
+    return wide
+
+
 def _align(values: Tensor) -> Tensor:
     """Values at an address that supports vector loads."""
     values = values.contiguous()
-    return values.clone() if values.data_ptr() % 16 else values
+    return values.clone() if values.data_ptr() % ALIGNED else values
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
