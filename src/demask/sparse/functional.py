@@ -229,10 +229,10 @@ def spmm(w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activat
     Only stored elements of sparse matrices are multiplied, and float16 and bfloat16 are summed in
     float32. A sparse_csr result also stores sums that are zero.
 
-    On the CPU, float32, float16 and bfloat16 are computed by kernels that are compiled at run time,
-    other dtypes by ATen ops. Use DCSR under torch.compile, which does not support torch's sparse
-    tensors. On a GPU, data computed from the indices is cached, so the indices of a torch sparse
-    tensor must not be modified in place: torch does not report such writes.
+    On the CPU, products are computed by kernels that are compiled at run time. Use DCSR under
+    torch.compile, which does not support torch's sparse tensors. On a GPU, data computed from the
+    indices is cached, so the indices of a torch sparse tensor must not be modified in place: torch
+    does not report such writes.
 
     Args:
         w: left matrix [m, k], floating-point; int32 or int64 indices if sparse.

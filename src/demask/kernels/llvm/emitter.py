@@ -16,7 +16,9 @@ from llvmlite import ir
 from demask.kernels.llvm.isa import Isa
 
 BYTE, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-BIT, FLOAT, POINTER, VOID = ir.IntType(1), ir.FloatType(), ir.PointerType(), ir.VoidType()
+BIT, POINTER, VOID = ir.IntType(1), ir.PointerType(), ir.VoidType()
+FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
+WORDS = {FLOAT: "f32", DOUBLE: "f64", I32: "i32", I64: "i64"}  # in names of LLVM's functions
 Value = Any  # an ir.Value; llvmlite is not typed
 
 
@@ -53,6 +55,7 @@ class Emitter:
 
     def __init__(self, module: ir.Module, name: str, arguments: int, isa: Isa):
         self.isa, self.lanes, self.module = isa, isa.lanes, module
+        self.number, self.bytes = FLOAT, 4  # of lanes
         self.vector = ir.VectorType(FLOAT, isa.lanes)
         self.ints = ir.VectorType(I32, isa.lanes)
         self.function = ir.Function(module, ir.FunctionType(VOID, [I64] * arguments), name)
@@ -140,7 +143,7 @@ class Emitter:
     # -- vectors
 
     def splat(self, value: Value) -> Value:
-        """A scalar (or a Python number, as float32) in every lane."""
+        """A scalar (or a Python number, of the type of `vector`) in every lane."""
         if isinstance(value, (int, float)):
             return ir.Constant(self.vector, [float(value)] * self.lanes)
         kind = ir.VectorType(value.type, self.lanes)
@@ -160,11 +163,6 @@ class Emitter:
         """a * b + c, rounded once."""
         return self.elementwise("fma", a, b, c)
 
-    def fma_double(self, a: Value, b: Value, c: Value) -> Value:
-        """The same in float64."""
-        function = self.intrinsic(f"llvm.fma.v{self.lanes}f64", a.type, a.type, a.type, a.type)
-        return self.b.call(function, [a, b, c])
-
     def larger(self, a: Value, b: Value) -> Value:
         """The larger value; NaN where `a` is NaN, as in torch.
 
@@ -181,9 +179,9 @@ class Emitter:
 
     def elementwise(self, name: str, *operands: Value) -> Value:
         """The LLVM vector function "llvm.<name>" (fma, fabs, copysign) of each lane."""
-        function = f"llvm.{name}.v{self.lanes}f32"
-        kinds = [self.vector] * len(operands)
-        return self.b.call(self.intrinsic(function, self.vector, *kinds), operands)
+        kind = operands[0].type
+        function = f"llvm.{name}.v{self.lanes}{WORDS[kind.element]}"
+        return self.b.call(self.intrinsic(function, kind, *[kind] * len(operands)), operands)
 
     def permuted(self, x: Value, lanes: Sequence[int], fill: float = 0.0) -> Value:
         """Lane k is lane lanes[k] of x, or the fill value if lanes[k] is negative."""
@@ -234,8 +232,9 @@ class Emitter:
 
     def total(self, x: Value) -> Value:
         """The sum of the lanes."""
-        add = self.intrinsic(f"llvm.vector.reduce.fadd.v{self.lanes}f32", FLOAT, FLOAT, self.vector)
-        return self.b.call(add, [FLOAT(0.0), x], fastmath=("reassoc",))
+        number = x.type.element
+        name = f"llvm.vector.reduce.fadd.v{self.lanes}{WORDS[number]}"
+        return self.b.call(self.intrinsic(name, number, number, x.type), [number(0.0), x], fastmath=("reassoc",))
 
 
 class Fields:

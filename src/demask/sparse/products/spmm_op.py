@@ -25,7 +25,7 @@ from demask.sparse.products.gradient_ops import kernels, parts, sampled, transpo
 from demask.sparse.reference import check_indices
 
 NARROW = (torch.float16, torch.bfloat16)
-COMPILED = (torch.float32, *NARROW)  # dtypes of kernels
+COMPILED = (torch.float32, *NARROW)  # dtypes that plans compute in float32
 INDICES = (torch.int32, torch.int64)
 
 _LIBRARY = Library("demask", "FRAGMENT")
@@ -101,7 +101,7 @@ def on_cpu(*arguments: Any) -> Tensor:
 
 
 def _compute_on_cpu(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
-    if x.dtype not in COMPILED or (multiplied := _kernels_of_cpu()) is None:
+    if x.dtype not in (*COMPILED, torch.float64) or (multiplied := _kernels_of_cpu()) is None:
         return _by_aten(m, x, bias, act)
     if x.dtype in NARROW:
         wide = None if bias is None else bias.float()
