@@ -168,6 +168,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     m = CsrMatrix(crow, col, values, rows, tuple(ctx.size))
     if ctx.act is not None:
         grad = _before_activation(m, x, bias, ctx.act, grad)
+    if not grad.is_cuda:
+        grad = grad.contiguous()  # once for both gradients: that of a layer is transposed
     of_x = of_values = None
     if ctx.needs_input_grad[5]:
         of_x = transposed_product(m, grad)
