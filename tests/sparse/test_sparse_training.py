@@ -213,14 +213,15 @@ def test_gradients_of_gradients(name, activation, by_kernels):
     torch.manual_seed(0)
     made, kind, x = SMALL[name]()
     layer = kind.from_dense(pruned(made).double(), activation)
-    values, bias = (t.detach().clone().requires_grad_() for t in (layer.values, layer.bias))
-    x = x.double().requires_grad_()
 
     def run(values, bias, x):
         return torch.func.functional_call(layer, {"values": values, "bias": bias}, (x,))
 
-    assert torch.autograd.gradcheck(run, (values, bias, x), fast_mode=True)
-    assert torch.autograd.gradgradcheck(run, (values, bias, x), fast_mode=True)
+    for trained in ((True, True, True), (True, False, False), (False, False, True)):
+        numbers = [t.detach().double().clone() for t in (layer.values, layer.bias, x)]
+        given = [t.requires_grad_(one) for t, one in zip(numbers, trained, strict=True)]
+        assert torch.autograd.gradcheck(run, given, fast_mode=True)
+        assert torch.autograd.gradgradcheck(run, given, fast_mode=True)
 
 
 LARGE = {

@@ -55,18 +55,18 @@ def _checked(arguments: tuple[Any, ...]) -> tuple[CsrMatrix, CsrMatrix, Operands
     """(x, w, operands, number and shape of the one that is None), except for indices."""
     crow, col, values, w_crow, w_col, w_values, y, columns = arguments
     operands: Operands = (values, w_values, y)
-    given = [t for t in operands if t is not None]
+    numbers = [t for t in operands if t is not None]
     x, w = (
-        CsrMatrix(start, number, given[0] if len(given) else number, None, (start.numel() - 1, columns))
+        CsrMatrix(start, number, numbers[0] if len(numbers) else number, None, (start.numel() - 1, columns))
         for start, number in ((crow, col), (w_crow, w_col))
     )
-    tensors = [*x[:2], *w[:2], *given]
-    if len(given) != 2 or any(t.layout != torch.strided or t.device != crow.device for t in tensors):
-        raise BadInput("expected two operands, dense and on one device")
+    tensors = [*x[:2], *w[:2], *numbers]
+    if len(numbers) != 2 or any(t.layout != torch.strided or t.device != crow.device for t in tensors):
+        raise BadInput("expected two dense operands on one device")
     if any(t.ndim != 1 or t.dtype not in INDICES for t in tensors[:4]) or not crow.numel() or not w_crow.numel():
         raise BadInput(f"expected row starts and columns in int32 or int64, got {[t.dtype for t in tensors[:4]]}")
-    if len({t.dtype for t in given}) != 1 or not given[0].is_floating_point():
-        raise BadInput(f"expected floating-point numbers of one dtype, got {[t.dtype for t in given]}")
+    if len({t.dtype for t in numbers}) != 1 or not numbers[0].is_floating_point():
+        raise BadInput(f"expected floating-point numbers of one dtype, got {[t.dtype for t in numbers]}")
     shapes = (tuple(col.shape), tuple(w_col.shape), (x.size[0], w.size[0]))
     if any(t is not None and t.shape != shape for t, shape in zip(operands, shapes, strict=True)):
         raise BadInput(f"expected operands {shapes}, got {[None if t is None else tuple(t.shape) for t in operands]}")
