@@ -148,7 +148,7 @@ def _second_gradients(ctx: Any, along_x: Tensor, along_values: Tensor) -> tuple[
     of_grad = of_x = of_values = None
     if ctx.needs_input_grad[0]:
         pairs = [(along_x, values)] * ctx.of_x + [(x, along_values)] * ctx.of_values
-        terms = [convolved(*pair, crow, col, None, ctx.text) for pair in pairs]
+        terms = [convolved(one, numbers, crow, col, None, ctx.text) for one, numbers in pairs]
         of_grad = sum(terms[1:], start=terms[0])
     gradients = torch.ops.demask.conv_gradients.default
     if ctx.needs_input_grad[1] and ctx.of_values:

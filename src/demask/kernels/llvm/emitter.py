@@ -55,7 +55,8 @@ class Emitter:
 
     def __init__(self, module: ir.Module, name: str, arguments: int, isa: Isa):
         self.isa, self.lanes, self.module = isa, isa.lanes, module
-        self.number, self.bytes = FLOAT, 4  # of lanes
+        self.number: ir.Type = FLOAT  # of lanes
+        self.bytes = 4
         self.vector = ir.VectorType(FLOAT, isa.lanes)
         self.ints = ir.VectorType(I32, isa.lanes)
         self.function = ir.Function(module, ir.FunctionType(VOID, [I64] * arguments), name)

@@ -15,6 +15,7 @@ decompressed (never w), which takes less time from about 10 % nonzeros on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ _LIBRARY.define(
     " int columns) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-Operands = tuple[Tensor | None, Tensor | None, Tensor | None]
+Operands = Sequence[Tensor | None]
 
 
 def sparse_rows(x: CsrMatrix, w: CsrMatrix, operands: Operands) -> Tensor:
@@ -81,7 +82,7 @@ def _compute(*arguments: Any) -> Tensor:
         raise BadInput(f"expected at most {MAX_SIZE} rows, columns and nonzeros")
     dtype = x.values.dtype
     if dtype in NARROW:
-        operands = tuple(None if t is None else t.float() for t in operands)
+        operands = [None if t is None else t.float() for t in operands]
     is_few = x.col.numel() <= FEW * x.size[0] * x.size[1]
     if is_few and x.crow.device.type == "cpu" and dtype in (*COMPILED, torch.float64) and llvm.is_installed():
         return _by_kernel(x, w, operands, number, shape).to(dtype)
