@@ -5,8 +5,8 @@
 A multilayer perceptron 784-2048-2048-10 on random inputs, batches of 128 and 512, and ResNet-20 on
 CIFAR-10 (JPEGs in shared/data), batch 128. The masked twin is dense, and its gradients are
 multiplied by the mask, which is the least that masked training can do. Both begin with the same
-weights and see the same batches; SGD with momentum. Steps of both are timed in turns, each forward,
-backward and update.
+weights and see the same batches; SGD with momentum. Steps of both, with each number of threads, are
+timed in turns in one process, each forward, backward and update.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.ledger import Page, Run, Table, save
 from demask.machine.allocator import fix_allocator
-from demask.machine.clock import Timing, race
+from demask.machine.clock import Timing, race, set_threads
 from demask.machine.describe import format_counts, load_average
 from demask.sparse import SparseConv2d, SparseLinear
 
@@ -158,22 +158,43 @@ def memory(build: Callable[[], nn.Module], batch: Batch, sparse: bool) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Steps of both twins, in turns. ratio: the median over pairs of steps."""
+    """Steps of both twins with a number of threads. ratios: masked dense by sparse, over pairs of steps.
+    scaling: sparse with the first number of threads by sparse with this one, the median over pairs."""
 
     name: str
     threads: int
     dense: Timing
     sparse: Timing
-    ratio: float
+    ratios: Timing
+    scaling: float
 
 
-def timed(name: str, build: Callable[[], nn.Module], batch: Batch, pairs: int) -> Timed:
-    """Steps of both twins on one batch, in turns."""
-    dense, sparse = (partial(trainer.step, batch) for trainer in twins(build))
-    seconds = race({"dense": dense, "sparse": sparse}, pairs, 2)
-    ratio = median(a / b for a, b in zip(seconds["dense"], seconds["sparse"], strict=True))
-    timings = {who: Timing.of(taken) for who, taken in seconds.items()}
-    return Timed(name, torch.get_num_threads(), **timings, ratio=ratio)
+def timed(name: str, build: Callable[[], nn.Module], batch: Batch, pairs: int, threads: Sequence[int]) -> list[Timed]:
+    """Steps of both twins on one batch with each number of threads, all in turns."""
+    dense, sparse = twins(build)
+
+    def step(trainer: Trainer, count: int) -> float:
+        with set_threads(count):
+            return trainer.step(batch)
+
+    trainers = {"dense": dense, "sparse": sparse}
+    calls = {f"{who} {n}": partial(step, trainer, n) for n in threads for who, trainer in trainers.items()}
+    seconds = race(calls, pairs, 2)
+
+    def ratios(over: str, under: str) -> list[float]:
+        return [a / b for a, b in zip(seconds[over], seconds[under], strict=True)]
+
+    return [
+        Timed(
+            name,
+            n,
+            Timing.of(seconds[f"dense {n}"]),
+            Timing.of(seconds[f"sparse {n}"]),
+            Timing.of(ratios(f"dense {n}", f"sparse {n}")),
+            median(ratios(f"sparse {threads[0]}", f"sparse {n}")),
+        )
+        for n in threads
+    ]
 
 
 def losses(build: Callable[[], nn.Module], batches: Sequence[Batch]) -> list[tuple[float, ...]]:
@@ -199,7 +220,7 @@ def random(size: int) -> Batch:
     return images, torch.randint(10, (size,), generator=generator)
 
 
-STEPS = ["network", "threads", "masked dense, ms", "sparse, ms", "times as fast"]
+STEPS = ["network", "threads", "masked dense, ms", "sparse, ms", "times as fast", "10 %", "90 %", "sparse: by threads"]
 MEMORY = ["network", "twin", "nonzeros", "trained, bytes", "trained per nonzero", "overhead, bytes", "all, bytes"]
 LOSS = ["step", "loss in float64", "masked dense: off by", "sparse: off by"]
 
@@ -209,7 +230,9 @@ def page(
 ) -> Page:
     """The page of results."""
     counts = format_counts(timing for row in rows for timing in (row.dense, row.sparse))
-    steps = [[row.name, row.threads, row.dense, row.sparse, row.ratio] for row in rows]
+    steps = [
+        [r.name, r.threads, r.dense, r.sparse, r.ratios.median, r.ratios.low, r.ratios.high, r.scaling] for r in rows
+    ]
     bytes_ = [
         [name, kind, b.nonzeros, b.trained, b.trained / b.nonzeros, b.overhead, b.counted]
         for name, both in memory_of.items()
@@ -218,7 +241,7 @@ def page(
     off = [[abs(loss - exact) for loss in others] for exact, *others in curve]
     most = [max(errors) for errors in zip(*off, strict=True)]
     places = sorted({*range(0, len(curve), max(1, len(curve) // 8)), len(curve) - 1})
-    speeds = [row.ratio for row in rows]
+    speeds = [row.ratios.median for row in rows]
     less = [sparse.counted / masked.counted for masked, sparse in memory_of.values()]
     summary = (
         f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as masked dense layers, "
@@ -230,8 +253,9 @@ def page(
         [
             f"""
 {DENSITY:.0%} of each layer's weights, from the start; forward, backward and SGD with momentum, in
-turns with a dense twin whose gradients are masked. Median (10 %–90 % quantile) of {counts} steps;
-*times as fast*: the median over pairs.""",
+turns with a dense twin whose gradients are masked, with each number of threads. Median (10 %–90 %
+quantile) of {counts} steps; *times as fast*: the median and quantiles over pairs; *by threads*: how
+many times as fast sparse steps are as with {rows[0].threads} thread(s).""",
             Table(STEPS, steps, 2),
             """
 ## Memory after a step
@@ -269,11 +293,9 @@ def main() -> None:
         name: (memory(build, batch, False), memory(build, batch, True)) for name, build, batch in (cases[0], cases[2])
     }
     rows = []
-    for threads in options.threads:
-        torch.set_num_threads(threads)
-        for name, build, batch in cases:
-            rows.append(timed(name, build, batch, options.pairs))
-            print(rows[-1], flush=True)
+    for name, build, batch in cases:
+        rows += timed(name, build, batch, options.pairs, options.threads)
+        print(*rows[-len(options.threads) :], sep="\n", flush=True)
     curve = losses(lambda: cifar.ResNet(20), batches)
     run = Run.now(allocator, before=before)
     print(save("sparse_training", page(rows, curve, memory_of), run, options.output))

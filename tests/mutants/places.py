@@ -83,6 +83,7 @@ PLACES: tuple[tuple, ...] = (
      ("rounding", "vectors = -(-columns // isa.lanes)"),
      ("sign", "full_tiles = (vectors - (left < isa.lanes)) // tile"),
      ("guard", "if self.partial and t == self.tile - 1:")),
+    ("kernels/cpu/sparse_rows.py", "sparse_rows", ("guard", "if is_summed:")),
     ("kernels/cpu/gemv.py", "pilot_gemv", ("rounding", "tiles = -(-needed // vectors)")),
     ("kernels/cpu/recurrent.py", "recurrent_steps",
      ("sign", "added = self._gate(e, fields, e.at(x, first), row, self.gates - 1)")),

@@ -15,13 +15,14 @@ from torch.library import opcheck
 
 from demask.errors import BadInput
 from demask.sparse import SparseConv1d, SparseConv2d, SparseConvTranspose1d, SparseConvTranspose2d, SparseLinear
-from demask.sparse import trained_layers as training
 from demask.sparse.products import conv_products as planes
 from demask.sparse.segment import segment_op as op
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.trained_layers import takes
 
-CLOSE = 2e-6  # float32, of the largest: sums of some hundred products
+# of the largest: sums of some hundred products
+LIMITS = {torch.float32: 2e-6, torch.float64: 1e-14}
+CLOSE = LIMITS[torch.float32]
 
 
 def pruned(layer, density=0.3):
@@ -47,12 +48,17 @@ def error(found, wanted):
 
 
 def check(dense, kind, x):
-    """Output and gradients of the layer are those of the dense one in float64."""
-    layer, exact = kind.from_dense(dense), copy.deepcopy(dense).double()
-    inputs = x.clone().requires_grad_(), x.double().requires_grad_()
+    """Output and gradients of the layer, in float32 and float64, are those of the dense one in float64."""
+    for dtype in LIMITS:
+        check_in(dtype, dense, kind, x)
+
+
+def check_in(dtype, dense, kind, x):
+    layer, exact = kind.from_dense(dense).to(dtype), copy.deepcopy(dense).double()
+    inputs = x.to(dtype, copy=True).requires_grad_(), x.double().requires_grad_()
     found, wanted = layer(inputs[0]), exact(inputs[1])
     assert found.is_contiguous() and found.shape == wanted.shape
-    slope = torch.randn(found.shape)
+    slope = torch.randn(found.shape, dtype=dtype)
     found.backward(slope)
     wanted.backward(slope.double())
     rows = as_matrix(dense, dense.weight)
@@ -61,7 +67,7 @@ def check(dense, kind, x):
     if layer.bias is not None:
         pairs.append((layer.bias.grad, exact.bias.grad))
     for one, other in pairs:
-        assert other.numel() == 0 or error(one, other) <= CLOSE, error(one, other)
+        assert other.numel() == 0 or error(one, other) <= LIMITS[dtype], error(one, other)
 
 
 @pytest.fixture
@@ -193,28 +199,52 @@ def test_only_what_is_wanted(by_kernels):
     assert layer.values.grad is not None and layer.get_parameter("bias").grad is None
 
 
-def test_gradients_of_gradients():
-    """In float32 those of a convolution are ATen's; in float64 gradcheck holds."""
+SMALL = {
+    "linear": lambda: (nn.Linear(7, 5), SparseLinear, torch.randn(3, 7)),
+    "conv": lambda: (nn.Conv2d(4, 6, 3, 2, groups=2), SparseConv2d, torch.randn(2, 4, 6, 7)),
+    "transposed": lambda: (nn.ConvTranspose2d(4, 6, 3, 2, groups=2), SparseConvTranspose2d, torch.randn(2, 4, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("activation", [None, "tanh"])
+@pytest.mark.parametrize("name", SMALL)
+def test_gradients_of_gradients(name, activation, by_kernels):
+    """In float64, by the same kernels."""
     torch.manual_seed(0)
-    dense = pruned(nn.Conv2d(3, 4, 3))
-    layer, x = SparseConv2d.from_dense(dense), torch.randn(2, 3, 6, 6, requires_grad=True)
+    made, kind, x = SMALL[name]()
+    layer = kind.from_dense(pruned(made).double(), activation)
 
-    def twice(run, weight, x):
-        (slope,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
-        return torch.autograd.grad(slope.square().sum(), weight)[0]
+    def run(values, bias, x):
+        return torch.func.functional_call(layer, {"values": values, "bias": bias}, (x,))
 
-    y = x.detach().double().requires_grad_()
-    exact = copy.deepcopy(dense).double()
-    wanted = twice(exact, exact.weight, y).flatten(1)[dense.weight.flatten(1) != 0]
-    assert error(twice(layer, layer.values, x), wanted) <= 1e-5
-    wide = copy.deepcopy(layer).double()
-    values = wide.values.detach().clone().requires_grad_()
+    for trained in ((True, True, True), (True, False, False), (False, False, True)):
+        numbers = [t.detach().double().clone() for t in (layer.values, layer.bias, x)]
+        given = [t.requires_grad_(one) for t, one in zip(numbers, trained, strict=True)]
+        assert torch.autograd.gradcheck(run, given, fast_mode=True)
+        assert torch.autograd.gradgradcheck(run, given, fast_mode=True)
 
-    def run(values, y):
-        return torch.func.functional_call(wide, {"values": values}, (y,))
 
-    assert torch.autograd.gradcheck(run, (values, y), fast_mode=True)
-    assert torch.autograd.gradgradcheck(run, (values, y), fast_mode=True)
+LARGE = {
+    "linear": lambda: (nn.Linear(1024, 1024), SparseLinear, torch.randn(3, 1024)),
+    "conv": lambda: (nn.Conv2d(256, 256, 3, 2), SparseConv2d, torch.randn(1, 256, 5, 5)),
+    "transposed": lambda: (nn.ConvTranspose2d(256, 256, 3, 2), SparseConvTranspose2d, torch.randn(1, 256, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_no_memory_as_large_as_a_dense_weight(dtype):
+    """Of a step, and of gradients of gradients."""
+    for make in LARGE.values():
+        made, kind, x = make()
+        with torch.no_grad():
+            made.weight *= torch.rand_like(made.weight) < 0.01
+        layer, x = kind.from_dense(made).to(dtype), x.to(dtype).requires_grad_()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+            (slope,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+            slope.square().sum().backward()
+        assert layer.values.grad is not None
+        largest = max(event.self_cpu_memory_usage for event in recorded.events())
+        assert 0 < largest < layer.rows * layer.columns * dtype.itemsize / 4
 
 
 def test_what_kernels_are_not_for():
@@ -316,7 +346,7 @@ COMPILED = {
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_training_makes_no_dense_weights(name, dtype):
     """Bits as without torch.compile, and nothing in either graph is as large as the weight."""
@@ -401,21 +431,6 @@ def test_narrow_numbers_train_by_kernels(name, dtype, by_kernels):
     assert y.dtype == found.dtype == dtype
     assert error(y, reference) <= torch.finfo(dtype).eps
     assert error(found, as_matrix(made, wanted)[there]) <= torch.finfo(dtype).eps
-
-
-def test_gradients_of_linear_layers_in_float64(monkeypatch, by_kernels):
-    """Of the calls that train in float32; float64 itself is ATen's."""
-    monkeypatch.setattr(training, "TYPES", (torch.float64,))
-    torch.manual_seed(0)
-    layer = SparseLinear.from_dense(pruned(nn.Linear(7, 5)).double(), "tanh")
-    values = layer.values.detach().clone().requires_grad_()
-    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
-
-    def run(values, x):
-        return torch.func.functional_call(layer, {"values": values}, (x,))
-
-    assert torch.autograd.gradcheck(run, (values, x))
-    assert torch.autograd.gradgradcheck(run, (values, x))
 
 
 def test_loading_other_nonzeros_drops_their_gradients():

@@ -7,8 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: dtypes of values that kernels read, by the names of `kernels.cpu.number_types`
+#: dtypes of packed weights, by the names of `kernels.cpu.number_types`
 NUMBERS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
+#: dtypes of values that kernels read in CSR
+CSR_NUMBERS = {**NUMBERS, torch.float64: "f64"}
 
 
 class CsrMatrix(NamedTuple):

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.ops.activations import ActivationLike, act_of
+from demask.ops.activations import Act, ActivationLike, act_of, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix
+from demask.sparse.products.gpu_formats import full
 from demask.sparse.products.gradient_ops import kernels, sampled
+from demask.sparse.products.sparse_rows_op import sparse_rows
 from demask.sparse.products.spmm_op import NARROW, product
 from demask.sparse.reference import check_indices, traced
 from demask.sparse.segment_steps import MAX_SIZE
@@ -222,17 +224,19 @@ def spmm(w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activat
         w                   x                   result [m, n]  bias
         sparse_csr or DCSR  dense               dense          [m], one per row
         dense               sparse_csc          dense          [n], one per column
+        sparse_csr or DCSR  sparse_csc          dense          [n], one per column
         sparse_csr or DCSR  sparse_csr or DCSR  sparse_csr     None, and activation None
 
     The result has the dtype of `w` and `x`. It is differentiable; torch cannot accumulate the
     gradient of a leaf tensor in sparse_csc, so use torch.autograd.grad instead of backward() there.
     Only stored elements of sparse matrices are multiplied, and float16 and bfloat16 are summed in
-    float32. A sparse_csr result also stores sums that are zero.
+    float32. A sparse_csr result also stores sums that are zero. If w is sparse and x is sparse_csc,
+    w is decompressed, which is faster, where more than 6 % of it are stored, or on a GPU; x never is.
 
-    On the CPU, float32, float16 and bfloat16 are computed by kernels that are compiled at run time,
-    other dtypes by ATen ops. Use DCSR under torch.compile, which does not support torch's sparse
-    tensors. On a GPU, data computed from the indices is cached, so the indices of a torch sparse
-    tensor must not be modified in place: torch does not report such writes.
+    On the CPU, products are computed by kernels that are compiled at run time. Use DCSR under
+    torch.compile, which does not support torch's sparse tensors. On a GPU, data computed from the
+    indices is cached, so the indices of a torch sparse tensor must not be modified in place: torch
+    does not report such writes.
 
     Args:
         w: left matrix [m, k], floating-point; int32 or int64 indices if sparse.
@@ -272,6 +276,10 @@ def spmm(w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activat
         if isinstance(w, DCSR):
             return product(w.crow, w.col, w.values, w.rows, w.size, x, bias, act)
         return product(*csr_parts(w), None, (w.shape[0], w.shape[1]), x, bias, act)
+    if isinstance(x, Tensor) and right == torch.sparse_csc:
+        _check_product(w, x)
+        weight = CsrMatrix(*_csr_parts(x, x.ccol_indices(), x.row_indices()), None, (x.shape[1], x.shape[0]))
+        return product_of_rows(w, weight, bias, act)
     if right not in (torch.sparse_csr, "DCSR"):
         raise BadInput(f"{_PAIRS}, got {_matrix_layout(w)} @ {right}; give x.to_sparse_csr()")
     w, x = (t.to_csr() if isinstance(t, DCSR) else t for t in (w, x))
@@ -281,7 +289,24 @@ def spmm(w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activat
     return sparse_product(w, x)
 
 
-_PAIRS = "expected sparse_csr or DCSR @ dense, sparse_csr or DCSR @ sparse_csr or DCSR, or dense @ sparse_csc"
+_PAIRS = (
+    "expected sparse_csr or DCSR @ dense or sparse_csc, sparse_csr or DCSR @ sparse_csr or DCSR, or dense @ sparse_csc"
+)
+
+
+def product_of_rows(x: Tensor | DCSR, w: CsrMatrix, bias: Tensor | None, act: Act | None) -> Tensor:
+    """act(x @ w.T + bias), dense [rows of x, rows of w], of a sparse_csr or DCSR matrix x.
+
+    Raises BadInput for operands that do not match.
+    """
+    if isinstance(x, DCSR):
+        m = full(CsrMatrix(x.crow, x.col, x.values, x.rows, x.size))
+    else:
+        m = CsrMatrix(*csr_parts(x), None, (x.shape[0], x.shape[1]))
+    if bias is not None and (bias.shape, bias.dtype) != ((w.size[0],), w.values.dtype):
+        raise BadInput(f"expected a bias of shape ({w.size[0]},) and one dtype, got {tuple(bias.shape)}, {bias.dtype}")
+    y = sparse_rows(m, w, (m.values, w.values, None))
+    return apply_activation(y if bias is None else y + bias, act)
 
 
 def _matrix_layout(matrix: Tensor | DCSR) -> torch.layout | str:

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from demask.errors import BadInput
 from demask.ops.activations import ActivationLike, act_of, activation_module
 from demask.sparse import reference as dense
+from demask.sparse.csr_matrix import CsrMatrix
+from demask.sparse.functional import DCSR, product_of_rows
 from demask.sparse.segment.segment_op import segment
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import MAX_SIZE, ConvStep, LinearStep, Pair, Span, SparseWeight
@@ -253,15 +255,25 @@ class SparseLinear(SparseLayer):
         """
         return self._dense_layers(nn.Linear(self.columns, self.rows, **self._torch_options()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | DCSR) -> Tensor:
         """The output [..., out_features] for x [..., in_features], in the dtype of the weight.
 
+        Of a sparse x [tokens, in_features] only the stored elements are multiplied, and have gradients;
+        the output is dense.
+
         Args:
-            x: input of the dtype of the weight; under autocast, of any floating-point dtype.
+            x: input of the dtype of the weight; under autocast a dense one of any floating-point dtype.
+                Dense, or torch.sparse_csr or DCSR with two axes (DCSR under torch.compile).
 
         Raises:
             BadInput: the last axis or the dtype of x does not match, or stored indices are invalid.
         """
+        if isinstance(x, DCSR) or x.layout == torch.sparse_csr:
+            size, dtype = (x.size, x.values.dtype) if isinstance(x, DCSR) else (tuple(x.shape), x.dtype)
+            if len(size) != 2 or size[1] != self.columns or dtype != self.values.dtype:
+                raise BadInput(f"expected x [tokens, {self.columns}] of {self.values.dtype}, got {size}, {dtype}")
+            w = CsrMatrix(self.crow, self.col, self.values, None, (self.rows, self.columns))
+            return product_of_rows(x, w, self.bias, self.act)
         if x.ndim < 1 or x.shape[-1] != self.columns:
             raise BadInput(f"expected x [..., {self.columns}], got {tuple(x.shape)}")
         return self._run_program(x, self.program)

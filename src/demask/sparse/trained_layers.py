@@ -1,13 +1,14 @@
 """Layers with trained nonzeros: forward pass and gradients by kernels that read values in place.
 
 A plan packs values, which pays if the next calls use it, too; but each training step changes them.
-So in a program that needs gradients each sparse layer runs as
+So in a program that needs gradients, or has no plan, each sparse layer runs as
 
     linear    y = W x by `demask::spmm`, whose gradients are the transposed product and SDDMM
     conv      kernels over planes of images (`conv_products`), by `demask::convolved`
 
-on the CPU, also under torch.compile; float16 and bfloat16 are computed in float32. Data that
-kernels need in addition to the indices is computed once per mask.
+on the CPU, also under torch.compile; float16 and bfloat16 are computed in float32. Nothing as large
+as a dense weight is created, also for derivatives of any order. Data that kernels need in addition
+to the indices is computed once per mask.
 
 The ops of convolutions with trained nonzeros, and of their gradients:
 
@@ -16,9 +17,9 @@ torch.ops.demask.convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Ten
 torch.ops.demask.conv_gradients(Tensor gradient, Tensor x, Tensor values, Tensor crow, Tensor col,
                                   str program, bool of_x, bool of_values) -> (Tensor, Tensor)
 
-float32 on the CPU. A program is one convolution without activation, with the weights (values, row
-starts, columns, bias). Gradients have one number per nonzero, also under torch.compile; second
-derivatives are those of ATen ops.
+float32 or float64 on the CPU. A program is one convolution without activation, with the weights
+(values, row starts, columns, bias). Gradients have one number per nonzero, also under torch.compile.
+The ops are linear in each of their operands, so they are each other's gradients.
 """
 
 from __future__ import annotations
@@ -48,28 +49,6 @@ def parsed(text: str) -> SegmentProgram:
     return SegmentProgram.parse(text)
 
 
-def recomputed(
-    text: str, count: int, tensors: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Gradients of a program, as those of `reference.run`; None for tensors that need none.
-
-    tensors: `count` inputs, then weights. needed: which of them need a gradient. grads: gradients
-    of the outputs.
-    """
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, since a tensor may be passed twice; leaves, unless second derivatives are needed.
-        tensors = [t.view_as(t) if create_graph else t.detach() for t in tensors]
-        differentiated = [
-            t if create_graph else t.requires_grad_() for t, need in zip(tensors, needed, strict=True) if need
-        ]
-        outputs = dense.run(parsed(text), tensors[:count], tensors[count:])
-        gradients = iter(
-            torch.autograd.grad(outputs, differentiated, grads, create_graph=create_graph, allow_unused=True)
-        )
-    return [next(gradients) if need else None for need in needed]
-
-
 _LIBRARY = Library("demask", "FRAGMENT")
 for _line in (
     "convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? bias, str program) -> Tensor",
@@ -87,6 +66,9 @@ def convolved(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor
     return torch.ops.demask.convolved.default(x, values, crow, col, bias, text)
 
 
+COMPUTED = (torch.float32, torch.float64)
+
+
 def _checked_step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tuple[ConvStep, CsrMatrix]:
     """The convolution and its matrix, checked except for indices."""
     program = parsed(text)
@@ -95,8 +77,8 @@ def _checked_step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tenso
         raise BadInput("expected a program of one convolution without activation and sum")
     dense.check(program, [x], [values, crow, col])
     kinds = (x.dtype, values.dtype, crow.dtype, col.dtype)
-    if kinds != (torch.float32, torch.float32, torch.int32, torch.int32):
-        raise BadInput(f"expected float32 numbers and int32 indices, got {kinds}")
+    if x.dtype not in COMPUTED or kinds[1:] != (x.dtype, torch.int32, torch.int32):
+        raise BadInput(f"expected numbers in float32 or float64 and int32 indices, got {kinds}")
     sizes = tuple(t.shape for t in (crow, values))
     if sizes != ((step.out + 1,), tuple(col.shape)) or col.ndim != 1:
         raise BadInput(f"expected {step.out + 1} row starts and n values and columns, got {sizes}")
@@ -144,10 +126,6 @@ def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 def _gradients_of_convolved(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, values, crow, col, bias = ctx.saved_tensors
     needed = ctx.needs_input_grad
-    if torch.is_grad_enabled():
-        tensors = [x, values, crow, col, *([] if bias is None else [bias])]
-        gradients = recomputed(ctx.text, 1, tensors, needed[: len(tensors)], [grad])
-        return (*gradients, *[None] * (6 - len(tensors)))
     of_x = of_values = of_bias = None
     if needed[0] or needed[1]:
         of_x, of_values = torch.ops.demask.conv_gradients.default(
@@ -158,6 +136,28 @@ def _gradients_of_convolved(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     return (of_x if needed[0] else None, of_values if needed[1] else None, None, None, of_bias, None)
 
 
+def _save_for_second(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.text, ctx.of_x, ctx.of_values = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _second_gradients(ctx: Any, along_x: Tensor, along_values: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of grad, x and values. along_x, along_values: those of the two gradients, which replace
+    x and values in the same ops."""
+    grad, x, values, crow, col = ctx.saved_tensors
+    of_grad = of_x = of_values = None
+    if ctx.needs_input_grad[0]:
+        pairs = [(along_x, values)] * ctx.of_x + [(x, along_values)] * ctx.of_values
+        terms = [convolved(one, numbers, crow, col, None, ctx.text) for one, numbers in pairs]
+        of_grad = sum(terms[1:], start=terms[0])
+    gradients = torch.ops.demask.conv_gradients.default
+    if ctx.needs_input_grad[1] and ctx.of_values:
+        of_x, _ = gradients(grad, x, along_values, crow, col, ctx.text, True, False)
+    if ctx.needs_input_grad[2] and ctx.of_x:
+        _, of_values = gradients(grad, along_x, values, crow, col, ctx.text, False, True)
+    return of_grad, of_x, of_values, None, None, None, None, None
+
+
 _LIBRARY.impl("convolved", _convolve_on_cpu, "CPU")
 _LIBRARY.impl("conv_gradients", _conv_gradients, "CPU")
 torch.library.register_fake("demask::convolved", _fake_convolved, lib=_LIBRARY)
@@ -165,9 +165,12 @@ torch.library.register_fake("demask::conv_gradients", _fake_gradients, lib=_LIBR
 torch.library.register_autograd(
     "demask::convolved", _gradients_of_convolved, setup_context=_save_for_gradients, lib=_LIBRARY
 )
+torch.library.register_autograd(
+    "demask::conv_gradients", _second_gradients, setup_context=_save_for_second, lib=_LIBRARY
+)
 
 
-TYPES = (torch.float32, torch.float16, torch.bfloat16)
+TYPES = (*COMPUTED, torch.float16, torch.bfloat16)
 
 
 def trained(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor] | None:
@@ -176,14 +179,14 @@ def trained(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence
     Raises BadInput for shapes, dtypes and indices that do not match.
     """
     layers = [step for step in program.steps if isinstance(step, ConvStep | LinearStep)]
-    if not llvm.is_installed() or not inputs or not any(takes(step, inputs[0], weights) for step in layers):
+    if not inputs or not any(takes(step, inputs[0], weights) for step in layers):
         return None
-    return dense.run(program, inputs, weights, trained_layer)
+    return dense.run(program, inputs, weights, run_layer)
 
 
 def takes(step: ConvStep | LinearStep, x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether kernels support a layer whose operand is of the dtype of x, on the CPU."""
-    if step.weight.csr is None or step.weight.scale is not None or not x.numel():
+    if step.weight.csr is None or step.weight.scale is not None or not x.numel() or not llvm.is_installed():
         return False
     spans = [*step.weight.csr, *([] if step.bias is None else [step.bias])]
     if any(number >= len(weights) or weights[number].numel() < end for number, _, end in spans):
@@ -193,7 +196,7 @@ def takes(step: ConvStep | LinearStep, x: Tensor, weights: Sequence[Tensor]) -> 
     return is_indexed and x.dtype in TYPES and all(t.dtype == x.dtype and t.is_cpu for t in (x, values, *rest))
 
 
-def trained_layer(
+def run_layer(
     step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Tensor | None:
     """The output of a layer, differentiable, by kernels that read nonzeros; None if they do not support it."""
@@ -224,9 +227,9 @@ def _trained_conv(step: ConvStep, kind: str, x: Tensor, weights: Sequence[Tensor
         return None
     assert step.weight.csr is not None  # `takes` tells
     values, crow, col = (dense.part(span, weights) for span in step.weight.csr)
-    bias = dense.bias(step, weights)
-    float_bias = None if bias is None else bias.float()
-    return convolved(x.float(), values.float(), crow, col, float_bias, _single_layer(step, kind)).to(x.dtype)
+    dtype, bias = torch.promote_types(x.dtype, torch.float32), dense.bias(step, weights)
+    wide = None if bias is None else bias.to(dtype)
+    return convolved(x.to(dtype), values.to(dtype), crow, col, wide, _single_layer(step, kind)).to(x.dtype)
 
 
 @functools.lru_cache(maxsize=256)

@@ -119,7 +119,7 @@ def test_float64_is_run_without_plans(made):
     program, weights = small(dtype=torch.float64)
     x = torch.randn(3, 6, dtype=torch.float64)
     (found,) = segment([x], weights, program.text())
-    assert torch.equal(found, dense.run(program, [x], weights)[0])
+    torch.testing.assert_close(found, dense.run(program, [x], weights)[0], rtol=1e-14, atol=1e-14)
     assert not made
 
 
@@ -148,7 +148,7 @@ def test_what_kernels_cannot_do_is_run_without_plans(monkeypatch):
     x = torch.randn(3, 6)
     for _ in range(3):
         (found,) = segment([x], weights, program.text())
-        assert torch.equal(found, dense.run(program, [x], weights)[0])
+        torch.testing.assert_close(found, dense.run(program, [x], weights)[0], **CLOSE)
     assert len(asked) == 1  # and it is remembered
 
 
@@ -399,11 +399,13 @@ def test_gradients_of_a_tensor_given_twice():
     torch.testing.assert_close(again, x.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gradients_of_several_layers_in_float32_take_no_dense_weights(monkeypatch, frozen):
+def test_gradients_of_several_layers_take_no_dense_weights(monkeypatch, frozen, dtype):
     program, weights = network()
-    x = torch.randn(2, 4, 6, 5, requires_grad=True)
+    x = torch.randn(2, 4, 6, 5, dtype=dtype, requires_grad=True)
     wanted = [w.double() if w.is_floating_point() else w for w in weights]
+    weights = [w.to(dtype, copy=True) if w.is_floating_point() else w for w in weights]
     y = x.detach().double().requires_grad_()
     of = [(x, y)] if frozen else [(x, y), (weights[0].requires_grad_(), wanted[0].requires_grad_())]
     exact = torch.autograd.grad(sum(t.sum() for t in dense.run(program, [y], wanted)), [b for _, b in of])
@@ -414,8 +416,9 @@ def test_gradients_of_several_layers_in_float32_take_no_dense_weights(monkeypatc
     monkeypatch.setattr(dense, "scattered", refuse)
     outputs = segment([x], weights, program.text())
     found = torch.autograd.grad(sum(t.sum() for t in outputs), [a for a, _ in of])
+    close = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     for a, b in zip(found, exact, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a.double(), b, rtol=close, atol=close)
 
 
 def test_functional_transforms():

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.cpu.number_types import SIZES, read_number, read_vector
+from demask.kernels.cpu.number_types import SIZES, read_number, read_vector, type_of_sums
 from demask.kernels.llvm.activations import activated
-from demask.kernels.llvm.emitter import BIT, FLOAT, I16, I32, I64, Emitter, Value, Variable
+from demask.kernels.llvm.emitter import BIT, DOUBLE, FLOAT, I16, I32, I64, WORDS, Emitter, Value, Variable
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import Act
 
@@ -34,12 +34,18 @@ ADDRESSES = ("crow", "col", "values", "names", "a", "x", "out", "bias", "bad")
 SUMS = 8  # registers for sums: hides the latency of multiply-adds
 
 
-def narrowed(e: Emitter, lanes: int) -> Emitter:
-    """The same function, with vectors of `lanes` lanes."""
+def narrowed(e: Emitter, lanes: int, number: ir.Type = FLOAT) -> Emitter:
+    """The same function, with vectors of `lanes` numbers."""
     other = copy.copy(e)
     other.isa, other.lanes = replace(e.isa, lanes=lanes), lanes
-    other.vector, other.ints = ir.VectorType(FLOAT, lanes), ir.VectorType(I32, lanes)
+    other.number, other.bytes = number, 8 if number is DOUBLE else 4
+    other.vector, other.ints = ir.VectorType(number, lanes), ir.VectorType(I32, lanes)
     return other
+
+
+def isa_of_sums(isa: Isa, numbers: str) -> Isa:
+    """The target with as many lanes as its vectors have sums of such numbers."""
+    return replace(isa, lanes=isa.lanes // 2) if type_of_sums(numbers) is DOUBLE else isa
 
 
 INDICES = {16: I16, 32: I32, 64: I64}
@@ -155,8 +161,8 @@ class Wide:
     """out[r] = act(bias[r] + sum of values * x[columns]) in tiles of `tile` vectors of `lanes`.
 
     partial: only `left` lanes of the last vector of a tile are in use. column_bits: of an index.
-    numbers: type of the values (`number_types`). named: rows of out are renumbered. biased: whether
-    there is a bias. padded: rows of x have full vectors even where `partial` is set.
+    numbers: type of the values (`number_types`); x, bias and out are of the type of sums. named: rows of out
+    are renumbered. biased: whether there is a bias. padded: rows of x have full vectors even where `partial` is set.
     """
 
     tile: int
@@ -173,9 +179,9 @@ class Wide:
 
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
-        m, e = Matrix(e, self.column_bits), narrowed(e, self.lanes)
+        m, e = Matrix(e, self.column_bits), narrowed(e, self.lanes, type_of_sums(self.numbers))
         f, b = m.field, e.b
-        size = self.tile * self.lanes * 4
+        size = self.tile * self.lanes * e.bytes
         mask = below(e, f["left"])
         with e.loop(I64(0), f["tiles"]) as tile:
             shift = b.mul(tile, I64(size))
@@ -184,7 +190,7 @@ class Wide:
                 begin, count = m.row(row)
                 name, valid = m.named(row, self.named)
                 sums = self._row_sums(e, m, begin, count, (x, mask))
-                bias = e.splat(e.load(FLOAT, m.at["bias"], name)) if self.biased else None
+                bias = e.splat(e.load(e.number, m.at["bias"], name)) if self.biased else None
                 with b.if_then(valid):
                     self._store(e, m, name, sums, bias, (out, mask))
 
@@ -212,7 +218,7 @@ class Wide:
         value = e.splat(read_number(e, self.numbers, m.at["values"], position))
         line = e.at(x, e.b.mul(m.column(position), m.field["x_pitch"]))
         for t, sum_ in enumerate(sums):
-            pointer = e.at(line, t * self.lanes * 4)
+            pointer = e.at(line, t * self.lanes * e.bytes)
             if self.partial and not self.padded and t == self.tile - 1:
                 vector = e.load_masked(pointer, mask)
             else:
@@ -226,7 +232,7 @@ class Wide:
         line = e.at(out, e.b.mul(row, m.field["out_pitch"]))
         for t, total in enumerate(sums):
             total = total if bias is None else e.b.fadd(total, bias)
-            value, pointer = activated(e, total, self.act), e.at(line, t * self.lanes * 4)
+            value, pointer = activated(e, total, self.act), e.at(line, t * self.lanes * e.bytes)
             if self.partial and t == self.tile - 1:
                 e.store_masked(value, pointer, mask)
             else:
@@ -252,13 +258,15 @@ class Dot:
 
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
-        m, b = Matrix(e, self.column_bits), e.b
-        add = e.intrinsic("llvm.fma.f32", FLOAT, FLOAT, FLOAT, FLOAT)
+        m, isa = Matrix(e, self.column_bits), isa_of_sums(e.isa, self.numbers)
+        e = narrowed(e, isa.lanes, type_of_sums(self.numbers))
+        b, number = e.b, e.number
+        add = e.intrinsic(f"llvm.fma.{WORDS[number]}", number, number, number, number)
         with e.loop(m.field["begin"], m.field["end"]) as row:
             begin, count = m.row(row)
             end = b.add(begin, count)
             sums = [e.variable(e.vector, e.splat(0.0)) for _ in range(2)]
-            rest = e.variable(FLOAT, FLOAT(0.0))
+            rest = e.variable(number, number(0.0))
             with b.if_else(b.icmp_signed(">=", count, I64(e.lanes))) as (long, short):
                 with long:
                     pairs, full = (b.add(begin, b.and_(count, I64(-n * e.lanes))) for n in (2, 1))
@@ -272,7 +280,7 @@ class Dot:
                     sums[1].set(b.select(is_added, sums[1].get(), last))
                 with short, e.loop(begin, end) as i:
                     value = read_number(e, self.numbers, m.at["values"], i)
-                    x = e.load(FLOAT, m.at["x"], m.column(i))
+                    x = e.load(number, m.at["x"], m.column(i))
                     rest.set(b.call(add, [value, x, rest.get()]))
             total = b.fadd(e.total(b.fadd(*(sum_.get() for sum_ in sums))), rest.get())
             self._finish(e, m, row, total)
@@ -281,7 +289,7 @@ class Dot:
         """The sum with the products of as many nonzeros as there are lanes."""
         b, vector = e.b, ir.Constant(e.vector, ir.Undefined)
         for lane, column in enumerate(m.columns(position, e.lanes)):
-            vector = b.insert_element(vector, e.load(FLOAT, m.at["x"], column), I32(lane))
+            vector = b.insert_element(vector, e.load(e.number, m.at["x"], column), I32(lane))
         offset = b.mul(position, I64(SIZES[self.numbers]))
         values = read_vector(e, self.numbers, e.at(m.at["values"], offset))
         return e.fma(values, vector, sum_.get())
@@ -289,10 +297,10 @@ class Dot:
     def _finish(self, e: Emitter, m: Matrix, row: Value, total: Value) -> None:
         name, valid = m.named(row, self.named)
         if self.biased:
-            total = e.b.fadd(total, e.load(FLOAT, m.at["bias"], name))
+            total = e.b.fadd(total, e.load(e.number, m.at["bias"], name))
         value = e.b.extract_element(activated(e, e.splat(total), self.act), I32(0))
         with e.b.if_then(valid):
-            e.b.store(value, e.at(m.at["out"], name, FLOAT))
+            e.b.store(value, e.at(m.at["out"], name, e.number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +320,7 @@ def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[ColumnPiece]
 
     options: fields of the kernels.
     """
+    isa = isa_of_sums(isa, options.get("numbers", "f32"))
     if columns == 1:
         unpadded = {key: value for key, value in options.items() if key != "padded"}
         return [ColumnPiece(Dot(**unpadded), 0, 1, 1)]
@@ -333,5 +342,5 @@ def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[ColumnPiece]
 
 
 def vector(columns: int, isa: Isa) -> int:
-    """Lanes of the vectors used for `columns` columns."""
+    """Lanes of the vectors used for `columns` columns; isa: that of the sums."""
     return min(isa.lanes, 1 << (columns - 1).bit_length())

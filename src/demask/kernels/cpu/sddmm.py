@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.cpu.csr import Matrix, below
-from demask.kernels.llvm.emitter import FLOAT, I64, Emitter, Value, Variable
+from demask.kernels.cpu.csr import Matrix, below, isa_of_sums, narrowed
+from demask.kernels.cpu.number_types import type_of_sums
+from demask.kernels.llvm.emitter import I64, Emitter, Value, Variable
 
 #: Call of a kernel, as `csr.CALL` except for: a, a_pitch: the operand read by rows of the matrix;
 #: x: the one read by its columns; names: row of a for each row of the matrix, if renumbered, less
@@ -32,19 +33,22 @@ class Sampled:
 
     partial: one more vector has `left` lanes in use. column_bits: of an index. named: rows are
     renumbered.
-    more: sums are added to the values in out.
+    more: sums are added to the values in out. numbers: "f32" or "f64", of all of them.
     """
 
     partial: bool
     column_bits: int = 32
     named: bool = False
     more: bool = False
+    numbers: str = "f32"
 
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
-        m, b = Matrix(e, self.column_bits, CALL), e.b
+        m, isa = Matrix(e, self.column_bits, CALL), isa_of_sums(e.isa, self.numbers)
+        e = narrowed(e, isa.lanes, type_of_sums(self.numbers))
+        b = e.b
         together = min(TOGETHER, e.lanes)
         with e.loop(m.field["begin"], m.field["end"]) as row:
             begin, count = m.row(row)
@@ -56,7 +60,7 @@ class Sampled:
                 first = b.add(begin, i)
                 sums = self._sums(e, m, a, (first, last, together))
                 here = b.select(b.icmp_signed("<", b.sub(count, i), I64(together)), b.sub(count, i), I64(together))
-                self._store(e, e.at(m.at["out"], first, FLOAT), totals(e, sums), here)
+                self._store(e, e.at(m.at["out"], first, e.number), totals(e, sums), here)
 
     def _sums(self, e: Emitter, m: Matrix, a: Value, at: tuple[Value, Value, int]) -> list[Value]:
         """A vector per nonzero, to be reduced across lanes; repeats the last if fewer are left."""
@@ -67,8 +71,9 @@ class Sampled:
             position = b.select(b.icmp_signed("<", position, last), position, last)
             lines.append(e.at(m.at["x"], b.mul(m.column(position), m.field["x_pitch"])))
         sums = [e.variable(e.vector, e.splat(0.0)) for _ in lines]
-        full = b.mul(m.field["vectors"], I64(e.isa.line))
-        with e.loop(I64(0), full, e.isa.line) as shift:
+        size = e.lanes * e.bytes
+        full = b.mul(m.field["vectors"], I64(size))
+        with e.loop(I64(0), full, size) as shift:
             self._products(e, a, lines, sums, (shift, None))
         if self.partial:
             self._products(e, a, lines, sums, (full, below(e, m.field["left"])))

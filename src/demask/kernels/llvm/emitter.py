@@ -16,7 +16,9 @@ from llvmlite import ir
 from demask.kernels.llvm.isa import Isa
 
 BYTE, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-BIT, FLOAT, POINTER, VOID = ir.IntType(1), ir.FloatType(), ir.PointerType(), ir.VoidType()
+BIT, POINTER, VOID = ir.IntType(1), ir.PointerType(), ir.VoidType()
+FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
+WORDS = {FLOAT: "f32", DOUBLE: "f64", I32: "i32", I64: "i64"}  # in names of LLVM's functions
 Value = Any  # an ir.Value; llvmlite is not typed
 
 
@@ -53,6 +55,8 @@ class Emitter:
 
     def __init__(self, module: ir.Module, name: str, arguments: int, isa: Isa):
         self.isa, self.lanes, self.module = isa, isa.lanes, module
+        self.number: ir.Type = FLOAT  # of lanes
+        self.bytes = 4
         self.vector = ir.VectorType(FLOAT, isa.lanes)
         self.ints = ir.VectorType(I32, isa.lanes)
         self.function = ir.Function(module, ir.FunctionType(VOID, [I64] * arguments), name)
@@ -140,7 +144,7 @@ class Emitter:
     # -- vectors
 
     def splat(self, value: Value) -> Value:
-        """A scalar (or a Python number, as float32) in every lane."""
+        """A scalar (or a Python number, of the type of `vector`) in every lane."""
         if isinstance(value, (int, float)):
             return ir.Constant(self.vector, [float(value)] * self.lanes)
         kind = ir.VectorType(value.type, self.lanes)
@@ -160,11 +164,6 @@ class Emitter:
         """a * b + c, rounded once."""
         return self.elementwise("fma", a, b, c)
 
-    def fma_double(self, a: Value, b: Value, c: Value) -> Value:
-        """The same in float64."""
-        function = self.intrinsic(f"llvm.fma.v{self.lanes}f64", a.type, a.type, a.type, a.type)
-        return self.b.call(function, [a, b, c])
-
     def larger(self, a: Value, b: Value) -> Value:
         """The larger value; NaN where `a` is NaN, as in torch.
 
@@ -181,9 +180,9 @@ class Emitter:
 
     def elementwise(self, name: str, *operands: Value) -> Value:
         """The LLVM vector function "llvm.<name>" (fma, fabs, copysign) of each lane."""
-        function = f"llvm.{name}.v{self.lanes}f32"
-        kinds = [self.vector] * len(operands)
-        return self.b.call(self.intrinsic(function, self.vector, *kinds), operands)
+        kind = operands[0].type
+        function = f"llvm.{name}.v{self.lanes}{WORDS[kind.element]}"
+        return self.b.call(self.intrinsic(function, kind, *[kind] * len(operands)), operands)
 
     def permuted(self, x: Value, lanes: Sequence[int], fill: float = 0.0) -> Value:
         """Lane k is lane lanes[k] of x, or the fill value if lanes[k] is negative."""
@@ -215,36 +214,41 @@ class Emitter:
         return addresses
 
     def load_masked(self, pointer: Value, mask: Value, other: float = 0.0) -> Value:
-        """A float32 vector from memory; lanes outside of the mask are `other` and are not read."""
+        """A vector from memory; lanes outside of the mask are `other` and are not read."""
         if not self.isa.has_masks:
-            return self._load_lanes([self.at(pointer, k, FLOAT) for k in range(self.lanes)], mask, self.splat(other))
-        name = f"llvm.masked.load.v{self.lanes}f32.p0"
+            return self._load_lanes(self._neighbors(pointer), mask, self.splat(other))
+        name = f"llvm.masked.load.v{self.lanes}{WORDS[self.number]}.p0"
         load = self.intrinsic(name, self.vector, POINTER, I32, mask.type, self.vector)
         return self.b.call(load, [pointer, I32(4), mask, self.splat(other)])
 
     def store_masked(self, value: Value, pointer: Value, mask: Value) -> None:
-        """Write the lanes of a float32 vector that are in the mask."""
+        """Write the lanes of a vector that are in the mask."""
         if not self.isa.has_masks:
-            self._store_lanes(value, [self.at(pointer, k, FLOAT) for k in range(self.lanes)], mask)
+            self._store_lanes(value, self._neighbors(pointer), mask)
             return
-        store = self.intrinsic(f"llvm.masked.store.v{self.lanes}f32.p0", VOID, self.vector, POINTER, I32, mask.type)
+        name = f"llvm.masked.store.v{self.lanes}{WORDS[self.number]}.p0"
+        store = self.intrinsic(name, VOID, self.vector, POINTER, I32, mask.type)
         self.b.call(store, [value, pointer, I32(4), mask])
+
+    def _neighbors(self, pointer: Value) -> list[Value]:
+        """The addresses of the numbers of a vector in memory."""
+        return [self.at(pointer, k, self.number) for k in range(self.lanes)]
 
     def _lane_addresses(self, addresses: Sequence[Value], mask: Value) -> Iterator[tuple[Value, Value]]:
         """(lane, its address), by selects in place of branches: that of a word nobody reads where it is not masked."""
-        word = self.opaque(ir.IRBuilder(self.entry).alloca(FLOAT))
+        word = self.opaque(ir.IRBuilder(self.entry).alloca(self.number))
         for k, address in enumerate(addresses):
             yield I32(k), self.b.select(self.b.extract_element(mask, I32(k)), address, word)
 
     def _load_lanes(self, addresses: Sequence[Value], mask: Value, other: Value) -> Value:
         vector = ir.Constant(self.vector, ir.Undefined)
         for lane, address in self._lane_addresses(addresses, mask):
-            vector = self.b.insert_element(vector, self.b.load(address, typ=FLOAT), lane)
+            vector = self.b.insert_element(vector, self.b.load(address, typ=self.number, align=4), lane)
         return self.b.select(mask, vector, other)
 
     def _store_lanes(self, value: Value, addresses: Sequence[Value], mask: Value) -> None:
         for lane, address in self._lane_addresses(addresses, mask):
-            self.b.store(self.b.extract_element(value, lane), address)
+            self.b.store(self.b.extract_element(value, lane), address, align=4)
 
     def gather(self, pointer: Value, index: Value, mask: Value, other: Value) -> Value:
         """The float32 elements with these int32 numbers; `other` where not masked."""
@@ -271,8 +275,9 @@ class Emitter:
 
     def total(self, x: Value) -> Value:
         """The sum of the lanes."""
-        add = self.intrinsic(f"llvm.vector.reduce.fadd.v{self.lanes}f32", FLOAT, FLOAT, self.vector)
-        return self.b.call(add, [FLOAT(0.0), x], fastmath=("reassoc",))
+        number = x.type.element
+        name = f"llvm.vector.reduce.fadd.v{self.lanes}{WORDS[number]}"
+        return self.b.call(self.intrinsic(name, number, number, x.type), [number(0.0), x], fastmath=("reassoc",))
 
 
 class Fields:

@@ -35,7 +35,7 @@ from demask.kernels.cpu import csr, sddmm
 from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.thread_team import ENTRY, Job
-from demask.sparse.csr_matrix import CsrMatrix, row_of
+from demask.sparse.csr_matrix import CSR_NUMBERS, CsrMatrix, row_of
 from demask.sparse.products.cpu_products import threads_for
 from demask.sparse.products.gpu_formats import formats_of
 from demask.sparse.segment_steps import MAX_SIZE, ConvStep, Pair
@@ -207,7 +207,8 @@ def _sort_by_key(key: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def convolved(step: ConvStep, m: CsrMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
     """The convolution of x [batch, channels, (height,) width] without its activation, contiguous.
 
-    m: the matrix of the kernel in float32, with int32 indices. Raises BadInput for invalid indices.
+    m: the matrix of the kernel in the dtype of x, float32 or float64, with int32 indices. Raises
+    BadInput for invalid indices.
     """
     m, g, offsets = _prepare_operands(step, m, x)
     bias = None if bias is None else bias.contiguous()
@@ -233,21 +234,23 @@ def gradient_of_values(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) ->
     m, g, offsets = _prepare_operands(step, m, x)
     spread_source, planes_source = (x, grad) if g.transposed else (grad, x)
     spread, planes = g.spread(_as_image(spread_source)), g.to_planes(planes_source)
-    batch, isa, count = planes.shape[0], host(), m.col.numel()
+    batch, size, count = planes.shape[0], x.element_size(), m.col.numel()
+    numbers = CSR_NUMBERS[x.dtype]
+    lanes = csr.isa_of_sums(host(), numbers).lanes
     threads = _thread_count(batch, count * g.length)
-    sums = torch.zeros(threads, count)
+    sums = x.new_zeros(threads, count)
     table = CsrMatrix(offsets.starts, offsets.there, m.values, None, (g.rows, planes[0].numel()))
     calls = _row_calls(sddmm.CALL, batch, table)
     image = np.arange(batch)
-    calls["a"] = spread.data_ptr() + 4 * (g.first + image * spread[0].numel())
-    calls["a_pitch"] = 4 * g.spread_size
-    calls["x"], calls["x_pitch"] = planes.data_ptr() + 4 * image * planes[0].numel(), 4
-    calls["vectors"], calls["left"] = g.length // isa.lanes, g.length % isa.lanes
-    calls["out"] = sums.data_ptr() + 4 * count * _thread_of_images(batch, threads)
-    kernel = sddmm.Sampled(g.length % isa.lanes > 0, more=True)
+    calls["a"] = spread.data_ptr() + size * (g.first + image * spread[0].numel())
+    calls["a_pitch"] = size * g.spread_size
+    calls["x"], calls["x_pitch"] = planes.data_ptr() + size * image * planes[0].numel(), size
+    calls["vectors"], calls["left"] = g.length // lanes, g.length % lanes
+    calls["out"] = sums.data_ptr() + size * count * _thread_of_images(batch, threads)
+    kernel = sddmm.Sampled(g.length % lanes > 0, more=True, numbers=numbers)
     _run(calls, np.full(batch, CODE.addresses([kernel])[kernel]), batch, threads)
     totals = sums.sum(0)
-    return totals if offsets.sorted is None else torch.empty(count).index_copy_(0, offsets.sorted, totals)
+    return totals if offsets.sorted is None else x.new_empty(count).index_copy_(0, offsets.sorted, totals)
 
 
 def _prepare_operands(step: ConvStep, m: CsrMatrix, x: Tensor) -> tuple[CsrMatrix, ConvGeometry, Offsets]:
@@ -273,7 +276,7 @@ def _scatter_input(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, planes: Tens
     batch, (height, width) = planes.shape[0], g.out
     values = m.values if offsets.sorted is None else m.values.index_select(0, offsets.sorted)
     # one pixel: the kernel for a single column writes contiguous rows
-    out = torch.empty(batch, g.rows, height * g.wide if g.length > 1 else 1)
+    out = planes.new_empty(batch, g.rows, height * g.wide if g.length > 1 else 1)
     table = CsrMatrix(offsets.starts, offsets.there, values, None, (g.rows, planes[0].numel()))
     _multiply(table, planes, out, g.length, bias)
     return out.view(batch, g.rows, height, -1)[..., :width]
@@ -281,7 +284,7 @@ def _scatter_input(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, planes: Tens
 
 def _gather_gradients(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, spread: Tensor) -> Tensor:
     """Products from spread gradients to images [batch, channels, *size]: transposes `_scatter_input`."""
-    planes = torch.empty(spread.shape[0], g.planes, g.high, g.wide)
+    planes = spread.new_empty(spread.shape[0], g.planes, g.high, g.wide)
     values = m.values.index_select(0, offsets.order)
     table = CsrMatrix(offsets.crow, offsets.back, values, None, (g.planes, spread[0].numel()))
     _multiply(table, spread, planes, g.plane, None)
@@ -293,16 +296,16 @@ def _multiply(m: CsrMatrix, x: Tensor, out: Tensor, length: int, bias: Tensor | 
 
     Columns of m are offsets. x and out are contiguous, images first, rows of out second.
     """
-    batch = x.shape[0]
-    parts = csr.pieces(length, host(), {"biased": bias is not None})
+    batch, size = x.shape[0], x.element_size()
+    parts = csr.pieces(length, host(), {"biased": bias is not None, "numbers": CSR_NUMBERS[x.dtype]})
     codes = CODE.addresses(part.kernel for part in parts)
     calls = _row_calls(csr.CALL, batch * len(parts), m)
     image = np.repeat(np.arange(batch), len(parts))
-    first = np.tile([4 * part.first for part in parts], batch)
+    first = np.tile([size * part.first for part in parts], batch)
     calls["values"], calls["bias"] = m.values.data_ptr(), 0 if bias is None else bias.data_ptr()
-    calls["x"], calls["x_pitch"] = x.data_ptr() + first + 4 * image * x[0].numel(), 4
-    calls["out"] = out.data_ptr() + first + 4 * image * out[0].numel()
-    calls["out_pitch"] = 4 * (out[0].numel() // m.size[0])
+    calls["x"], calls["x_pitch"] = x.data_ptr() + first + size * image * x[0].numel(), size
+    calls["out"] = out.data_ptr() + first + size * image * out[0].numel()
+    calls["out_pitch"] = size * (out[0].numel() // m.size[0])
     calls["tiles"] = np.tile([part.tiles for part in parts], batch)
     calls["left"] = np.tile([part.left for part in parts], batch)
     code = np.tile([codes[part.kernel] for part in parts], batch)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.kernels.cpu.csr import CALL, pieces, vector
+from demask.kernels.cpu.csr import CALL, isa_of_sums, pieces, vector
 from demask.kernels.cpu.number_types import is_supported
 from demask.kernels.cpu.sddmm import CALL as SDDMM_CALL
 from demask.kernels.cpu.sddmm import Sampled
@@ -19,7 +19,7 @@ from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.thread_team import ENTRY, Job, SpareTasks, job_of_calls
 from demask.ops.activations import Act, apply_activation
-from demask.sparse.csr_matrix import NUMBERS, CsrMatrix
+from demask.sparse.csr_matrix import CSR_NUMBERS, CsrMatrix
 
 WORK = 1 << 19  # products of a thread for which another one pays: starting it takes about 0.1 ms where cores are shared
 FULL = 8  # columns: products with fewer take as long for each nonzero
@@ -27,31 +27,32 @@ OFTEN = 8  # reads of a row of x for which a padded copy pays
 
 
 def sddmm(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
-    """a[row] · b[column] at every nonzero [nonzeros], float32 on the CPU, in the order of m.
+    """a[row] · b[column] at every nonzero [nonzeros], float32 or float64 on the CPU, in the order of m.
 
     a [rows, k], b [columns, k]. Values of m are not read. A sum is the same for any number of
     threads.
     Raises BadInput for invalid indices.
     """
-    sums, k = torch.zeros(m.col.numel(), dtype=torch.float32), a.shape[1]
+    sums, k = a.new_zeros(m.col.numel()), a.shape[1]
     if m.crow.numel() <= 1 or not k:
         return sums
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
     crow, col = m.crow.contiguous(), m.col.contiguous()
     names = None if m.names is None else m.names.contiguous()
     threads = threads_for(m.col.numel() * k)
-    ends, isa = shares(crow, threads), host()
+    numbers, size = CSR_NUMBERS[a.dtype], a.element_size()
+    ends, lanes = shares(crow, threads), isa_of_sums(host(), numbers).lanes
     calls, bad = np.zeros(threads, SDDMM_CALL), np.zeros(threads, np.int64)
     calls["crow"], calls["col"] = crow.data_ptr(), col.data_ptr()
     calls["names"] = 0 if names is None else names.data_ptr()
     calls["begin"], calls["end"] = ends[:-1], ends[1:]
-    calls["a"], calls["a_pitch"] = a.data_ptr(), 4 * a.stride(0)
-    calls["x"], calls["x_pitch"] = b.data_ptr(), 4 * b.stride(0)
-    calls["out"], calls["vectors"], calls["left"] = sums.data_ptr(), k // isa.lanes, k % isa.lanes
+    calls["a"], calls["a_pitch"] = a.data_ptr(), size * a.stride(0)
+    calls["x"], calls["x_pitch"] = b.data_ptr(), size * b.stride(0)
+    calls["out"], calls["vectors"], calls["left"] = sums.data_ptr(), k // lanes, k % lanes
     calls["rows"], calls["columns"], calls["entries"] = *m.size, m.col.numel()
     calls["bad"] = bad.ctypes.data + 8 * np.arange(threads)
-    kernel = Sampled(k % isa.lanes > 0, 8 * col.element_size(), names is not None)
-    job_of_calls(kernel, calls, isa).run(threads)
+    kernel = Sampled(k % lanes > 0, 8 * col.element_size(), names is not None, numbers=numbers)
+    job_of_calls(kernel, calls, host()).run(threads)
     if bad.any():
         raise BadInput(
             f"expected row starts that rise to {m.col.numel()}, rows below {m.size[0]} and columns below {m.size[1]}"
@@ -103,12 +104,13 @@ class SpmmTask(KernelCalls):
         """Compute into `out`. Returns whether all indices were in range."""
         crow, col, values, names, size = m
         matrix = crow.data_ptr(), col.data_ptr(), values.data_ptr(), 0 if names is None else names.data_ptr()
-        sizes = 0 if bias is None else bias.data_ptr(), *size, values.numel()
-        x_start, x_pitch, out_start, out_pitch = x.data_ptr(), 4 * x.stride(0), out.data_ptr(), 4 * out.shape[1]
+        sizes, width = (0 if bias is None else bias.data_ptr(), *size, values.numel()), x.element_size()
+        x_start, x_pitch = x.data_ptr(), width * x.stride(0)
+        out_start, out_pitch = out.data_ptr(), width * out.shape[1]
         offset = 0
         for share in pairwise(shares(crow, self.threads)):
             for piece in self.parts:
-                first = 4 * piece.first
+                first = width * piece.first
                 columns = x_start + first, x_pitch, out_start + first, out_pitch
                 VARYING.pack_into(self.calls, offset, *matrix, *columns, *sizes, *share)
                 offset += CALL.itemsize
@@ -125,7 +127,7 @@ TASKS: SpareTasks[Any, Any] = SpareTasks()  # `KernelCalls` by the arguments tha
 
 
 def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
-    """act(m @ x + bias) [rows, n], float32 on the CPU. Values of m have one of the dtypes in `NUMBERS`.
+    """act(m @ x + bias) [rows, n], on the CPU: float32, with values of m of any of `CSR_NUMBERS`, or all float64.
 
     x [columns of m, n]: elements of a row are contiguous, rows have any stride. bias [rows]. Raises
     BadInput for invalid indices.
@@ -133,19 +135,21 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
     crow, col, values, names, size = m
     n, entries = x.shape[1], values.numel()
     out = x.new_empty(size[0], n)
-    if not is_supported(NUMBERS[values.dtype], host()):
+    if act is not None and x.dtype == torch.float64:
+        return apply_activation(multiplied(m, x, bias, None), act)
+    if not is_supported(CSR_NUMBERS[values.dtype], host()):
         values = values.float()
     if names is not None:
         _fill_empty_rows(out, bias, act)
         names = names.contiguous()
     if crow.numel() <= 1 or not n:
         return out
-    x, padded = _pad_rows(x, entries)
+    numbers = CSR_NUMBERS[values.dtype]
+    x, padded = _pad_rows(x, entries, vector(n, isa_of_sums(host(), numbers)))
     values = values.contiguous()
     if values.data_ptr() % values.element_size():  # external memory may be unaligned
         values = values.clone()
     bias = None if bias is None else bias.contiguous()
-    numbers = NUMBERS[values.dtype]
     options = Options(8 * col.element_size(), names is not None, bias is not None, act, padded, numbers)
     key = n, options, threads_for(entries * max(n, FULL))
     task: SpmmTask = TASKS.take(key, lambda: SpmmTask(*key))
@@ -161,13 +165,13 @@ def threads_for(products: int) -> int:
     return 1 if products < 2 * WORK else min(torch.get_num_threads(), products // WORK)
 
 
-def _pad_rows(x: Tensor, entries: int) -> tuple[Tensor, bool]:
-    """(x with contiguous rows, whether rows are padded to full aligned vectors).
+def _pad_rows(x: Tensor, entries: int, lanes: int) -> tuple[Tensor, bool]:
+    """(x with contiguous rows, whether rows are padded to full aligned vectors of `lanes`).
 
     x is copied into padded rows if each row is read often enough.
     """
     rows, n = x.shape
-    if n > 1 and entries >= OFTEN * rows and n % (lanes := vector(n, host())):
+    if n > 1 and entries >= OFTEN * rows and n % lanes:
         padded = x.new_zeros(rows, -(-n // lanes) * lanes)
         padded[:, :n] = x
         return padded, True

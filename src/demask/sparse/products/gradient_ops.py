@@ -5,7 +5,7 @@
     torch.ops.demask.sampled(Tensor crow, Tensor col, Tensor? rows, int[] size, Tensor a,
                              Tensor b) -> Tensor
 
-Kernels compute them on a GPU, and in float32 on the CPU; otherwise ATen ops. They are the gradients
+Kernels compute them on a GPU and on the CPU; otherwise, ATen ops. They are the gradients
 of each other and of `demask::spmm`.
 """
 
@@ -85,7 +85,7 @@ def _sampled(crow: Tensor, col: Tensor, rows: Tensor | None, size: Any, a: Tenso
         return gpu.sddmm(m, a, b)
     if a.dtype in (torch.float16, torch.bfloat16):
         return _sampled(crow, col, rows, size, a.float(), b.float()).to(a.dtype)
-    if a.device.type == "cpu" and a.dtype == torch.float32 and llvm.is_installed():
+    if a.device.type == "cpu" and a.dtype in (torch.float32, torch.float64) and llvm.is_installed():
         from demask.sparse.products import cpu_products
 
         return cpu_products.sddmm(m, a, b)

@@ -25,7 +25,7 @@ from demask.sparse.products.gradient_ops import kernels, parts, sampled, transpo
 from demask.sparse.reference import check_indices
 
 NARROW = (torch.float16, torch.bfloat16)
-COMPILED = (torch.float32, *NARROW)  # dtypes of kernels
+COMPILED = (torch.float32, *NARROW)  # dtypes that plans compute in float32
 INDICES = (torch.int32, torch.int64)
 
 _LIBRARY = Library("demask", "FRAGMENT")
@@ -101,7 +101,7 @@ def on_cpu(*arguments: Any) -> Tensor:
 
 
 def _compute_on_cpu(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
-    if x.dtype not in COMPILED or (multiplied := _kernels_of_cpu()) is None:
+    if x.dtype not in (*COMPILED, torch.float64) or (multiplied := _kernels_of_cpu()) is None:
         return _by_aten(m, x, bias, act)
     if x.dtype in NARROW:
         wide = None if bias is None else bias.float()
@@ -168,6 +168,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     m = CsrMatrix(crow, col, values, rows, tuple(ctx.size))
     if ctx.act is not None:
         grad = _before_activation(m, x, bias, ctx.act, grad)
+    if not grad.is_cuda:
+        grad = grad.contiguous()  # once for both gradients: that of a layer is transposed
     of_x = of_values = None
     if ctx.needs_input_grad[5]:
         of_x = transposed_product(m, grad)

@@ -3,9 +3,9 @@
     torch.ops.demask.segment(Tensor[] inputs, Tensor[] weights, str program) -> Tensor[]
 
 The CPU runs plans (`sparse.plan`), created at the first call and cached as long as the weights live;
-float16 and bfloat16 are computed in float32, and outputs are rounded once. Layers in training run by
-kernels that read values in place (`trained_layers`); everything else, including other gradients, by
-ATen ops (`sparse.reference`). Outputs are contiguous and share no memory with other tensors.
+float16 and bfloat16 are computed in float32, and outputs are rounded once. Layers in training, or in
+float64, run by kernels that read values in place (`trained_layers`); everything else, including other
+gradients, by ATen ops (`sparse.reference`). Outputs are contiguous and share no memory with other tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from demask.sparse import reference as dense
 from demask.sparse.products import gpu_segment
 from demask.sparse.products.spmm_op import COMPILED
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.trained_layers import parsed, recomputed, trained
+from demask.sparse.trained_layers import parsed, run_layer, trained
 
 # Not torch.library.custom_op, whose calls cost 12 µs of Python; these cost 4 to 6.
 _LIBRARY = Library("demask", "FRAGMENT")
@@ -117,9 +117,12 @@ def _has_gaps(program: SegmentProgram, number: int, x: Tensor) -> bool:
 
 
 def without_plan(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs by ATen ops, or GPU kernels, contiguous and in memory of their own."""
-    run = gpu_segment.run if inputs and inputs[0].is_cuda else dense.run
-    return in_own_memory(run(program, inputs, weights), (*inputs, *weights))
+    """The outputs by ATen ops and kernels of single layers, contiguous and in memory of their own."""
+    if inputs and inputs[0].is_cuda:
+        outputs = gpu_segment.run(program, inputs, weights)
+    else:
+        outputs = dense.run(program, inputs, weights, run_layer)
+    return in_own_memory(outputs, (*inputs, *weights))
 
 
 def in_own_memory(outputs: list[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
@@ -170,6 +173,28 @@ def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> li
         return on_cpu(inputs, weights, text)
     with BelowAutograd():
         return torch.ops.demask.segment.default(inputs, weights, text)
+
+
+def recomputed(
+    text: str, count: int, tensors: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Gradients of a program, as those of `reference.run`; None for tensors that need none.
+
+    tensors: `count` inputs, then weights. needed: which of them need a gradient. grads: gradients
+    of the outputs.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, since a tensor may be passed twice; leaves, unless second derivatives are needed.
+        tensors = [t.view_as(t) if create_graph else t.detach() for t in tensors]
+        differentiated = [
+            t if create_graph else t.requires_grad_() for t, need in zip(tensors, needed, strict=True) if need
+        ]
+        outputs = dense.run(parsed(text), tensors[:count], tensors[count:])
+        gradients = iter(
+            torch.autograd.grad(outputs, differentiated, grads, create_graph=create_graph, allow_unused=True)
+        )
+    return [next(gradients) if need else None for need in needed]
 
 
 class Recomputed(torch.autograd.Function):

@@ -14,9 +14,8 @@ from llvmlite import ir
 
 from demask.kernels.cpu.tiles.relayout import CallFields, read_index
 from demask.kernels.llvm.activations import exponential, reduced_exponential
-from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, Emitter, Value, Variable
+from demask.kernels.llvm.emitter import BIT, DOUBLE, FLOAT, I32, I64, Emitter, Value, Variable
 
-DOUBLE = ir.DoubleType()
 TOGETHER = 4  # sums that hide the latency of additions
 
 
@@ -151,7 +150,7 @@ class NormKernel:
 
             def add_square(c: Value, so_far: Value) -> Value:
                 distance = e.b.fsub(read(c), mean)
-                return e.fma_double(distance, distance, so_far)
+                return e.fma(distance, distance, so_far)
 
             variance = e.b.fdiv(_total(e, call, add_square), size)
             root = e.intrinsic(f"llvm.sqrt.v{e.lanes}f64", wide, wide)

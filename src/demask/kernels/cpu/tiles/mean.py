@@ -22,9 +22,8 @@ from math import ceil, log2, nan
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, Emitter, Fields, Value, Variable
+from demask.kernels.llvm.emitter import BIT, DOUBLE, FLOAT, I32, I64, Emitter, Fields, Value, Variable
 
-DOUBLE = ir.DoubleType()
 #: call of the kernel. whole, count: lines with an image in every lane, and all lines, which follow;
 #: table: lines; masks: a vector per line that is not whole, bits set inside of an image; outs:
 #: element of each image; pixels: of an image; exponent: see `exponent`
@@ -81,7 +80,7 @@ class MeanKernel:
 
             def add(bits: Value, sum_: Variable) -> None:
                 value = e.b.fpext(e.b.bitcast(bits, e.vector), wide)
-                sum_.set(e.fma_double(value, factor, sum_.get()))
+                sum_.set(e.fma(value, factor, sum_.get()))
 
             each_line(add, sums)
             parts = [e.b.fsub(sum_.get(), first) for sum_ in sums]
