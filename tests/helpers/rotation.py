@@ -1,9 +1,9 @@
 """Which tests run for a commit, where all would take too long: another share for each commit.
 
 Two kinds of tests take turns: the cases of a test that is marked `sampled(n)`, of which each n-th
-runs, and the most expensive tests, named in `expensive.txt` next to this file, of which each 16th
+runs, and the most expensive tests, named in `expensive.txt` next to this file, of which each 20th
 runs. The others of both are marked `nightly`. The number of the turn is the count of commits, or
-that of `--rotation`, so 16 commits run each of the expensive ones; `--rotation all` runs all.
+that of `--rotation`, so 20 commits run each of the expensive ones; `--rotation all` runs all.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from typing import Any
 
 import pytest
 
-TURNS = 16
+TURNS = 20
 LEAST = 0.12  # seconds of processor time of an expensive test
 OF_SOURCES = ("tests/architecture/", "tests/test_imports.py")  # any commit may break them: they do not rotate
 EXPENSIVE = Path(__file__).with_name("expensive.txt")
+
+
+def read_expensive() -> dict[str, float]:
+    """Seconds of the expensive tests, by name; the most expensive first, so that turns take about as long."""
+    lines = EXPENSIVE.read_text().splitlines() if EXPENSIVE.exists() else []
+    return {name: float(seconds) for seconds, _, name in (line.partition(" ") for line in lines)}
 
 
 def git(*words: str) -> str:
@@ -58,8 +64,7 @@ class Rotation:
         if text is not None and text != "all" and not text.isdecimal():
             raise pytest.UsageError(f"expected --rotation K or --rotation all, got {text!r}")
         number = None if text == "all" or single else commit_number() if text is None else int(text)
-        names = EXPENSIVE.read_text().split("\n") if EXPENSIVE.exists() else []
-        return cls(number, {name: k for k, name in enumerate(filter(None, names))})
+        return cls(number, {name: k for k, name in enumerate(read_expensive())})
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """How to repeat the selection."""
@@ -86,15 +91,13 @@ class Rotation:
 
 
 if __name__ == "__main__":  # python tests/helpers/rotation.py build/cpu.json: writes expensive.txt
-    seconds: dict[str, float] = json.loads(Path(sys.argv[1]).read_text())
-    # Those that had no turn stay in the list.
-    others = [name for name in EXPENSIVE.read_text().split("\n") if name and name not in seconds]
+    # Those that had no turn keep their seconds.
+    seconds: dict[str, float] = read_expensive() | json.loads(Path(sys.argv[1]).read_text())
     cheapest: dict[str, str] = {}  # of each test one case runs for every commit, unless it takes twice as long
     for name in sorted(seconds, key=seconds.__getitem__):
         cheapest.setdefault(name.partition("[")[0], name)
     always = {name for name in cheapest.values() if seconds[name] < 2 * LEAST}
-    always |= {name for name in (*seconds, *others) if name.startswith(OF_SOURCES)}
-    others = [name for name in others if name not in always]
+    always |= {name for name in seconds if name.startswith(OF_SOURCES)}
     expensive = [name for name, time in seconds.items() if time >= LEAST and name not in always]
     expensive.sort(key=seconds.__getitem__, reverse=True)
-    EXPENSIVE.write_text("\n".join([*others, *expensive]) + "\n")
+    EXPENSIVE.write_text("".join(f"{seconds[name]:.2f} {name}\n" for name in expensive))
