@@ -64,7 +64,10 @@ class PackedWeight:
                 is_size = min(rows, columns) > 0 and max(rows, columns) < _MOST
                 if is_dtype and is_size and 0 <= numbers <= rows * columns:
                     stored, group = None if dtype is None else _DTYPES[dtype], data.get("group", 0)
-                    check_group(stored, group)
+                    try:
+                        check_group(stored, group)
+                    except BadInput as error:
+                        raise BadInput(f"{name}: {error}") from None
                     return cls(form, (rows, columns), numbers, stored, group)
         raise BadInput(f"{name}: expected a form, a size and how many numbers are stored, got {data!r:.200}")
 

@@ -93,8 +93,8 @@ def prepare(
 
     `spmm` reads a matrix as it is in every call. Where the matrix stays the same, such as the weight of a layer in
     inference, its prepared form takes less time: 16-bit columns, a bit for each element, or the dense matrix. The
-    forms are timed for the first matrix of a kind (size, zeros in steps of 5 %, dtype, columns), which takes up to a
-    second; the times are stored in the user's cache folder.
+    forms are timed for the first matrix of a kind (size, zeros in steps of 5 %, dtype, columns), and the times are
+    stored in the user's cache folder.
 
     Args:
         matrix: [m, k], on the CPU: dense, torch.sparse_csr or DCSR; float32, bfloat16 or float16. It is copied;

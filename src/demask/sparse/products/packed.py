@@ -22,13 +22,9 @@ from demask.sparse.csr_matrix import NUMBERS
 BLOCK = 2**21  # elements that are decoded at a time: 8 MiB
 #: names of the tensors of each form
 FORMS = {"dense": ("values",), "bitmap": ("values", "bits", "starts"), "columns": ("values", "crow", "col")}
-#: density below which a form takes less time with one vector than the one before it: bitmap, columns (AVX2, Zen 3)
-DENSITIES = {
-    torch.bfloat16: (0.65, 0.15),
-    torch.float16: (0.65, 0.15),
-    torch.float32: (0.6, 0.4),
-    torch.int8: (0.15, 0.15),
-}
+#: of files: density below which a form takes less time with one vector than the one before it: bitmap, columns (AVX2,
+#: Zen 3)
+DENSITIES = {torch.bfloat16: (0.65, 0.15), torch.float16: (0.65, 0.15), torch.float32: (0.6, 0.4)}
 NARROW_COLUMNS = 2**16  # columns that 16 bits number
 LEAST_GROUP = STEP  # columns with a scale of their own; more: a power of two
 

@@ -9,8 +9,8 @@ with x [rows, columns] and w [n, columns] in CSR and y [rows, n] dense. One of v
 None, and the result is its factor: x @ w.T, or the gradients of its nonzeros for the gradient y. So the
 op is its own gradient, of any order, and results have one number per nonzero.
 
-On the CPU only the nonzeros are multiplied where x has few; else, and on other devices, x is
-decompressed (never w), which takes less time from about 10 % nonzeros on.
+On the CPU only the nonzeros are multiplied where x has few (`FEW`); else, and on other devices, x is
+decompressed (never w).
 """
 
 from __future__ import annotations
