@@ -24,7 +24,7 @@ from demask.sparse.segment.build_segments import segmented
 from demask.sparse.segment.inline import bound
 from demask.sparse.segment.segment_op import SegmentPlans, segment
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ActivationStep
+from demask.sparse.segment_steps import activation_step
 from demask.tune.fold_affine import fold_affine
 from demask.tune.optimized_module import Optimized
 
@@ -42,7 +42,7 @@ Arguments = tuple[list[Tensor], list[Tensor], str]
 
 def nothing() -> Arguments:
     """The arguments of a segment that computes one number."""
-    program = SegmentProgram(("image",), (ActivationStep(0, ("relu", ())),), (1,))
+    program = SegmentProgram(("image",), (activation_step(0, ("relu", ())),), (1,))
     return [torch.ones(1, 1, 1, 1)], [], program.text()
 
 

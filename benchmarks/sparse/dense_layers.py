@@ -27,7 +27,7 @@ from demask.machine.describe import format_threads
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.segment_op import segment
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
+from demask.sparse.segment_steps import SparseWeight, conv_step, linear_step
 
 BENCHMARK = Benchmark(
     "dense layers: GFLOP/s of each kind next to the machine's peak, torch and two runtimes",
@@ -100,9 +100,9 @@ def program_of(layer: nn.Module) -> tuple[SegmentProgram, list[Tensor]]:
     weight = (weight.transpose(0, 1) if is_transposed else weight).flatten(1).contiguous()
     spans = SparseWeight((0, 0, weight.numel())), (1, 0, len(bias)), len(bias)
     if isinstance(layer, nn.Linear):
-        return SegmentProgram(("tokens",), (LinearStep(0, *spans),), (1,)), [weight, bias]
+        return SegmentProgram(("tokens",), (linear_step(0, *spans),), (1,)), [weight, bias]
     pads = tuple((p, p) for p in layer.padding)
-    step = ConvStep(0, *spans, layer.kernel_size, layer.stride, pads, layer.dilation, layer.groups, is_transposed)
+    step = conv_step(0, *spans, layer.kernel_size, layer.stride, pads, layer.dilation, layer.groups, is_transposed)
     return SegmentProgram(("image",), (step,), (1,)), [weight, bias]
 
 

@@ -16,16 +16,16 @@ from demask.sparse.plan import segment_plan
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
-    AddStep,
-    ConcatStep,
-    ConvStep,
-    LinearStep,
-    MeanStep,
-    PoolStep,
-    ScaleStep,
-    SelectStep,
     SparseWeight,
     Step,
+    add_step,
+    concat_step,
+    conv_step,
+    linear_step,
+    mean_step,
+    pool_step,
+    scale_step,
+    select_step,
 )
 from sparse_cases import csr, matrix
 
@@ -74,30 +74,30 @@ class Draft:
         inner = self.shape(x)[1] // fields.get("groups", 1)
         window = {"kernel": (kernel, kernel), "padding": ((kernel // 2,) * 2,) * 2}
         weight, bias = self.weight(out, inner * kernel**2, density), self.stored(self._drawn(out))
-        return self.append(ConvStep(x, weight, bias, out, **window | fields))
+        return self.append(conv_step(x, weight, bias, out, **window | fields))
 
     def linear(self, x: int, out: int, density: float = 0.3, **fields: Any) -> int:
         weight = self.weight(out, self.shape(x)[-1], density)
-        return self.append(LinearStep(x, weight, self.stored(self._drawn(out)), out, **fields))
+        return self.append(linear_step(x, weight, self.stored(self._drawn(out)), out, **fields))
 
     def pool(self, x: int, mean: bool = False, stride: int = 1, **fields: Any) -> int:
-        return self.append(PoolStep(x, mean, (3, 3), (stride, stride), (1, 1), **fields))
+        return self.append(pool_step(x, mean, (3, 3), (stride, stride), (1, 1), **fields))
 
     def select(self, x: int, numbers: Sequence[int], stride: tuple[int, int] = (1, 1)) -> int:
         index = self.stored(torch.tensor(numbers, dtype=torch.int32))
-        return self.append(SelectStep(x, index, stride, min(numbers) < 0))
+        return self.append(select_step(x, index, stride, min(numbers) < 0))
 
     def cat(self, *xs: int) -> int:
-        return self.append(ConcatStep(xs))
+        return self.append(concat_step(xs))
 
     def add(self, x: int, z: int, act: Any = None) -> int:
-        return self.append(AddStep(x, z, act))
+        return self.append(add_step(x, z, act))
 
     def scale(self, x: int, z: int, act: Any = None) -> int:
-        return self.append(ScaleStep(x, z, act))
+        return self.append(scale_step(x, z, act))
 
     def mean(self, x: int, keep: bool = True) -> int:
-        return self.append(MeanStep(x, keep))
+        return self.append(mean_step(x, keep))
 
     def check(
         self, *outputs: int, static: tuple[int, ...] = (), threads: Threads = 2, isa: Isa | None = None, **laws: bool

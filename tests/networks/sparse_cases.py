@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
+from demask.sparse.segment_steps import Conv, SparseWeight, conv_step, linear_step
 
 
 def csr(dense: Tensor) -> list[Tensor]:
@@ -44,49 +44,49 @@ def layer(kind: str, dense: Tensor, bias: Tensor | None = None, **fields):
         weights.append(bias)
     bias_span = None if bias is None else (3, 0, rows)
     if kind == "tokens":
-        return SegmentProgram((kind,), (LinearStep(0, spans, bias_span, rows, **fields),), (1,)), weights
-    return SegmentProgram((kind,), (ConvStep(0, spans, bias_span, rows, **fields),), (1,)), weights
+        return SegmentProgram((kind,), (linear_step(0, spans, bias_span, rows, **fields),), (1,)), weights
+    return SegmentProgram((kind,), (conv_step(0, spans, bias_span, rows, **fields),), (1,)), weights
 
 
-def convolved(x: Tensor, dense: Tensor, step: ConvStep) -> Tensor:
+def convolved(x: Tensor, dense: Tensor, step: Conv) -> Tensor:
     """A convolution of images by its definition: sums over places of the kernel, in float64."""
     images, w = x.double().numpy(), dense.double().numpy()
     batch, channels, *sizes = images.shape
-    inner, outer = channels // step.groups, step.out // step.groups
-    w = w.reshape(step.groups, outer, inner, *step.kernel)
-    images = images.reshape(batch, step.groups, inner, *sizes)
-    output = (transposed if step.transposed else plain)(images, w, step)
-    return torch.from_numpy(output.reshape(batch, step.out, *output.shape[-2:]))
+    inner, outer = channels // step.fields.groups, step.fields.out // step.fields.groups
+    w = w.reshape(step.fields.groups, outer, inner, *step.fields.kernel)
+    images = images.reshape(batch, step.fields.groups, inner, *sizes)
+    output = (transposed if step.fields.transposed else plain)(images, w, step)
+    return torch.from_numpy(output.reshape(batch, step.fields.out, *output.shape[-2:]))
 
 
-def plain(x: np.ndarray, w: np.ndarray, step: ConvStep) -> np.ndarray:
-    (top, bottom), (left, right) = step.padding
+def plain(x: np.ndarray, w: np.ndarray, step: Conv) -> np.ndarray:
+    (top, bottom), (left, right) = step.fields.padding
     x = np.pad(x, ((0, 0), (0, 0), (0, 0), (top, bottom), (left, right)))
     height, width = (
         (n - d * (k - 1) - 1) // s + 1
-        for n, d, k, s in zip(x.shape[3:], step.dilation, step.kernel, step.stride, strict=True)
+        for n, d, k, s in zip(x.shape[3:], step.fields.dilation, step.fields.kernel, step.fields.stride, strict=True)
     )
     total = np.zeros((*x.shape[:2], w.shape[1], height, width))
-    for i in range(step.kernel[0]):
-        for j in range(step.kernel[1]):
-            at = x[..., i * step.dilation[0] :, j * step.dilation[1] :]
-            at = at[..., :: step.stride[0], :: step.stride[1]][..., :height, :width]
+    for i in range(step.fields.kernel[0]):
+        for j in range(step.fields.kernel[1]):
+            at = x[..., i * step.fields.dilation[0] :, j * step.fields.dilation[1] :]
+            at = at[..., :: step.fields.stride[0], :: step.fields.stride[1]][..., :height, :width]
             total += np.einsum("bgihw,goi->bgohw", at, w[..., i, j])
     return total
 
 
-def transposed(x: np.ndarray, w: np.ndarray, step: ConvStep) -> np.ndarray:
+def transposed(x: np.ndarray, w: np.ndarray, step: Conv) -> np.ndarray:
     full = [
         (n - 1) * s + d * (k - 1) + 1
-        for n, d, k, s in zip(x.shape[3:], step.dilation, step.kernel, step.stride, strict=True)
+        for n, d, k, s in zip(x.shape[3:], step.fields.dilation, step.fields.kernel, step.fields.stride, strict=True)
     ]
-    (top, bottom), (left, right) = step.padding
+    (top, bottom), (left, right) = step.fields.padding
     room = [n + max(0, -cut) for n, cut in zip(full, (bottom, right), strict=True)]
     total = np.zeros((*x.shape[:2], w.shape[1], *room))
-    for i in range(step.kernel[0]):
-        for j in range(step.kernel[1]):
-            at = total[..., i * step.dilation[0] :, j * step.dilation[1] :]
-            at = at[..., :: step.stride[0], :: step.stride[1]]
+    for i in range(step.fields.kernel[0]):
+        for j in range(step.fields.kernel[1]):
+            at = total[..., i * step.fields.dilation[0] :, j * step.fields.dilation[1] :]
+            at = at[..., :: step.fields.stride[0], :: step.fields.stride[1]]
             at = at[..., : x.shape[3], : x.shape[4]]
             at += np.einsum("bgihw,goi->bgohw", x, w[..., i, j])
     return total[..., top : full[0] - bottom, left : full[1] - right]

@@ -14,32 +14,33 @@ from torch.nn import functional as F
 from demask.errors import BadInput
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse import reference as dense
+from demask.sparse import segment_weights as stored
 from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_rows import call
 from demask.sparse.segment_steps import (
-    ActivationStep,
-    AddStep,
-    ConcatStep,
-    ConvStep,
-    FlattenStep,
-    LinearStep,
-    MeanStep,
-    PoolStep,
     SparseWeight,
-    reads,
+    activation_step,
+    add_step,
+    concat_step,
+    conv_step,
+    flat_step,
+    linear_step,
+    mean_step,
+    pool_step,
 )
 from sparse_cases import convolved, csr, layer, matrix, weight
 
 EVERY = SegmentProgram(
     ("image",),
     (
-        ConvStep(0, weight(4, 9), (3, 0, 4), 4, (3, 3), (2, 2), ((1, 1), (0, 2)), (1, 2), 2, name="c"),
-        ActivationStep(1, ("leaky_relu", (0.1,))),
-        PoolStep(2, True, (2, 2), (2, 2), (1, 0), ceil=True, counted=False),
-        AddStep(3, 3, ("clamp", (0.0, 6.0))),
-        ConcatStep((4, 3)),
-        MeanStep(5, True),
-        FlattenStep(6),
-        LinearStep(7, SparseWeight((0, 0, 4), (1, 0, 6), (2, 0, 4), (4, 0, 5)), None, 5, ("gelu", ())),
+        conv_step(0, weight(4, 9), (3, 0, 4), 4, (3, 3), (2, 2), ((1, 1), (0, 2)), (1, 2), 2, name="c"),
+        activation_step(1, ("leaky_relu", (0.1,))),
+        pool_step(2, True, (2, 2), (2, 2), (1, 0), ceil=True, counted=False),
+        add_step(3, 3, ("clamp", (0.0, 6.0))),
+        concat_step((4, 3)),
+        mean_step(5, True),
+        flat_step(6),
+        linear_step(7, SparseWeight((0, 0, 4), (1, 0, 6), (2, 0, 4), (4, 0, 5)), None, 5, ("gelu", ())),
     ),
     (8, 5),
 )
@@ -51,7 +52,7 @@ def test_a_program_comes_back_from_its_text():
 
 
 def test_a_dense_weight_has_no_row_starts_and_columns():
-    step = LinearStep(0, SparseWeight((0, 0, 6)), None, 2)
+    step = linear_step(0, SparseWeight((0, 0, 6)), None, 2)
     program = SegmentProgram(("tokens",), (step,), (1,))
     assert '"weight":[[0,0,6]]' in program.text()
     assert SegmentProgram.parse(program.text()) == program
@@ -193,15 +194,15 @@ def flipped(text: str, draw: random.Random) -> str:
 @pytest.mark.parametrize(
     ("step", "shapes"),
     [
-        (ConvStep(0, weight(2, 1), None, 2, (3, 3)), [(1, 2, 2, 9)]),
-        (ConvStep(0, weight(2, 1), None, 2, (1, 1), groups=2), [(1, 3, 4, 4)]),
-        (ConvStep(0, weight(2, 1), None, 2, (1, 1)), [(1, 2, 4)]),
-        (ConvStep(0, weight(2, 1), None, 2, (2, 2), padding=((3, 3), (0, 0)), transposed=True), [(1, 2, 3, 3)]),
-        (PoolStep(0, False, (3, 3), (1, 1)), [(1, 1, 2, 2)]),
-        (FlattenStep(0), [(1, 2, 1, 2)]),
-        (AddStep(0, 1), [(1, 2, 3, 3), (1, 2, 3, 4)]),
-        (ConcatStep((0, 1)), [(1, 2, 3, 3), (1, 2, 3, 4)]),
-        (ConvStep(0, weight(2, 1), None, 2, (1, 1), add=1), [(1, 3, 3, 3), (1, 3, 3, 3)]),
+        (conv_step(0, weight(2, 1), None, 2, (3, 3)), [(1, 2, 2, 9)]),
+        (conv_step(0, weight(2, 1), None, 2, (1, 1), groups=2), [(1, 3, 4, 4)]),
+        (conv_step(0, weight(2, 1), None, 2, (1, 1)), [(1, 2, 4)]),
+        (conv_step(0, weight(2, 1), None, 2, (2, 2), padding=((3, 3), (0, 0)), transposed=True), [(1, 2, 3, 3)]),
+        (pool_step(0, False, (3, 3), (1, 1)), [(1, 1, 2, 2)]),
+        (flat_step(0), [(1, 2, 1, 2)]),
+        (add_step(0, 1), [(1, 2, 3, 3), (1, 2, 3, 4)]),
+        (concat_step((0, 1)), [(1, 2, 3, 3), (1, 2, 3, 4)]),
+        (conv_step(0, weight(2, 1), None, 2, (1, 1), add=1), [(1, 3, 3, 3), (1, 3, 3, 3)]),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(step, shapes):
@@ -212,7 +213,7 @@ def test_sizes_that_do_not_fit_are_refused(step, shapes):
 
 def test_a_kernel_of_height_two_is_none_for_signals():
     with pytest.raises(BadInput, match="height 1"):
-        SegmentProgram(("signal",), (ConvStep(0, weight(2, 1), None, 2, (2, 3)),), (1,))
+        SegmentProgram(("signal",), (conv_step(0, weight(2, 1), None, 2, (2, 3)),), (1,))
 
 
 CONVS = [
@@ -267,25 +268,25 @@ def test_activations_are_those_of_torch(name):
     x, z = torch.randn(3, 5), torch.randn(3, 4)
     program, weights = layer("tokens", matrix(4, 5, 0.5, dtype=torch.float32), act=(name, numbers))
     (step,) = program.steps
-    added = SegmentProgram(("tokens", "tokens"), (replace(step, add=1),), (2,))
-    y = F.linear(x, dense.weight(step, weights, x.shape)) + z
+    added = SegmentProgram(("tokens", "tokens"), (replace(step, reads=(0, 1), adds=True),), (2,))
+    y = F.linear(x, stored.weight(step, weights, x.shape)) + z
     assert torch.equal(dense.run(added, [x, z], weights)[0], function(y))
-    mapped = SegmentProgram(("tokens",), (ActivationStep(0, (name, numbers)),), (1,))
+    mapped = SegmentProgram(("tokens",), (activation_step(0, (name, numbers)),), (1,))
     assert torch.equal(dense.run(mapped, [y], [])[0], function(y))
 
 
 def test_pools_means_and_joins():
     x, z = torch.randn(2, 3, 7, 6), torch.randn(2, 3, 7, 6)
     pools = [
-        (PoolStep(0, False, (3, 2), (2, 2), (1, 1), (2, 1), ceil=True), F.max_pool2d(x, (3, 2), 2, 1, (2, 1), True)),
+        (pool_step(0, False, (3, 2), (2, 2), (1, 1), (2, 1), ceil=True), F.max_pool2d(x, (3, 2), 2, 1, (2, 1), True)),
         (
-            PoolStep(0, True, (3, 3), (2, 1), (1, 0), ceil=True, counted=False),
+            pool_step(0, True, (3, 3), (2, 1), (1, 0), ceil=True, counted=False),
             F.avg_pool2d(x, 3, (2, 1), (1, 0), True, False),
         ),
-        (MeanStep(0, True), x.mean((2, 3), keepdim=True)),
-        (MeanStep(0, False), x.mean((2, 3))),
-        (ConcatStep((0, 1, 0)), torch.cat([x, z, x], 1)),
-        (AddStep(0, 1, ("relu", ())), (x + z).relu()),
+        (mean_step(0, True), x.mean((2, 3), keepdim=True)),
+        (mean_step(0, False), x.mean((2, 3))),
+        (concat_step((0, 1, 0)), torch.cat([x, z, x], 1)),
+        (add_step(0, 1, ("relu", ())), (x + z).relu()),
     ]
     for step, wanted in pools:
         program = SegmentProgram(("image", "image"), (step,), (2,))
@@ -297,10 +298,10 @@ def test_pools_means_and_joins():
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5), (2, 3, 1, 5)])
 def test_tokens_have_any_rank(shape):
     x = torch.randn(shape)
-    program = SegmentProgram(("tokens",), (ConcatStep((0, 0)), AddStep(1, 1)), (2,))
+    program = SegmentProgram(("tokens",), (concat_step((0, 0)), add_step(1, 1)), (2,))
     assert torch.equal(dense.run(program, [x], [])[0], 2 * torch.cat([x, x], -1))
     program, weights = layer("tokens", matrix(3, 5, 0.5, dtype=torch.float32))
-    wanted = x @ dense.weight(program.steps[0], weights, shape).T
+    wanted = x @ stored.weight(program.steps[0], weights, shape).T
     torch.testing.assert_close(dense.run(program, [x], weights)[0], wanted)
 
 
@@ -309,18 +310,18 @@ def test_stored_types():
     values, crow, col = csr(w)
     scale = torch.tensor([1.0, 0.5, 0.25, 2.0])
     spans = weight(4, len(values))
-    step = LinearStep(0, replace(spans, scale=(3, 0, 4)), None, 4)
+    step = linear_step(0, replace(spans, scale=(3, 0, 4)), None, 4)
     whole = torch.arange(len(values)).to(torch.int8) - 4
     expected = torch.zeros(4, 6).masked_scatter(w != 0, whole.float()) * scale[:, None]
-    assert torch.equal(dense.weight(step, [whole, crow, col, scale], (6,)), expected)
-    step = LinearStep(0, spans, None, 4)
+    assert torch.equal(stored.weight(step, [whole, crow, col, scale], (6,)), expected)
+    step = linear_step(0, spans, None, 4)
     short = [values.bfloat16(), crow, col]
-    assert torch.equal(dense.weight(step, short, (6,), torch.float64), w.bfloat16().double())
+    assert torch.equal(stored.weight(step, short, (6,), torch.float64), w.bfloat16().double())
 
 
 def test_entries_that_are_there_twice_are_summed():
     weights = [torch.tensor([1.0, 2.0]), *(torch.tensor(n, dtype=torch.int32) for n in ([0, 2], [1, 1]))]
-    found = dense.weight(LinearStep(0, weight(1, 2), None, 1), weights, (3,))
+    found = stored.weight(linear_step(0, weight(1, 2), None, 1), weights, (3,))
     assert found.tolist() == [[0.0, 3.0, 0.0]]
 
 
@@ -387,8 +388,8 @@ def test_calls_are_traced_with_dense_weights():
     program, weights = layer("image", matrix(4, 27, 0.3, dtype=torch.float32), kernel=(3, 3))
     (step,) = program.steps
     x = torch.randn(2, 3, 6, 6)
-    w = dense.weight(step, weights, x.shape)
-    traced = make_fx(lambda x: dense.call(step, "image", [x], w), tracing_mode="symbolic", _allow_non_fake_inputs=True)
+    w = stored.weight(step, weights, x.shape)
+    traced = make_fx(lambda x: call(step, "image", [x], w), tracing_mode="symbolic", _allow_non_fake_inputs=True)
     graph = traced(x)
     called = {node.target for node in graph.graph.nodes if node.op == "call_function"}
     assert torch.ops.aten.convolution.default in called
@@ -405,6 +406,6 @@ def test_whole_programs_are_traced():
 
 
 def test_what_a_step_reads():
-    assert reads(ConcatStep((3, 4))) == (3, 4)
-    assert reads(AddStep(1, 2)) == (1, 2)
-    assert reads(ConvStep(1, weight(1, 0), None, 1, (1, 1), add=0)) == (1, 0)
+    assert concat_step((3, 4)).reads == (3, 4)
+    assert add_step(1, 2).reads == (1, 2)
+    assert conv_step(1, weight(1, 0), None, 1, (1, 1), add=0).reads == (1, 0)

@@ -22,7 +22,7 @@ from demask.machine.cost import Costs
 from demask.sparse.segment import inline as segment_call
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.candidates import ALL, BY_INDEX, EACH, OUTSIDE
-from demask.sparse.segment_steps import NAMES
+from demask.sparse.segment_rows import name_of
 from demask.tune.optimized_module import Optimized
 from torch_release import RELEASE, since
 
@@ -150,7 +150,7 @@ def test_the_whole_network_is_one_segment(pair) -> None:
     assert isinstance(pair.fast, Optimized) and record.decisions[0].chosen == ALL
     ((_, program),) = segments_of(pair.fast.graph)
     assert program.static  # border maps of the masked channels with shifts
-    names = {NAMES[type(step)] for step in program.steps}
+    names = {name_of(step) for step in program.steps}
     assert names == {"conv", "linear", "pool", "mean", "flat", "add", "scale", "cat", "select"}
     assert record.densities == {} and len(record.decisions) == 1
     assert not any("left out" in note for note in record.notes)

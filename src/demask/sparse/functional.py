@@ -21,8 +21,8 @@ from demask.sparse.products.gpu_formats import full
 from demask.sparse.products.gradient_ops import kernels, sampled
 from demask.sparse.products.sparse_rows_op import sparse_rows
 from demask.sparse.products.spmm_op import NARROW, product
-from demask.sparse.reference import check_indices, traced
 from demask.sparse.segment_steps import MAX_SIZE
+from demask.sparse.segment_weights import check_indices, traced
 
 
 @overload

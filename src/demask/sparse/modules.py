@@ -16,12 +16,23 @@ from torch.nn import functional as F
 
 from demask.errors import BadInput
 from demask.ops.activations import ActivationLike, act_of, activation_module
-from demask.sparse import reference as dense
+from demask.sparse import segment_weights as stored
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.functional import DCSR, product_of_rows
 from demask.sparse.segment.segment_op import segment
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import MAX_SIZE, ConvStep, LinearStep, Pair, Span, SparseWeight
+from demask.sparse.segment_steps import (
+    MAX_SIZE,
+    Conv,
+    Layer,
+    Outputs,
+    Pair,
+    Span,
+    SparseWeight,
+    Step,
+    conv_step,
+    linear_step,
+)
 
 
 class SparseLayer(nn.Module):
@@ -57,7 +68,7 @@ class SparseLayer(nn.Module):
             raise BadInput(f"expected a bias of shape ({self.rows},), got {tuple(bias.shape)}")
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
-    def _layer_step(self) -> LinearStep | ConvStep:
+    def _layer_step(self) -> Layer:
         raise NotImplementedError
 
     def _example_shape(self) -> tuple[int, ...]:
@@ -94,7 +105,7 @@ class SparseLayer(nn.Module):
         Raises:
             BadInput: `crow` or `col` are not valid CSR indices of the matrix.
         """
-        return dense.weight(self._layer_step(), self._program_weights(), self._example_shape())
+        return stored.weight(self._layer_step(), self._program_weights(), self._example_shape())
 
     @property
     def weight_csr(self) -> Tensor:
@@ -278,9 +289,9 @@ class SparseLinear(SparseLayer):
             raise BadInput(f"expected x [..., {self.columns}], got {tuple(x.shape)}")
         return self._run_program(x, self.program)
 
-    def _layer_step(self) -> LinearStep:
+    def _layer_step(self) -> Step[Outputs]:
         weight, bias = self._weight_spans()
-        return LinearStep(0, weight, bias, self.rows, self.act)
+        return linear_step(0, weight, bias, self.rows, self.act)
 
     def _example_shape(self) -> tuple[int, ...]:
         return (self.columns,)
@@ -438,10 +449,10 @@ class SparseConv(SparseLayer):
         y = self._run_program(x, program)
         return y.squeeze(0) if unbatched else y
 
-    def _layer_step(self) -> ConvStep:
+    def _layer_step(self) -> Conv:
         return self._conv_step(self.output_padding)
 
-    def _conv_step(self, output_padding: Sequence[int]) -> ConvStep:
+    def _conv_step(self, output_padding: Sequence[int]) -> Conv:
         """The step with this output_padding per axis."""
         weight, bias = self._weight_spans()
         pads = self._pads if self.padding_mode == "zeros" else ((0, 0),) * self.axes
@@ -454,7 +465,7 @@ class SparseConv(SparseLayer):
             "padding": pads if is_image else ((0, 0), *pads),
         }
         fields |= {"groups": self.groups, "transposed": self.transposed, "act": self.act}
-        return ConvStep(0, weight, bias, self.rows, **fields)
+        return conv_step(0, weight, bias, self.rows, **fields)
 
     def _example_shape(self) -> tuple[int, ...]:
         return (1, self.in_channels, *[1] * self.axes)

@@ -16,7 +16,7 @@ from demask.sparse.functional import DCSR, csr_parts
 from demask.sparse.packed_linear import PackedLinear, check_group, pack_weight
 from demask.sparse.products.form_choice import chosen_form
 from demask.sparse.products.packed import NARROW_COLUMNS, PackedMatrix
-from demask.sparse.reference import check_indices
+from demask.sparse.segment_weights import check_indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)

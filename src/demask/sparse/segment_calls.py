@@ -50,7 +50,7 @@ from demask.sparse.called_op import (
     with_size,
 )
 from demask.sparse.segment.recurrent_rows import initial_states, recurrence_of
-from demask.sparse.segment_steps import CHANNELS_LAST, SPATIAL, CallStep
+from demask.sparse.segment_steps import CHANNELS_LAST, SPATIAL
 
 aten = torch.ops.aten
 
@@ -553,11 +553,6 @@ CALLED: dict[str, CalledOp] = {
         POINTWISE, numbers=0),
     **TOKEN_CALLS,
 }  # fmt: skip
-
-
-def lowering_of(step: Any) -> str:
-    """How plans compute the op that a step calls; "" for other steps."""
-    return CALLED[step.call].lowering if isinstance(step, CallStep) else ""
 
 
 def called_by_target() -> dict[Any, list[str]]:

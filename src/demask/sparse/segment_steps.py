@@ -8,6 +8,8 @@ tensors:
     tokens    [..., channels]
     pixels    [batch, height, width, channels], an image with channels last
     matrices  [..., rows, columns], each with tokens of its own
+
+What a step is, its op says: `segment_rows.ROWS` has one row per op.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 from demask.ops.activations import Act
 
@@ -29,6 +31,7 @@ MAX_SIZE = 2**31 - 1
 LARGEST = 3.4e38  # fits in float32
 Span = tuple[int, int, int]  # number of the tensor, first element, end
 Pair = tuple[int, int]
+Pads = tuple[Pair, Pair]  # before and after, per axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,15 @@ class SparseWeight:
         return None if self.crow is None or self.col is None else (self.values, self.crow, self.col)
 
 
-@dataclass(frozen=True, slots=True)
-class ConvStep:
-    """act(conv(x) + bias + value `add`) of an image or a signal (height 1).
+NO_WEIGHT = SparseWeight((0, 0, 0))  # of steps that have none, and until it is stored
+
+
+class NoFields(NamedTuple):
+    """The fields of ops that have none."""
+
+
+class Window(NamedTuple):
+    """The fields of a convolution of an image or a signal (height 1).
 
     padding: before and after, per axis. transposed: as conv_transpose, with the full output (input
     spaced by the stride, kernel not flipped) cropped by `padding`. The padding after an axis may be
@@ -63,43 +72,34 @@ class ConvStep:
     Fields of a signal are those of an image of height 1: (1, kernel), ((0, 0), (before, after)).
     """
 
-    x: int
-    weight: SparseWeight
-    bias: Span | None
     out: int
     kernel: Pair
     stride: Pair = (1, 1)
-    padding: tuple[Pair, Pair] = ((0, 0), (0, 0))
+    padding: Pads = ((0, 0), (0, 0))
     dilation: Pair = (1, 1)
     groups: int = 1
     transposed: bool = False
-    act: Act | None = None
-    add: int | None = None
-    name: str = ""
+
+    @property
+    def is_pixelwise(self) -> bool:
+        """Whether each output pixel depends only on the same input pixel."""
+        is_1x1 = self.kernel == self.stride == (1, 1) and self.padding == ((0, 0), (0, 0))
+        return is_1x1 and not self.transposed
 
 
-@dataclass(frozen=True, slots=True)
-class LinearStep:
-    """act(x @ W.T + bias + value `add`) of tokens."""
+class Outputs(NamedTuple):
+    """The fields of a linear layer: x @ W.T of tokens."""
 
-    x: int
-    weight: SparseWeight
-    bias: Span | None
     out: int
-    act: Act | None = None
-    add: int | None = None
-    name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStep:
-    """The maximum or mean of each window.
+class Pool(NamedTuple):
+    """The fields of the maximum or mean of each window.
 
     ceil: windows may start inside and end outside of the padded image. counted: means include the
     padding; their windows have no dilation.
     """
 
-    x: int
     mean: bool
     kernel: Pair
     stride: Pair
@@ -108,126 +108,185 @@ class PoolStep:
     ceil: bool = False
     counted: bool = True
 
+    @property
+    def window(self) -> Window:
+        """A convolution with the same windows."""
+        top, left = self.padding
+        return Window(1, self.kernel, self.stride, ((top, top), (left, left)), self.dilation)
 
-@dataclass(frozen=True, slots=True)
-class MeanStep:
-    """The mean of each channel of an image, as an image of one pixel (keep) or as tokens."""
 
-    x: int
+class Mean(NamedTuple):
+    """The field of a mean of each channel of an image: an image of one pixel (keep) or tokens."""
+
     keep: bool
 
 
-@dataclass(frozen=True, slots=True)
-class FlattenStep:
-    """Images of one pixel as tokens."""
+class Selection(NamedTuple):
+    """The fields of a selection: channel index[k] of x as channel k, for every `stride`-th row and
+    column of an image.
 
-    x: int
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationStep:
-    """act(x)."""
-
-    x: int
-    act: Act
-
-
-@dataclass(frozen=True, slots=True)
-class AddStep:
-    """act(x + z) of values of the same shape."""
-
-    x: int
-    z: int
-    act: Act | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleStep:
-    """act(x * z) of an image and an image of one pixel."""
-
-    x: int
-    z: int
-    act: Act | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ConcatStep:
-    """Channels of several values, concatenated."""
-
-    xs: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SelectStep:
-    """Channel index[k] of x as channel k, for every `stride`-th row and column of an image.
-
-    index: int32 channel numbers. padded: whether some are -1, for a channel of zeros.
+    The index is int32 channel numbers. padded: whether some are -1, for a channel of zeros.
     """
 
-    x: int
-    index: Span
     stride: Pair = (1, 1)
     padded: bool = False
 
     @property
-    def out(self) -> int:
-        """Number of channels of the output."""
-        return self.index[2] - self.index[1]
+    def window(self) -> Window:
+        """A convolution of the same pixels."""
+        return Window(1, (1, 1), self.stride)
+
+
+class Numbers(NamedTuple):
+    """The fields of a call of an ATen op: its numbers, as its entry of `CALLED` says."""
+
+    numbers: tuple[Any, ...] = ()
+
+
+F = TypeVar("F", bound=tuple[Any, ...], covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class CallStep:
-    """An op of `segment_calls.CALLED`, by name, of several values of the same or other kinds.
+class Step(Generic[F]):
+    """One call of a program: act(op(operands) + the last operand if `adds`).
 
-    kind: of the result. index: the constants of ops that read some: int32 positions, or factors.
+    op: a key of `segment_rows.ROWS`. reads: the values that it reads. weight, bias: of a layer.
+    index: the other constants of ops that read some: int32 positions or channels, or factors. kind:
+    of the result, for calls of ATen ops. name: of the module.
     """
 
-    xs: tuple[int, ...]
-    call: str
-    kind: str
-    numbers: tuple[Any, ...] = ()
+    op: str
+    reads: tuple[int, ...]
+    fields: F
+    weight: SparseWeight = NO_WEIGHT
+    bias: Span | None = None
     index: Span | None = None
+    act: Act | None = None
+    adds: bool = False
+    kind: str = ""
     name: str = ""
 
+    @property
+    def x(self) -> int:
+        """The first value that it reads."""
+        return self.reads[0]
 
-Step = (
-    ConvStep
-    | LinearStep
-    | PoolStep
-    | MeanStep
-    | FlattenStep
-    | ActivationStep
-    | AddStep
-    | ScaleStep
-    | ConcatStep
-    | SelectStep
-    | CallStep
-)
-# Names of steps in the text of a program, which is stored in files.
-STEPS: dict[str, type] = {
-    "conv": ConvStep,
-    "linear": LinearStep,
-    "pool": PoolStep,
-    "mean": MeanStep,
-    "flat": FlattenStep,
-    "map": ActivationStep,
-    "add": AddStep,
-    "scale": ScaleStep,
-    "cat": ConcatStep,
-    "select": SelectStep,
-    "call": CallStep,
-}
-NAMES = {kind: name for name, kind in STEPS.items()}
+    @property
+    def add(self) -> int | None:
+        """The value that it adds."""
+        return self.reads[-1] if self.adds else None
 
 
-def reads(step: Step) -> tuple[int, ...]:
-    """The values that a step reads."""
-    if isinstance(step, (ConcatStep, CallStep)):
-        return step.xs
-    if isinstance(step, (AddStep, ScaleStep)):
-        return step.x, step.z
-    add = getattr(step, "add", None)
-    return (step.x,) if add is None else (step.x, add)
+AnyStep = Step[Any]
+Conv = Step[Window]
+Layer = Step[Window] | Step[Outputs]
+
+
+def conv_step(
+    x: int,
+    weight: SparseWeight,
+    bias: Span | None,
+    out: int,
+    kernel: Pair,
+    stride: Pair = (1, 1),
+    padding: Pads = ((0, 0), (0, 0)),
+    dilation: Pair = (1, 1),
+    groups: int = 1,
+    transposed: bool = False,
+    act: Act | None = None,
+    add: int | None = None,
+    name: str = "",
+) -> Conv:
+    """A convolution, with an activation and an added value; the other fields are those of `Window`."""
+    fields = Window(out, kernel, stride, padding, dilation, groups, transposed)
+    return Step("conv", _with_added(x, add), fields, weight, bias, act=act, adds=add is not None, name=name)
+
+
+def linear_step(
+    x: int,
+    weight: SparseWeight,
+    bias: Span | None,
+    out: int,
+    act: Act | None = None,
+    add: int | None = None,
+    name: str = "",
+) -> Step[Outputs]:
+    """A linear layer, with an activation and an added value."""
+    return Step("linear", _with_added(x, add), Outputs(out), weight, bias, act=act, adds=add is not None, name=name)
+
+
+def _with_added(x: int, add: int | None) -> tuple[int, ...]:
+    return (x,) if add is None else (x, add)
+
+
+def pool_step(x: int, *fields: Any, **named: Any) -> Step[Pool]:
+    """A pool; its fields are those of `Pool`."""
+    return Step("pool", (x,), Pool(*fields, **named))
+
+
+def mean_step(x: int, keep: bool) -> Step[Mean]:
+    """The mean of each channel of an image."""
+    return Step("mean", (x,), Mean(keep))
+
+
+def flat_step(x: int) -> Step[NoFields]:
+    """Images of one pixel as tokens."""
+    return Step("flat", (x,), NoFields())
+
+
+def activation_step(x: int, act: Act) -> Step[NoFields]:
+    """act(x)."""
+    return Step("map", (x,), NoFields(), act=act)
+
+
+def add_step(x: int, z: int, act: Act | None = None) -> Step[NoFields]:
+    """act(x + z) of values of the same shape."""
+    return Step("add", (x, z), NoFields(), act=act, adds=True)
+
+
+def scale_step(x: int, z: int, act: Act | None = None) -> Step[NoFields]:
+    """act(x * z) of an image and an image of one pixel."""
+    return Step("scale", (x, z), NoFields(), act=act)
+
+
+def concat_step(xs: tuple[int, ...]) -> Step[NoFields]:
+    """Channels of several values, concatenated."""
+    return Step("cat", xs, NoFields())
+
+
+def select_step(x: int, index: Span, stride: Pair = (1, 1), padded: bool = False) -> Step[Selection]:
+    """A selection of channels; its fields are those of `Selection`."""
+    return Step("select", (x,), Selection(stride, padded), index=index)
+
+
+def call_step(
+    xs: tuple[int, ...], op: str, kind: str, numbers: tuple[Any, ...] = (), index: Span | None = None, name: str = ""
+) -> Step[Numbers]:
+    """A call of an op of `segment_calls.CALLED`, by name, of values of the same or other kinds."""
+    return Step(op, xs, Numbers(numbers), index=index, kind=kind, name=name)
+
+
+def is_conv(step: AnyStep | None) -> TypeGuard[Conv]:
+    """Whether a step is a convolution."""
+    return step is not None and step.op == "conv"
+
+
+def is_layer(step: AnyStep | None) -> TypeGuard[Layer]:
+    """Whether a step has weights and products: a convolution or a linear layer."""
+    return step is not None and step.op in ("conv", "linear")
+
+
+def is_pixelwise(step: Layer) -> bool:
+    """Whether each output pixel of a layer depends only on the same input pixel."""
+    return not is_conv(step) or step.fields.is_pixelwise
+
+
+def as_conv(step: Layer) -> Conv:
+    """A layer as a convolution of images."""
+    if is_conv(step):
+        return step
+    window = Window(step.fields.out, (1, 1))
+    return Step("conv", step.reads, window, step.weight, step.bias, act=step.act, adds=step.adds, name=step.name)
 
 
 def canonical(kind: str, shape: Sequence[Any]) -> tuple[Any, Any, Any, Any]:

@@ -36,11 +36,12 @@ from torch.library import Library
 from demask.errors import BadInput
 from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import apply_activation
-from demask.sparse import reference as dense
+from demask.sparse import reference
+from demask.sparse import segment_weights as stored
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.spmm_op import product
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
+from demask.sparse.segment_steps import Conv, Layer, SparseWeight, is_conv, is_layer
 
 
 @functools.lru_cache(maxsize=64)
@@ -69,28 +70,28 @@ def convolved(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor
 COMPUTED = (torch.float32, torch.float64)
 
 
-def _checked_step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tuple[ConvStep, CsrMatrix]:
+def _checked_step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tuple[Conv, CsrMatrix]:
     """The convolution and its matrix, checked except for indices."""
     program = parsed(text)
     step = program.steps[0]
-    if not isinstance(step, ConvStep) or len(program.steps) != 1 or step.act or step.add is not None:
+    if not is_conv(step) or len(program.steps) != 1 or step.act or step.add is not None:
         raise BadInput("expected a program of one convolution without activation and sum")
-    dense.check(program, [x], [values, crow, col])
+    reference.check(program, [x], [values, crow, col])
     kinds = (x.dtype, values.dtype, crow.dtype, col.dtype)
     if x.dtype not in COMPUTED or kinds[1:] != (x.dtype, torch.int32, torch.int32):
         raise BadInput(f"expected numbers in float32 or float64 and int32 indices, got {kinds}")
     sizes = tuple(t.shape for t in (crow, values))
-    if sizes != ((step.out + 1,), tuple(col.shape)) or col.ndim != 1:
-        raise BadInput(f"expected {step.out + 1} row starts and n values and columns, got {sizes}")
-    return step, CsrMatrix(crow, col, values, None, (step.out, 0))
+    if sizes != ((step.fields.out + 1,), tuple(col.shape)) or col.ndim != 1:
+        raise BadInput(f"expected {step.fields.out + 1} row starts and n values and columns, got {sizes}")
+    return step, CsrMatrix(crow, col, values, None, (step.fields.out, 0))
 
 
 def _convolve_on_cpu(x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str) -> Tensor:
     from demask.sparse.products.conv_products import convolved  # needs llvmlite
 
     step, m = _checked_step(text, x, values, crow, col)
-    if bias is not None and (bias.shape != (step.out,) or bias.dtype != x.dtype):
-        raise BadInput(f"expected a bias of shape ({step.out},), got {tuple(bias.shape)}")
+    if bias is not None and (bias.shape != (step.fields.out,) or bias.dtype != x.dtype):
+        raise BadInput(f"expected a bias of shape ({step.fields.out},), got {tuple(bias.shape)}")
     return convolved(step, m, x, bias)
 
 
@@ -178,13 +179,13 @@ def trained(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence
 
     Raises BadInput for shapes, dtypes and indices that do not match.
     """
-    layers = [step for step in program.steps if isinstance(step, ConvStep | LinearStep)]
+    layers = [step for step in program.steps if is_layer(step)]
     if not inputs or not any(takes(step, inputs[0], weights) for step in layers):
         return None
-    return dense.run(program, inputs, weights, run_layer)
+    return reference.run(program, inputs, weights, run_layer)
 
 
-def takes(step: ConvStep | LinearStep, x: Tensor, weights: Sequence[Tensor]) -> bool:
+def takes(step: Layer, x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether kernels support a layer whose operand is of the dtype of x, on the CPU."""
     if step.weight.csr is None or step.weight.scale is not None or not x.numel() or not llvm.is_installed():
         return False
@@ -196,47 +197,45 @@ def takes(step: ConvStep | LinearStep, x: Tensor, weights: Sequence[Tensor]) -> 
     return is_indexed and x.dtype in TYPES and all(t.dtype == x.dtype and t.is_cpu for t in (x, values, *rest))
 
 
-def run_layer(
-    step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]
-) -> Tensor | None:
+def run_layer(step: Layer, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
     """The output of a layer, differentiable, by kernels that read nonzeros; None if they do not support it."""
     x = operands[0]
     if not takes(step, x, weights):
         return None
-    z = _trained_linear(step, x, weights) if isinstance(step, LinearStep) else _trained_conv(step, kind, x, weights)
+    z = _trained_conv(step, kind, x, weights) if is_conv(step) else _trained_linear(step, x, weights)
     if z is None:
         return None
     return apply_activation(z if step.add is None else z + operands[1], step.act)
 
 
-def _trained_linear(step: LinearStep, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def _trained_linear(step: Layer, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """x @ W.T + bias [..., out]."""
-    values, crow, col = dense.matrix(step.weight, weights, x.shape[-1])
+    values, crow, col = stored.matrix(step.weight, weights, x.shape[-1])
     tokens = x.reshape(-1, x.shape[-1])
     transposed = tokens.t().contiguous()  # also read by gradients
-    size = (step.out, x.shape[-1])
-    product_t = product(crow, col, values, None, size, transposed, dense.bias(step, weights))
-    return product_t.t().contiguous().reshape(*x.shape[:-1], step.out)
+    size = (step.fields.out, x.shape[-1])
+    product_t = product(crow, col, values, None, size, transposed, stored.bias(step, weights))
+    return product_t.t().contiguous().reshape(*x.shape[:-1], step.fields.out)
 
 
-def _trained_conv(step: ConvStep, kind: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
+def _trained_conv(step: Conv, kind: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
     """The convolution, or None if offsets do not fit in 32 bits."""
     from demask.sparse.products.conv_products import ConvGeometry
 
     if ConvGeometry.of(step, tuple(x.shape)).too_large:
         return None
     assert step.weight.csr is not None  # `takes` tells
-    values, crow, col = (dense.part(span, weights) for span in step.weight.csr)
-    dtype, bias = torch.promote_types(x.dtype, torch.float32), dense.bias(step, weights)
+    values, crow, col = (stored.part(span, weights) for span in step.weight.csr)
+    dtype, bias = torch.promote_types(x.dtype, torch.float32), stored.bias(step, weights)
     wide = None if bias is None else bias.to(dtype)
     return convolved(x.to(dtype), values.to(dtype), crow, col, wide, _single_layer(step, kind)).to(x.dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _single_layer(step: ConvStep, kind: str) -> str:
+def _single_layer(step: Conv, kind: str) -> str:
     """The text of a program of a layer without activation and sum; weights: values, row starts, columns, bias."""
     assert step.weight.csr is not None
     spans = ((number, 0, end - first) for number, (_, first, end) in enumerate(step.weight.csr))
-    bias = None if step.bias is None else (3, 0, step.out)
-    layer = replace(step, x=0, weight=SparseWeight(*spans), bias=bias, act=None, add=None)
+    bias = None if step.bias is None else (3, 0, step.fields.out)
+    layer = replace(step, reads=(0,), weight=SparseWeight(*spans), bias=bias, act=None, adds=False)
     return SegmentProgram((kind,), (layer,), (1,)).text()

@@ -16,7 +16,7 @@ from demask.sparse.functional import sparse_product
 from demask.sparse.products import gpu_segment
 from demask.sparse.products import gradient_ops as gpu_ops
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, LinearStep, MeanStep, SparseWeight
+from demask.sparse.segment_steps import SparseWeight, conv_step, linear_step, mean_step
 from interpreted import DEVICES, error, rows_of, run_on
 from sparse_cases import csr, matrix, weight
 
@@ -87,11 +87,11 @@ def network():
     weights.append(torch.randn(8))
     relu = ("relu", ())
     steps = (
-        ConvStep(0, spans[0], (12, 0, 8), 8, (1, 1), act=relu),
-        ConvStep(1, spans[1], (12, 0, 8), 8, (3, 3), padding=((1, 1), (1, 1)), act=relu, add=1),
-        ConvStep(2, spans[2], None, 4, (1, 1), stride=(2, 2)),
-        MeanStep(3, True),
-        ConvStep(4, spans[3], None, 3, (1, 1), act=("silu", ())),
+        conv_step(0, spans[0], (12, 0, 8), 8, (1, 1), act=relu),
+        conv_step(1, spans[1], (12, 0, 8), 8, (3, 3), padding=((1, 1), (1, 1)), act=relu, add=1),
+        conv_step(2, spans[2], None, 4, (1, 1), stride=(2, 2)),
+        mean_step(3, True),
+        conv_step(4, spans[3], None, 3, (1, 1), act=("silu", ())),
     )
     return SegmentProgram(("image",), steps, (5, 3)), weights
 
@@ -108,7 +108,7 @@ def test_programs_are_what_they_are_elsewhere(batch):
 
 def test_gradients_of_programs_are_what_they_are_elsewhere():
     values, crow, col = csr(matrix(6, 5, 0.5, dtype=torch.float64))
-    step = LinearStep(0, weight(6, len(values)), (3, 0, 6), 6, ("silu", ()))
+    step = linear_step(0, weight(6, len(values)), (3, 0, 6), 6, ("silu", ()))
     program, bias = SegmentProgram(("tokens",), (step,), (1,)), torch.randn(6, dtype=torch.float64)
     x = torch.randn(2, 3, 5, dtype=torch.float64)
     made = []

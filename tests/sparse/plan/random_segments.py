@@ -21,7 +21,7 @@ from demask.sparse.plan import segment_plan, tape, tape_builder
 from demask.sparse.plan.layers import dense_layer, depthwise_layer, layer_plan, winograd_layer
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ActivationStep, CallStep, FlattenStep
+from demask.sparse.segment_steps import activation_step, call_step, flat_step
 from guarded import guarded
 from segment_drafts import RELU, Draft, compare
 
@@ -64,7 +64,7 @@ class SegmentDraft(Draft):
         self, name: str, *xs: int, kind: str = "tokens", numbers: tuple = (), index: list[int] | None = None
     ) -> int:
         span = None if index is None else self.stored(torch.tensor(index, dtype=torch.int32))
-        return self.append(CallStep(xs, name, kind, numbers, span))
+        return self.append(call_step(xs, name, kind, numbers, span))
 
     def factors(self, *vectors: Tensor) -> tuple[int, int, int] | None:
         return self.stored(torch.cat(vectors)) if vectors else None
@@ -72,7 +72,7 @@ class SegmentDraft(Draft):
     def norm(self, x: int, count: int = 2, kind: str = "tokens", name: str = "norm") -> int:
         channels = self.shape(x)[-1]
         span = self.factors(*(self._drawn(channels) for _ in range(count)))
-        return self.append(CallStep((x,), name, kind, (channels, EPS), span))
+        return self.append(call_step((x,), name, kind, (channels, EPS), span))
 
     def heads(self, x: int, count: int) -> int:
         """Tokens [batch, length, channels] as matrices [batch, heads, length, width]."""
@@ -106,7 +106,7 @@ class SegmentDraft(Draft):
         shapes = [(rows, columns), (rows, hidden), *[(rows,)] * (2 * biases)]
         span = self.factors(*(self._drawn(*s).flatten() / hidden**0.5 for s in shapes))
         numbers = hidden, int(biases), int(batch_first), int(backwards)
-        return self.append(CallStep((x, *states), name, "tokens", numbers, span))
+        return self.append(call_step((x, *states), name, "tokens", numbers, span))
 
     def outputs_of(self, x: int, batch_first: bool = False) -> int:
         """The outputs among the rows of a recurrent layer."""
@@ -165,13 +165,13 @@ class SegmentDraft(Draft):
             case "add":
                 self.add(x, draw.choice(same), act)
             case "map":
-                self.append(ActivationStep(x, ("silu", ())))
+                self.append(activation_step(x, ("silu", ())))
 
     def classified(self, draw: random.Random, x: int) -> None:
         """A mean and linear layers, which have one position for one image."""
         tokens = self.mean(x, draw.random() < 0.5)
         if len(self.shape(tokens)) == 4:
-            tokens = self.append(FlattenStep(tokens))
+            tokens = self.append(flat_step(tokens))
         for _ in range(2):
             y = self.linear(tokens, 37, draw.choice([0.2, 1.0]), act=draw.choice(ACTS))
             tokens = self.linear(y, 37, draw.choice([0.2, 1.0]), add=y, act=draw.choice(ACTS))

@@ -18,7 +18,7 @@ from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.segment_plan import SegmentPlan, _batches
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import CallStep
+from demask.sparse.segment_steps import AnyStep, call_step
 from segment_drafts import RELU, all_at_once, bits
 
 SHAPE = (2, 6, 5, 7)
@@ -172,7 +172,7 @@ def test_kernels_stay_within_their_memory() -> None:
 def test_pointwise_calls(name: str) -> None:
     special = torch.tensor([0.0, -0.0, inf, -inf, nan, 88.5, 88.8, 89.0, -87.5, -100.0, -104.5, 1e-30])
     x = torch.cat([special, torch.linspace(-100, 88.7, 990)]).reshape(2, 3, 167)
-    program = SegmentProgram(("tokens",), (CallStep((0,), name, "tokens", POINTWISE[name]),), (1,))
+    program = SegmentProgram(("tokens",), (call_step((0,), name, "tokens", POINTWISE[name]),), (1,))
     (want,) = dense.run(program, [x.double()], [])
     (own,) = dense.run(program, [x], [])
     for isa in WIDTHS:
@@ -228,21 +228,21 @@ def test_threads_do_not_change_bits() -> None:
 @pytest.mark.parametrize(
     "step",
     [
-        CallStep((0,), "no such", "tokens"),
-        CallStep((0,), "permute", "other", (0, 1)),
-        CallStep((0, 0), "exp", "tokens"),
-        CallStep((0,), "exp", "tokens", (1,)),
-        CallStep((0,), "permute", "tokens", (0.5, 1)),
-        CallStep((0,), "take", "tokens", (0,)),
-        CallStep((0,), "exp", "tokens", (), (0, 0, 1)),
-        CallStep((0,), "times", "tokens", (inf,)),
-        CallStep((0,), "take", "tokens", (0,), (0, 3, 3)),
-        CallStep((1,), "exp", "tokens"),
-        CallStep((0,), "softmax", "image"),
+        call_step((0,), "no such", "tokens"),
+        call_step((0,), "permute", "other", (0, 1)),
+        call_step((0, 0), "exp", "tokens"),
+        call_step((0,), "exp", "tokens", (1,)),
+        call_step((0,), "permute", "tokens", (0.5, 1)),
+        call_step((0,), "take", "tokens", (0,)),
+        call_step((0,), "exp", "tokens", (), (0, 0, 1)),
+        call_step((0,), "times", "tokens", (inf,)),
+        call_step((0,), "take", "tokens", (0,), (0, 3, 3)),
+        call_step((1,), "exp", "tokens"),
+        call_step((0,), "softmax", "image"),
     ],
     ids=str,
 )
-def test_invalid_steps(step: CallStep) -> None:
+def test_invalid_steps(step: AnyStep) -> None:
     with pytest.raises(BadInput):
         SegmentProgram(("tokens",), (step,), (1,))
 
@@ -254,7 +254,7 @@ def test_invalid_steps(step: CallStep) -> None:
     ("join", (2,), "tokens"), ("reshape", (), "tokens"),
 ], ids=str)  # fmt: skip
 def test_invalid_sizes(name: str, numbers: tuple, kind: str) -> None:
-    program = SegmentProgram(("tokens",), (CallStep((0,), name, kind, numbers),), (1,))
+    program = SegmentProgram(("tokens",), (call_step((0,), name, kind, numbers),), (1,))
     with pytest.raises(BadInput):
         program.shapes([(4, 3)])
 

@@ -18,7 +18,7 @@ from demask.sparse.plan.layers.window_piece import WindowPiece
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import AddStep, ConvStep, PoolStep, SparseWeight
+from demask.sparse.segment_steps import SparseWeight, add_step, conv_step, pool_step
 from segment_drafts import check
 from sparse_cases import csr, layer, matrix
 
@@ -58,7 +58,7 @@ def test_wide_rows_are_cut(edges):
 def test_activations_with_a_sum(name, emitted):
     act = (name, (-0.5, 2.0)[: ACTIVATIONS[name].count])
     program, weights = depthwise(6, act=act)
-    both = SegmentProgram(("image", "image"), (replace(program.steps[0], add=1),), (2,))
+    both = SegmentProgram(("image", "image"), (replace(program.steps[0], reads=(0, 1), adds=True),), (2,))
     for size in (9, 30):
         check(both, weights, [draw(1, 6, size, size), draw(1, 6, size, size, seed=2)])
     assert len(emitted) == 2
@@ -77,9 +77,9 @@ def test_other_readers_of_the_input(edges):
         replace(image, x=1),
         replace(image, x=1, stride=(2, 2)),
         replace(image, x=1, stride=(3, 3), dilation=(2, 2), padding=((2, 2), (2, 2))),
-        PoolStep(1, False, (3, 3), (1, 1), (1, 1)),
-        ConvStep(1, span, None, 8, (5, 5), (1, 1), ((2, 2), (2, 2))),
-        AddStep(1, 2),
+        pool_step(1, False, (3, 3), (1, 1), (1, 1)),
+        conv_step(1, span, None, 8, (5, 5), (1, 1), ((2, 2), (2, 2))),
+        add_step(1, 2),
     )
     whole = SegmentProgram(("image",), steps, (2, 3, 4, 5, 6, 7))
     for threads, size in ((1, (15, 15)), (2, (13, 22)), (2, (7, 7))):
@@ -99,9 +99,9 @@ def bottleneck(channels: int, inner: int):
         weights += parts
     relu6 = ("clamp", (0.0, 6.0))
     steps = (
-        ConvStep(0, spans[0], None, inner, (1, 1), act=relu6),
-        ConvStep(1, spans[1], None, inner, (3, 3), (1, 1), ((1, 1), (1, 1)), groups=inner, act=relu6),
-        ConvStep(2, spans[2], None, channels, (1, 1), add=0),
+        conv_step(0, spans[0], None, inner, (1, 1), act=relu6),
+        conv_step(1, spans[1], None, inner, (3, 3), (1, 1), ((1, 1), (1, 1)), groups=inner, act=relu6),
+        conv_step(2, spans[2], None, channels, (1, 1), add=0),
     )
     return SegmentProgram(("image",), steps, (3,)), weights
 
@@ -165,11 +165,11 @@ def test_blocks_fit_in_registers(size, taps):
 
 
 def test_edges_are_permuted_where_they_are_many():
-    step = depthwise(6)[0].steps[0]
+    window = depthwise(6)[0].steps[0].fields
 
     def permutes(tile: int, border: int, pixels: int = 0) -> bool:
         size, grid = 4 * tile + pixels, TileGrid(1, 4, 4, tile, tile)
-        return permutes_edges(step, GridLayout((1, 6, size, size), grid, (border,) * 4, 16), grid)
+        return permutes_edges(window, GridLayout((1, 6, size, size), grid, (border,) * 4, 16), grid)
 
     assert [permutes(tile, 1) for tile in (2, 4, 7, 14, 28)] == [True, True, True, False, False]
     assert not permutes(4, 0)

@@ -17,7 +17,7 @@ from demask.sparse.plan import recurrent_layer
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.plan.tape_builder import TapeBuilder
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import CallStep, ConvStep
+from demask.sparse.segment_steps import call_step, conv_step
 from segment_drafts import all_at_once, exact
 
 
@@ -83,7 +83,7 @@ def test_networks(batch: int, batch_first: bool) -> None:
     """Convolutions, layers in both directions, a linear layer; images are independent, or not."""
     draft = SegmentDraft((batch, 4, 19), kind="signal")
     pads = (0, 0), (1, 1)
-    y = draft.append(ConvStep(0, draft.weight(6, 12, 0.5), None, 6, (1, 3), padding=pads))
+    y = draft.append(conv_step(0, draft.weight(6, 12, 0.5), None, 6, (1, 3), padding=pads))
     axes = (0, 2, 1) if batch_first else (2, 0, 1)
     y = draft.call("permute", y, numbers=axes)
     both = [draft.recurrent("lstm", y, 5, batch_first=batch_first, backwards=way) for way in (False, True)]
@@ -160,7 +160,7 @@ def test_outputs_are_a_slice_without_a_copy() -> None:
     ids=str,
 )
 def test_invalid_sizes(name: str, shapes: list, numbers: tuple, count: int) -> None:
-    step = CallStep(tuple(range(len(shapes))), name, "tokens", numbers, (0, 0, count))
+    step = call_step(tuple(range(len(shapes))), name, "tokens", numbers, (0, 0, count))
     program = SegmentProgram(("tokens",) * len(shapes), (step,), (len(shapes),))
     with pytest.raises(BadInput):
         program.shapes(shapes)

@@ -17,7 +17,7 @@ from demask.sparse.plan import write_call
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_calls import CALLED, RESIZES
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import CallStep
+from demask.sparse.segment_steps import AnyStep, call_step
 from segment_drafts import RELU, all_at_once
 
 WEIGHTED = {
@@ -42,9 +42,9 @@ def all_close(made: list, program: SegmentProgram, weights: list, inputs: list) 
     assert all(close(y, want, inputs[0]) for y, want in zip(made, expected, strict=True))
 
 
-def step_of(name: str, align: int, sizes: tuple) -> tuple[CallStep, str]:
+def step_of(name: str, align: int, sizes: tuple) -> tuple[AnyStep, str]:
     kind = "signal" if WEIGHTED[name] == 1 else "image"
-    return CallStep((0,), name, kind, (align, *sizes[-WEIGHTED[name] :])), kind
+    return call_step((0,), name, kind, (align, *sizes[-WEIGHTED[name] :])), kind
 
 
 @pytest.mark.sampled(2)
@@ -113,7 +113,7 @@ def test_kernels_stay_within_their_memory() -> None:
 ], ids=str)  # fmt: skip
 def test_invalid_numbers(numbers: tuple) -> None:
     with pytest.raises(BadInput):
-        step = CallStep((0,), "bilinear", "image", numbers)
+        step = call_step((0,), "bilinear", "image", numbers)
         SegmentProgram(("image",), (step,), (1,)).shapes([(1, 2, 5, 5)])
 
 
@@ -122,7 +122,7 @@ def test_kinds_are_images_or_signals() -> None:
         kind = "image" if "signal" in name else "signal"
         numbers = (0,) * (entry.numbers or 0)
         with pytest.raises(BadInput):
-            SegmentProgram(("tokens",), (CallStep((0,), name, "tokens", numbers),), (1,))
+            SegmentProgram(("tokens",), (call_step((0,), name, "tokens", numbers),), (1,))
         with pytest.raises(BadInput):
-            program = SegmentProgram((kind,), (CallStep((0,), name, kind, (2,) * len(numbers)),), (1,))
+            program = SegmentProgram((kind,), (call_step((0,), name, kind, (2,) * len(numbers)),), (1,))
             program.shapes([(1, 2, 5, 5)[: 4 if kind == "image" else 3]])

@@ -16,7 +16,7 @@ from demask.ops.activations import ACTIVATIONS
 from demask.sparse.plan import tape_builder, value_moves
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.plan.tape_builder import TapeBuilder
-from demask.sparse.segment_steps import SelectStep
+from demask.sparse.segment_steps import select_step
 from segment_drafts import RELU, Draft, all_at_once, compare
 
 SIZES = [(1, 9, 7), (3, 5, 11), (1, 20, 33), (5, 1, 6)]
@@ -93,7 +93,7 @@ def test_selections_of_tokens_and_signals(kind: str, shape: tuple[int, ...]) -> 
 def test_selections_of_channels_that_are_not_there_are_refused(number: int) -> None:
     draft = Draft((1, 6, 3, 3))
     index = draft.stored(torch.tensor([0, number], dtype=torch.int32))
-    draft.append(SelectStep(0, index, (1, 1), number == -2))
+    draft.append(select_step(0, index, (1, 1), number == -2))
     with pytest.raises(BadInput, match="expected channel numbers below 6"):
         SegmentPlan.of(draft.program(), draft.weights, draft.inputs, 1)
 
@@ -167,7 +167,7 @@ def test_factors_that_are_parts() -> None:
 
 
 def no_stride(real):
-    return lambda self, step, *rest: real(self, replace(step, stride=(1, 1)), *rest)
+    return lambda self, selection, *rest: real(self, selection._replace(stride=(1, 1)), *rest)
 
 
 def no_rows_of_others(real):
@@ -175,7 +175,7 @@ def no_rows_of_others(real):
 
     def reads(self, step, grid):
         needs = real(self, step, grid)
-        if isinstance(step, SelectStep):
+        if step.op == "select":
             return [replace(need, border=(0, 0, 0, 0)) for need in needs]
         return needs
 
@@ -212,7 +212,7 @@ FAULTS = {
         scales_and_selections,
     ),
     "no stride": (value_moves.Moves, "select", no_stride, scales_and_selections),
-    "no rows of others": (TapeBuilder, "_operand_reads", no_rows_of_others, strided),
+    "no rows of others": (TapeBuilder, "needs_of", no_rows_of_others, strided),
 }
 
 

@@ -25,15 +25,15 @@ from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.plan.tile_layout import NO_BORDER
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
-    ActivationStep,
-    AddStep,
-    ConcatStep,
-    ConvStep,
-    FlattenStep,
-    LinearStep,
-    MeanStep,
-    PoolStep,
     SparseWeight,
+    activation_step,
+    add_step,
+    concat_step,
+    conv_step,
+    flat_step,
+    linear_step,
+    mean_step,
+    pool_step,
 )
 from segment_drafts import RELU, Draft, check, compare
 from sparse_cases import csr, layer, matrix
@@ -111,15 +111,15 @@ def test_activations_with_a_sum(name):
     act = (name, (-0.5, 2.0)[: ACTIVATIONS[name].count])
     weight = matrix(20, 24, 0.3, dtype=torch.float32) * 3
     program, weights = layer("tokens", weight, draw(20))
-    step = replace(program.steps[0], act=act, add=1)
-    both = SegmentProgram(("tokens", "tokens"), (step, ActivationStep(2, act), AddStep(2, 1, act)), (2, 3, 4))
+    step = replace(program.steps[0], reads=(0, 1), act=act, adds=True)
+    both = SegmentProgram(("tokens", "tokens"), (step, activation_step(2, act), add_step(2, 1, act)), (2, 3, 4))
     check(both, weights, [draw(2, 9, 24), draw(2, 9, 20, seed=2)], each=True)
 
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_pools_keep_what_is_not_finite(mean):
     """NaN or an infinity in any position of a window, as in torch."""
-    program = SegmentProgram(("image",), (PoolStep(0, mean, (3, 3), (2, 2), (1, 1)),), (1,))
+    program = SegmentProgram(("image",), (pool_step(0, mean, (3, 3), (2, 2), (1, 1)),), (1,))
     for value in (torch.nan, torch.inf, -torch.inf):
         x = torch.zeros(25, 25).fill_diagonal_(value).reshape(25, 1, 5, 5)
         (found,) = SegmentPlan.of(program, [], [x], 1)([x])
@@ -137,21 +137,21 @@ def network(batch: int, size: int):
         weights += parts
     relu = ("relu", ())
     steps = (
-        ConvStep(0, spans[0], None, 8, (7, 7), (2, 2), ((3, 3), (3, 3)), act=relu),
-        PoolStep(1, False, (3, 3), (2, 2), (1, 1)),
-        ConvStep(2, spans[1], None, 16, (1, 1)),
-        PoolStep(3, False, (3, 3), (2, 2), (1, 1), ceil=True),  # of negative values too
-        PoolStep(3, True, (3, 3), (2, 2), (1, 1), ceil=True, counted=False),
-        ConvStep(3, spans[2], None, 16, (3, 3), (2, 2), ((1, 1), (1, 1)), act=relu),
-        ConvStep(3, spans[3], None, 24, (1, 1), (2, 2)),
-        ConvStep(6, spans[4], None, 24, (1, 1), act=relu, add=7),  # over what it adds
-        ConvStep(8, spans[5], None, 24, (1, 1), add=8, act=("silu", ())),
-        MeanStep(9, False),
-        LinearStep(10, spans[6], None, 10),
-        MeanStep(9, True),
-        FlattenStep(12),
-        ConcatStep((3, 3)),
-        PoolStep(2, True, (2, 2), (2, 2)),
+        conv_step(0, spans[0], None, 8, (7, 7), (2, 2), ((3, 3), (3, 3)), act=relu),
+        pool_step(1, False, (3, 3), (2, 2), (1, 1)),
+        conv_step(2, spans[1], None, 16, (1, 1)),
+        pool_step(3, False, (3, 3), (2, 2), (1, 1), ceil=True),  # of negative values too
+        pool_step(3, True, (3, 3), (2, 2), (1, 1), ceil=True, counted=False),
+        conv_step(3, spans[2], None, 16, (3, 3), (2, 2), ((1, 1), (1, 1)), act=relu),
+        conv_step(3, spans[3], None, 24, (1, 1), (2, 2)),
+        conv_step(6, spans[4], None, 24, (1, 1), act=relu, add=7),  # over what it adds
+        conv_step(8, spans[5], None, 24, (1, 1), add=8, act=("silu", ())),
+        mean_step(9, False),
+        linear_step(10, spans[6], None, 10),
+        mean_step(9, True),
+        flat_step(12),
+        concat_step((3, 3)),
+        pool_step(2, True, (2, 2), (2, 2)),
     )
     program = SegmentProgram(("image",), steps, (4, 5, 11, 13, 14, 15))
     return program, weights, [draw(batch, 3, size, size)]
@@ -206,7 +206,7 @@ def test_stored_in_less(dtype, count):
         spans = replace(spans, scale=(3, 0, 32))
     weights.append(draw(32, seed=3))
     bias = (len(weights) - 1, 0, 32)
-    program = SegmentProgram(("tokens", "tokens"), (LinearStep(0, spans, bias, 32, ("relu", ()), 1),), (2,))
+    program = SegmentProgram(("tokens", "tokens"), (linear_step(0, spans, bias, 32, ("relu", ()), 1),), (2,))
     check(program, weights, [draw(count, 48), draw(count, 32)], each=True)
 
 

@@ -15,7 +15,7 @@ from demask.sparse.plan import segment_plan as static_inputs
 from demask.sparse.plan.segment_plan import ConvertedInput, NoPlan, SegmentPlan, StaticInputs
 from demask.sparse.segment.segment_op import segment
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import AddStep
+from demask.sparse.segment_steps import add_step
 from segment_drafts import RELU, Draft, all_at_once, check, compare
 
 
@@ -251,7 +251,7 @@ def test_every_input_may_be_static(conversions) -> None:
 
 
 def test_a_static_input_is_an_output() -> None:
-    program = SegmentProgram(("image",), (AddStep(0, 0),), (0, 1), (0,))
+    program = SegmentProgram(("image",), (add_step(0, 0),), (0, 1), (0,))
     for x in (torch.randn(1, 3, 7, 5), torch.randn(3, 1, 2, 2)):
         check(program, [], [x])
     program = SegmentProgram(("tokens",), (), (0,), (0,))

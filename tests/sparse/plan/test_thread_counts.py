@@ -14,7 +14,7 @@ from demask.sparse.plan import value_moves
 from demask.sparse.plan.layers import dense_layer, pack_weights
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import LinearStep
+from demask.sparse.segment_steps import linear_step
 from segment_drafts import Draft, check
 from sparse_cases import csr, matrix, weight
 
@@ -74,8 +74,8 @@ def test_rows_with_columns_in_any_order(dtype: str, count: int) -> None:
     elif dtype == "bfloat16":
         weights[0] = weights[0].bfloat16()
     spans = replace(weight(24, len(weights[0])), **fields)
-    step = LinearStep(0, spans, (3, 0, 24), 24)
-    steps = step, replace(step, add=1, act=("silu", ()))
+    step = linear_step(0, spans, (3, 0, 24), 24)
+    steps = step, replace(step, reads=(0, 1), adds=True, act=("silu", ()))
     inputs = [torch.randn(count, 3000)]
     check(SegmentProgram(("tokens",), steps, (1, 2)), weights, inputs, **LAWS)
 

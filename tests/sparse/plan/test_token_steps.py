@@ -18,7 +18,7 @@ from demask.sparse.plan import write_call
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.plan.tape_builder import TapeBuilder
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import CallStep
+from demask.sparse.segment_steps import call_step
 from segment_drafts import RELU, all_at_once, exact
 
 UNITS = 64 * 2.0**-23
@@ -133,7 +133,7 @@ def test_heads_of_one_image_need_no_memory() -> None:
     y = draft.attention(0, 3)
     draft.linear(y, 5)
     builder = TapeBuilder(draft.program(y + 1), draft.weights, draft.inputs, WIDTHS[0], 2)
-    query = next(k for k, step in enumerate(draft.steps, 1) if getattr(step, "call", "") == "permute")
+    query = next(k for k, step in enumerate(draft.steps, 1) if step.op == "permute")
     assert builder.parts == {query: (1, 0), y: (y - 2, 0)}
     same_bits(draft, y + 1)
 
@@ -204,9 +204,9 @@ def test_programs_with_tokens_stay_within_their_memory() -> None:
 )
 def test_invalid_sizes(name: str, shapes: list, numbers: tuple, count: int | None) -> None:
     kind = "tokens" if name in ("norm", "rms") else "matrices"
-    moves = [CallStep((k,), "reshape", kind, shape) for k, shape in enumerate(shapes)]
+    moves = [call_step((k,), "reshape", kind, shape) for k, shape in enumerate(shapes)]
     first, span = len(shapes), None if count is None else (0, 0, count)
-    step = CallStep(tuple(range(first, 2 * first)), name, kind, numbers, span)
+    step = call_step(tuple(range(first, 2 * first)), name, kind, numbers, span)
     program = SegmentProgram(("tokens",) * first, (*moves, step), (2 * first,))
     with pytest.raises(BadInput):
         program.shapes(shapes)

@@ -20,7 +20,7 @@ from demask.sparse.plan.layers.window_piece import read_weight
 from demask.sparse.plan.layers.winograd_layer import filtered_sizes
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, SparseWeight
+from demask.sparse.segment_steps import SparseWeight, conv_step
 from segment_drafts import RELU, Draft, check
 
 ACTS = (None, RELU, ("silu", ()), ("gelu", ()))
@@ -37,7 +37,7 @@ def layer(weight: Tensor, **fields) -> tuple[SegmentProgram, list[Tensor]]:
     out = len(weight)
     window = {"kernel": (3, 3), "padding": ((1, 1), (1, 1))}
     spans = SparseWeight((0, 0, weight.numel())), (1, 0, out)
-    step = ConvStep(0, *spans, out, **window | fields)
+    step = conv_step(0, *spans, out, **window | fields)
     return SegmentProgram(("image",), (step,), (1,)), [weight.flatten(), draw(out)]
 
 
@@ -133,7 +133,7 @@ def test_a_size_pays_for_all_its_layers() -> None:
         layers = []
         for out, kernel in outputs:
             weight = torch.ones(out * 32 * kernel**2)
-            step = ConvStep(0, SparseWeight((0, 0, len(weight))), None, out, (kernel, kernel))
+            step = conv_step(0, SparseWeight((0, 0, len(weight))), None, out, (kernel, kernel))
             layers.append((step, read_weight(step, [weight], 32), size))
         return set(filtered_sizes(layers, 8))
 

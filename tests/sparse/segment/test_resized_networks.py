@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from demask.graph.result.demasked_module import build_plain
 from demask.sparse.segment.build_segments import segments_of
-from demask.sparse.segment_steps import CallStep
+from demask.sparse.segment_calls import CALLED
 
 MIDDLES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "nearest": (lambda x: F.interpolate(x, scale_factor=2), "nearest"),
@@ -47,7 +47,7 @@ class Between(nn.Module):
 def calls(program: Any) -> list[str]:
     """The calls of single ops of the only segment."""
     ((_, inner),) = segments_of(program.graph)
-    return [step.call for step in inner.steps if isinstance(step, CallStep)]
+    return [step.op for step in inner.steps if step.op in CALLED]
 
 
 def equal(program: Any, model: nn.Module, x: Tensor) -> bool:

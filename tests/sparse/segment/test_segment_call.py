@@ -14,15 +14,14 @@ from demask.sparse.segment import inline
 from demask.sparse.segment.inline import bound
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
-    NAMES,
-    ActivationStep,
-    AddStep,
-    ConcatStep,
-    FlattenStep,
-    MeanStep,
-    PoolStep,
-    ScaleStep,
-    SelectStep,
+    activation_step,
+    add_step,
+    concat_step,
+    flat_step,
+    mean_step,
+    pool_step,
+    scale_step,
+    select_step,
 )
 from sparse_cases import layer, matrix
 
@@ -143,7 +142,7 @@ def test_two_threads_call_at_once():
 
 def test_outputs_are_never_shared():
     """Small outputs are allocated for several calls, but each call has its own."""
-    text = SegmentProgram(("tokens",), (ActivationStep(0, ("relu", ())),), (1,)).text()
+    text = SegmentProgram(("tokens",), (activation_step(0, ("relu", ())),), (1,)).text()
     call, _ = bound({"inputs": 0, "weights": 1, "program": text})
     with torch.no_grad():
         outputs = [call([torch.full((2, 3), float(k))], [])[0] for k in range(20)]
@@ -154,27 +153,27 @@ def test_outputs_are_never_shared():
 @pytest.mark.parametrize(
     ("step", "kind"),
     [
-        (SelectStep(0, (0, 0, 3), padded=True), "image"),
-        (SelectStep(0, (0, 0, 3), stride=(2, 2), padded=True), "image"),
-        (SelectStep(0, (0, 0, 3), padded=True), "signal"),
-        (SelectStep(0, (0, 0, 3), padded=True), "tokens"),
-        (SelectStep(0, (0, 0, 3)), "pixels"),
-        (ConcatStep((0, 1)), "image"),
-        (AddStep(0, 1, ("relu", ())), "tokens"),
-        (ScaleStep(0, 1), "image"),
-        (PoolStep(0, True, (3, 3), (2, 2), (1, 1), ceil=True, counted=False), "image"),
-        (PoolStep(0, False, (2, 2), (2, 2)), "image"),
-        (MeanStep(0, False), "image"),
-        (FlattenStep(0), "image"),
-        (ActivationStep(0, ("gelu", ())), "signal"),
+        (select_step(0, (0, 0, 3), padded=True), "image"),
+        (select_step(0, (0, 0, 3), stride=(2, 2), padded=True), "image"),
+        (select_step(0, (0, 0, 3), padded=True), "signal"),
+        (select_step(0, (0, 0, 3), padded=True), "tokens"),
+        (select_step(0, (0, 0, 3)), "pixels"),
+        (concat_step((0, 1)), "image"),
+        (add_step(0, 1, ("relu", ())), "tokens"),
+        (scale_step(0, 1), "image"),
+        (pool_step(0, True, (3, 3), (2, 2), (1, 1), ceil=True, counted=False), "image"),
+        (pool_step(0, False, (2, 2), (2, 2)), "image"),
+        (mean_step(0, False), "image"),
+        (flat_step(0), "image"),
+        (activation_step(0, ("gelu", ())), "signal"),
     ],
-    ids=lambda value: value if isinstance(value, str) else NAMES[type(value)],
+    ids=lambda value: value if isinstance(value, str) else value.op,
 )
 def test_the_calls_of_a_step_name_no_size(step, kind, monkeypatch):
     """Steps are traced with the fewest channels, and their calls used for any number."""
     calls = inline._calls(step, kind)
     shape_of = inline._value_shape
-    pixels = isinstance(step, FlattenStep)
+    pixels = step.op == "flat"
 
     def larger(step, kind, channels):
         batch, *sizes = shape_of(step, kind, channels)

@@ -15,17 +15,19 @@ from torch.library import opcheck
 from demask.errors import BadInput
 from demask.kernels.plan_cache import PLANS, WEIGHTS
 from demask.sparse import reference as dense
+from demask.sparse import segment_weights as stored
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment.segment_op import segment
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
-    ActivationStep,
-    AddStep,
-    ConvStep,
-    FlattenStep,
-    LinearStep,
-    MeanStep,
     SparseWeight,
+    activation_step,
+    add_step,
+    conv_step,
+    flat_step,
+    is_layer,
+    linear_step,
+    mean_step,
 )
 from guarded import guarded
 from sparse_cases import csr, layer, matrix, weight
@@ -63,10 +65,10 @@ def network():
     n, m = len(weights[0]), len(weights[4])
     same = ((1, 1), (1, 1))
     steps = (
-        ConvStep(0, weight(4, n), (3, 0, 4), 4, (3, 3), padding=same, act=("relu", ()), add=0),
-        MeanStep(1, True),
-        FlattenStep(2),
-        LinearStep(3, SparseWeight((4, 0, m), (5, 0, 4), (6, 0, m)), None, 3),
+        conv_step(0, weight(4, n), (3, 0, 4), 4, (3, 3), padding=same, act=("relu", ()), add=0),
+        mean_step(1, True),
+        flat_step(2),
+        linear_step(3, SparseWeight((4, 0, m), (5, 0, 4), (6, 0, m)), None, 3),
     )
     return SegmentProgram(("image",), steps, (4, 1)), weights
 
@@ -85,8 +87,8 @@ def densely(program, weights):
     """The same program with dense weights."""
     steps, kept = [], list(weights)
     for step in program.steps:
-        if isinstance(step, (ConvStep, LinearStep)):
-            rows = dense.scattered(step, weights, {4: 36, 3: 4}[step.out], None)
+        if is_layer(step):
+            rows = stored.scattered(step, weights, {4: 36, 3: 4}[step.fields.out], None)
             span = len(kept), 0, rows.numel()
             kept.append(rows.flatten())
             step = replace(step, weight=SparseWeight(span))
@@ -191,7 +193,7 @@ def test_images_of_any_strides(change):
 
 def test_outputs_are_in_memory_of_their_own():
     x = torch.randn(2, 3, 1, 1)
-    program = SegmentProgram(("image",), (FlattenStep(0), ActivationStep(0, ("relu", ()))), (0, 1, 2, 2, 0))
+    program = SegmentProgram(("image",), (flat_step(0), activation_step(0, ("relu", ()))), (0, 1, 2, 2, 0))
     for given in (x, x.double()):
         found = segment([given], [], program.text())
         assert torch.equal(found[1], given.flatten(1))
@@ -254,7 +256,7 @@ def test_two_programs_over_the_same_weights():
     (step,) = program.steps
     x = torch.randn(3, 6)
     for act in ("relu", "silu", "tanh", "gelu"):  # texts of equal length among them
-        other = SegmentProgram(("tokens",), (step, ActivationStep(1, (act, ()))), (2,))
+        other = SegmentProgram(("tokens",), (step, activation_step(1, (act, ()))), (2,))
         wanted = dense.run(other, [x], weights)[0]
         torch.testing.assert_close(segment([x], weights, other.text())[0], wanted, **CLOSE)
 
@@ -380,7 +382,7 @@ def test_gradients():
 
 def test_gradients_of_gradients():
     program, weights = small(dtype=torch.float64)
-    program = SegmentProgram(("tokens",), (*program.steps, ActivationStep(1, ("silu", ()))), (2,))
+    program = SegmentProgram(("tokens",), (*program.steps, activation_step(1, ("silu", ()))), (2,))
     x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
     values, crow, col, bias = weights
     values.requires_grad_()
@@ -390,7 +392,7 @@ def test_gradients_of_gradients():
 
 
 def test_gradients_of_a_tensor_given_twice():
-    program = SegmentProgram(("tokens", "tokens"), (ActivationStep(0, ("tanh", ())), AddStep(2, 1)), (3,))
+    program = SegmentProgram(("tokens", "tokens"), (activation_step(0, ("tanh", ())), add_step(2, 1)), (3,))
     x = torch.randn(2, 6, requires_grad=True)
     segment([x, x], [], program.text())[0].sum().backward()
     torch.testing.assert_close(x.grad, 2 - torch.tanh(x.detach()) ** 2)
@@ -413,7 +415,7 @@ def test_gradients_of_several_layers_take_no_dense_weights(monkeypatch, frozen, 
     def refuse(*_):
         raise AssertionError("a dense weight")
 
-    monkeypatch.setattr(dense, "scattered", refuse)
+    monkeypatch.setattr(stored, "scattered", refuse)
     outputs = segment([x], weights, program.text())
     found = torch.autograd.grad(sum(t.sum() for t in outputs), [a for a, _ in of])
     close = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
@@ -445,7 +447,7 @@ def test_mapped_over_a_batch():
     wanted = torch.stack([run(x[k], several[:, k].contiguous()) for k in range(5)])
     torch.testing.assert_close(found, wanted, **CLOSE)
     slopes = torch.vmap(torch.func.grad(lambda x, v: run(x, v).sum()), (0, None))(x, values)
-    dense_weight = dense.weight(program.steps[0], [values, crow, col, bias], (6,))
+    dense_weight = stored.weight(program.steps[0], [values, crow, col, bias], (6,))
     torch.testing.assert_close(slopes, dense_weight.sum(0).expand(5, 3, 6), **CLOSE)
 
 

@@ -27,7 +27,8 @@ from demask.sparse.segment import convex_groups as regions
 from demask.sparse.segment import inline as spell
 from demask.sparse.segment.build_segments import SEGMENT, layers_of, segmented, segments_of
 from demask.sparse.segment.match_calls import MatchedCall
-from demask.sparse.segment_steps import NAMES, ConvStep, LinearStep, SparseWeight
+from demask.sparse.segment_rows import name_of
+from demask.sparse.segment_steps import SparseWeight, is_layer
 from demask.tune.fold_affine import FOLD
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net
@@ -80,10 +81,9 @@ def steps(program: Program) -> list[str]:
     for _, inner in segments_of(program.graph):
         words = []
         for step in inner.steps:
-            word = NAMES[type(step)]
-            word += "+" if getattr(step, "add", None) is not None else ""
-            act = getattr(step, "act", None)
-            words.append(f"{word} {act[0]}" if act else word)
+            word = name_of(step)
+            word += "+" if step.adds and is_layer(step) else ""
+            words.append(f"{word} {step.act[0]}" if step.act else word)
         found.append(", ".join(words))
     return found
 
@@ -293,11 +293,7 @@ def test_every_size_may_be_dynamic() -> None:
     found = check(program, all_sparse, args)
     assert len(steps(found)) == 1
     for step in segments_of(found.graph)[0][1].steps:
-        fields = (
-            replace(step, weight=SparseWeight((0, 0, 0)), bias=None)
-            if (isinstance(step, (ConvStep, LinearStep)))
-            else step
-        )
+        fields = replace(step, weight=SparseWeight((0, 0, 0)), bias=None) if (is_layer(step)) else step
         assert not any(str(n) in str(fields) for n in (33, 32))
 
 
@@ -488,11 +484,11 @@ def fails(change: Callable[[Program], Program], make: Callable[[], nn.Module], x
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [
-        ("resnet", lambda s: replace(s, act=None) if isinstance(s, (ConvStep, LinearStep)) else s),
-        ("resnet", lambda s: replace(s, add=None) if isinstance(s, ConvStep) else s),
-        ("resnet", lambda s: replace(s, bias=None) if isinstance(s, (ConvStep, LinearStep)) else s),
-        ("ups", lambda s: replace(s, transposed=False)),
-        ("same", lambda s: replace(s, padding=tuple((b, a) for a, b in s.padding))),
+        ("resnet", lambda s: replace(s, act=None) if is_layer(s) else s),
+        ("resnet", lambda s: replace(s, reads=s.reads[:1], adds=False) if s.op == "conv" else s),
+        ("resnet", lambda s: replace(s, bias=None) if is_layer(s) else s),
+        ("ups", lambda s: replace(s, fields=s.fields._replace(transposed=False))),
+        ("same", lambda s: replace(s, fields=s.fields._replace(padding=tuple((b, a) for a, b in s.fields.padding)))),
     ],
 )
 def test_a_forgotten_part_of_a_step_is_noticed(name: str, spoil: Any, monkeypatch) -> None:

@@ -18,27 +18,21 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.cpu.tiles.called import ElementGather
 from demask.kernels.cpu.tiles.relayout import CALL
-from demask.sparse import reference
-from demask.sparse.called_op import MOVED, PRODUCT, RECURRENT, RESIZED
+from demask.sparse.called_op import MOVED, PRODUCT
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import GridLayout, at_array
-from demask.sparse.segment_calls import lowering_of
+from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import SPATIAL, CallStep, Step, reads
+from demask.sparse.segment_rows import call, constants_of, lowering_of
+from demask.sparse.segment_steps import SPATIAL, AnyStep
 
 Shape = tuple[int, ...]
 NUMBERS = 2**32  # of the elements of a value; 0 is for elements that are zero
 
 
-def is_move(step: Step) -> bool:
+def is_move(step: AnyStep) -> bool:
     """Whether a step only moves elements, and adds zeros."""
     return lowering_of(step) == MOVED
-
-
-def reads_own_grids(step: Step) -> bool:
-    """Whether a step reads its operands in their grids, whatever that of its result: a resize by
-    weighted sums, a recurrent layer."""
-    return lowering_of(step) in (RESIZED, RECURRENT)
 
 
 @dataclass(slots=True)
@@ -52,18 +46,18 @@ class MovedValues:
     pixels: dict[int, tuple[int, np.ndarray] | None] = field(default_factory=dict)
     in_place: dict[int, bool] = field(default_factory=dict)
 
-    def step(self, value: int) -> Step | None:
+    def step(self, value: int) -> AnyStep | None:
         """The step that computes a value; None for an input."""
         number = value - len(self.program.inputs)
         return self.program.steps[number] if number >= 0 else None
 
-    def sources(self, step: Step) -> tuple[int, ...]:
+    def sources(self, step: AnyStep) -> tuple[int, ...]:
         """The values whose memory a step reads: of moved operands of a move, their sources."""
         if not is_move(step):
             factors = factors_of(step)
-            return tuple(self.factor_source(x) if x in factors else x for x in reads(step))
+            return tuple(self.factor_source(x) if x in factors else x for x in step.reads)
         origins: dict[int, None] = {}
-        for x in reads(step):
+        for x in step.reads:
             inner = self.step(x)
             origins |= dict.fromkeys((x,) if inner is None or not is_move(inner) else self.sources(inner))
         return tuple(origins)
@@ -122,10 +116,10 @@ class MovedValues:
             first = value * NUMBERS + 1
             return torch.arange(first, first + count, dtype=torch.float64).reshape(self.shapes[value])
         if value not in self.numbered:
-            operands = [self.numbers(x) for x in reads(step)]
-            kind = self.program.kinds[reads(step)[0]]
-            tensors = reference.operand_tensors(step, kind, operands[0], self.weights)
-            self.numbered[value] = reference.call(step, kind, operands, *tensors)
+            operands = [self.numbers(x) for x in step.reads]
+            kind = self.program.kinds[step.x]
+            tensors = constants_of(step, kind, operands[0], self.weights)
+            self.numbered[value] = call(step, kind, operands, *tensors)
         return self.numbered[value]
 
     def by_channel(self, value: int) -> Tensor:
@@ -177,7 +171,7 @@ class MovedValues:
 
         Calls of ops mix images only where a value has another first size than the inputs.
         """
-        if not any(isinstance(step, CallStep) for step in self.program.steps):
+        if not any(step.op in CALLED for step in self.program.steps):
             return True
         for count in counts:
             inputs = [(count, *shape[1:]) for shape in self.shapes[: len(self.program.inputs)]]
@@ -223,11 +217,9 @@ def as_image(kind: str, x: Tensor) -> Tensor:
     return x.unsqueeze(2) if kind == "signal" else x
 
 
-def factors_of(step: Step) -> tuple[int, ...]:
+def factors_of(step: AnyStep) -> tuple[int, ...]:
     """The operands of a product whose elements are read one by one."""
-    if isinstance(step, CallStep) and lowering_of(step) == PRODUCT:
-        return step.xs[1:3]
-    return ()
+    return step.reads[1:3] if lowering_of(step) == PRODUCT else ()
 
 
 def divmod_of(x: Tensor, divisor: int) -> tuple[Tensor, Tensor]:

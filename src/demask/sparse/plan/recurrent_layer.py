@@ -21,15 +21,15 @@ from demask.kernels.cpu.recurrent import RecurrentKernel, most_rows
 from demask.kernels.cpu.tiles.relayout import Gather, Scatter
 from demask.sparse.called_op import RECURRENT
 from demask.sparse.plan.layers.layer_plan import emit_alone
-from demask.sparse.plan.layers.layer_windows import as_conv
 from demask.sparse.plan.layers.window_piece import pieces, read_weight
 from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, aligned, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid, at_array
 from demask.sparse.plan.value_moves import Moves, rows_of
-from demask.sparse.reference import part
-from demask.sparse.segment_calls import CALLED, lowering_of
-from demask.sparse.segment_steps import CallStep, LinearStep, SparseWeight
+from demask.sparse.segment_calls import CALLED
+from demask.sparse.segment_rows import lowering_of
+from demask.sparse.segment_steps import Numbers, SparseWeight, Step, as_conv, linear_step
+from demask.sparse.segment_weights import part
 
 ONE_TILE = TileGrid(1, 1, 1, 1, 1)
 # Cycles of a vector of eight weights: to load it from the second level of the cache, to multiply
@@ -41,10 +41,10 @@ def recurrent_cycles(moved: MovedValues) -> float:
     """Estimated cycles of the recurrences of a program."""
     cycles, first = 0.0, len(moved.program.inputs)
     for value, step in enumerate(moved.program.steps, first):
-        if isinstance(step, CallStep) and lowering_of(step) == RECURRENT:
-            hidden, _, batch_first, _ = step.numbers
+        if lowering_of(step) == RECURRENT:
+            hidden, _, batch_first, _ = step.fields.numbers
             batch, steps = moved.shapes[value][:2] if batch_first else moved.shapes[value][1::-1]
-            gates = recurrent.CELLS[step.call][0]
+            gates = recurrent.CELLS[step.op][0]
             cycles += steps * gates * hidden**2 / LANES * (LOAD + PRODUCT * batch)
     return cycles
 
@@ -52,7 +52,7 @@ def recurrent_cycles(moved: MovedValues) -> float:
 def write_recurrent(value: int, moves: Moves, moved: MovedValues, sources: Sequence[Buffer], out: Buffer) -> None:
     """Write a recurrent layer. sources: its input, and initial states if there are any."""
     step = moved.step(value)
-    assert isinstance(step, CallStep)
+    assert step is not None
     _RecurrentLayer(step, moves, moved, sources, out).write()
 
 
@@ -65,7 +65,7 @@ class _RecurrentLayer:
     state. Backwards, those of all steps come before the state that they begin with.
     """
 
-    step: CallStep
+    step: Step[Numbers]
     moves: Moves
     moved: MovedValues
     sources: Sequence[Buffer]
@@ -73,19 +73,19 @@ class _RecurrentLayer:
 
     @property
     def hidden(self) -> int:
-        return self.step.numbers[0]
+        return self.step.fields.numbers[0]
 
     @property
     def batch_first(self) -> bool:
-        return bool(self.step.numbers[2])
+        return bool(self.step.fields.numbers[2])
 
     @property
     def backwards(self) -> bool:
-        return bool(self.step.numbers[3])
+        return bool(self.step.fields.numbers[3])
 
     @property
     def sizes(self) -> tuple[int, int]:
-        first, second, _ = self.moved.shapes[self.step.xs[0]]
+        first, second, _ = self.moved.shapes[self.step.x]
         return (second, first) if self.batch_first else (first, second)
 
     @property
@@ -95,7 +95,7 @@ class _RecurrentLayer:
 
     @property
     def gate_count(self) -> int:
-        return recurrent.CELLS[self.step.call][0] * self.hidden
+        return recurrent.CELLS[self.step.op][0] * self.hidden
 
     def write(self) -> None:
         tape, (steps, batch) = self.moves.tape, self.sizes
@@ -118,16 +118,16 @@ class _RecurrentLayer:
     def _parameters(self) -> list[Tensor]:
         """W_ih, W_hh and the biases of input and state, float32."""
         assert self.step.index is not None
-        channels = self.moved.shapes[self.step.xs[0]][-1]
+        channels = self.moved.shapes[self.step.x][-1]
         stored = part(self.step.index, self.moved.weights).detach().float()
-        parts = CALLED[self.step.call].split(stored, channels, self.step.numbers)
+        parts = CALLED[self.step.op].split(stored, channels, self.step.fields.numbers)
         return parts if len(parts) > 2 else [*parts, *[torch.zeros(self.gate_count)] * 2]
 
     def _write_gates(self, parameters: Sequence[Tensor]) -> Buffer:
         """Write what the input contributes to the gates, as a dense layer."""
         weight, _, bias, state_bias = parameters
         bias = bias + state_bias
-        if self.step.call == "gru":  # that of gate n is scaled with the product of the state
+        if self.step.op == "gru":  # that of gate n is scaled with the product of the state
             bias[2 * self.hidden :] = parameters[2][2 * self.hidden :]
         x, tape, isa = self.sources[0], self.moves.tape, self.moves.isa
         grid = x.layout.grid
@@ -135,7 +135,7 @@ class _RecurrentLayer:
         size = (1, self.gate_count, *x.layout.size[2:])
         gates = Buffer(GridLayout(size, grid, NO_BORDER, isa.lanes, pitch))
         spans = (0, 0, weight.numel()), (1, 0, bias.numel())
-        conv = as_conv(LinearStep(0, SparseWeight(spans[0]), spans[1], self.gate_count))
+        conv = as_conv(linear_step(0, SparseWeight(spans[0]), spans[1], self.gate_count))
         layer = read_weight(conv, [weight.flatten(), bias], weight.shape[1])
         emit_alone(tape, isa, pieces(conv, layer, x, None, gates))
         return gates
@@ -164,7 +164,7 @@ class _RecurrentLayer:
         steps, _ = self.sizes
         first = 0 if self.backwards else 1
         last = steps + 1
-        if self.step.call == "gru":
+        if self.step.op == "gru":
             last = 0 if self.backwards else steps
         numbers = [*range(first, first + steps), last]
         elements = np.stack([self._state_row(number) for number in numbers])  # [1 + steps, batch]
@@ -182,7 +182,7 @@ class _RecurrentLayer:
     def _write_recurrence(self, parameters: Sequence[Tensor], gates: Buffer, states: Buffer) -> None:
         """Write the recurrence: tiles of rows of the batch, shared by the threads."""
         tape, isa, (steps, batch) = self.moves.tape, self.moves.isa, self.sizes
-        most = most_rows(self.step.call, isa.registers)
+        most = most_rows(self.step.op, isa.registers)
         tiles = by_thread(batch, -(-batch // most))
         step, gate_line = 4 * self.line, 4 * self.gate_count
         gate_step, gate_row = gate_line * batch, gate_line
@@ -208,7 +208,7 @@ class _RecurrentLayer:
         }
         for thread, (first, end) in enumerate(by_thread(len(tiles), tape.threads)):
             for low, high in tiles[first:end]:
-                kernel = RecurrentKernel(self.step.call, high - low, len(self.sources) == 1)
+                kernel = RecurrentKernel(self.step.op, high - low, len(self.sources) == 1)
                 locations = {"gates": (gates, gate_begin + low * gate_row), "rows": (states, begin + low * row)}
                 tape.add(thread, KernelCall(kernel, recurrent.CALL, locations, fields))
 

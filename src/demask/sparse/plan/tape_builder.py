@@ -8,23 +8,24 @@ Values that are channels of another value, and need no memory of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from demask.kernels.cpu.tiles import relayout as move
 from demask.kernels.llvm.isa import Isa
-from demask.ops.activations import ACTIVATIONS
+from demask.sparse.called_op import MOVED, OVER_CHANNELS, POINTWISE, PRODUCT, RECURRENT, RESIZED
 from demask.sparse.plan.layers.depthwise_layer import permutes_edges
 from demask.sparse.plan.layers.layer_plan import LayerKinds, Weights, chain_pays, emit_alone, emit_chain
-from demask.sparse.plan.layers.layer_windows import as_conv, is_pixelwise, reach, touched, windows
+from demask.sparse.plan.layers.layer_windows import OutputWindow, reach, touched, windows
 from demask.sparse.plan.layers.pack_weights import selected
 from demask.sparse.plan.layers.tiling import Tiling, TilingProblem, best
 from demask.sparse.plan.layers.window_piece import WindowPiece, pieces, shape_of
 from demask.sparse.plan.layers.winograd_layer import SIDE, emit_winograd
-from demask.sparse.plan.moved_values import MovedValues, MoveWriter, factors_of, is_move, reads_own_grids
+from demask.sparse.plan.moved_values import MovedValues, MoveWriter, factors_of, is_move
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
     NO_BORDER,
@@ -37,24 +38,30 @@ from demask.sparse.plan.tile_layout import (
     grid_for,
     widened,
 )
-from demask.sparse.plan.value_moves import Moves, as_windows, elements, rows_of
+from demask.sparse.plan.value_moves import Moves, elements, rows_of
 from demask.sparse.plan.write_call import call_cycles, write_call
 from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_rows import (
+    ELEMENTWISE,
+    FLAT,
+    JOIN,
+    LAYER,
+    MEAN,
+    POOL,
+    SCALE,
+    SELECTION,
+    is_positive,
+    lowering_of,
+)
 from demask.sparse.segment_steps import (
     CHANNELS_LAST,
-    AddStep,
-    CallStep,
-    ConcatStep,
-    ConvStep,
-    FlattenStep,
-    LinearStep,
-    MeanStep,
-    PoolStep,
-    ScaleStep,
-    SelectStep,
-    Step,
+    AnyStep,
+    Layer,
+    as_conv,
     canonical,
-    reads,
+    is_conv,
+    is_layer,
+    is_pixelwise,
 )
 
 Place = tuple[int, int]  # a value and one of its channels
@@ -77,19 +84,19 @@ def find_parts(moved: MovedValues, channels: Sequence[int], grids: Sequence[Tile
             parts[value] = container, first
 
     steps = list(enumerate(program.steps, len(program.inputs)))
-    joins = [(value, step) for value, step in steps if isinstance(step, ConcatStep)]
-    for value, step in sorted(joins, key=lambda join: -len(join[1].xs)):
-        firsts = np.cumsum([0] + [channels[x] for x in step.xs]).tolist()[:-1]
-        locations = [parts.get(x, (x, 0)) for x in step.xs]
+    joins = [(value, step.reads) for value, step in steps if lowering_of(step) == JOIN]
+    for value, xs in sorted(joins, key=lambda join: -len(join[1])):
+        firsts = np.cumsum([0] + [channels[x] for x in xs]).tolist()[:-1]
+        locations = [parts.get(x, (x, 0)) for x in xs]
         container, first = locations[0]
         if len(locations) > 1 and locations == [(container, first + shift) for shift in firsts]:
             share_memory(value, container, first)
             continue
-        for x, shift in zip(step.xs, firsts, strict=True):
-            if step.xs.count(x) == 1:
+        for x, shift in zip(xs, firsts, strict=True):
+            if xs.count(x) == 1:
                 share_memory(x, value, shift)
     for value, step in steps:
-        if isinstance(step, SelectStep) and step.stride == (1, 1):
+        if lowering_of(step) == SELECTION and step.fields.stride == (1, 1):
             numbers = selected(step, weights, channels[step.x])
             if numbers[0] >= 0 and (np.diff(numbers) == 1).all():
                 share_memory(value, step.x, int(numbers[0]))
@@ -117,14 +124,6 @@ class Need:
     grid: TileGrid
     border: Border
     fill: float
-
-
-def grid_of_input(step: ConvStep | PoolStep | SelectStep, grid: TileGrid) -> TileGrid:
-    """The grid of the input of a window step, for an output in `grid`."""
-    if isinstance(step, ConvStep) and step.transposed:
-        stride = step.stride
-        return replace(grid, height=grid.height // stride[0], width=grid.width // stride[1])
-    return grid.scaled(step.stride)
 
 
 # Cycles for the choice of grids: per product of vectors; per line of a border, written by another
@@ -190,7 +189,7 @@ class TapeBuilder:
             sizes = [grid.part(part)[2:] for part in range(grid.parts)]
             h, w = max(sizes, key=lambda size: size[0] * size[1])
             step = self.program.steps[value - count] if value >= count else None
-            if isinstance(step, (ConvStep, LinearStep)):
+            if is_layer(step):
                 nonzeros = step.weight.values[2] - step.weight.values[1]
                 cycles += VECTOR * nonzeros * h * w / (self.threads if grid.parts == 1 else 1)
             above, below, left, right = self._needed_border(value)
@@ -213,58 +212,16 @@ class TapeBuilder:
             unit = SIDE if (height, width) in self.layers.filtered else 1
             grid = grid_for(batch, height, width, self.isa.lanes, self.threads, common, unit)
             step = self.program.steps[value - count] if value >= count else None
-            if isinstance(step, ConvStep) and step.transposed:
-                grid = replace(grid, parts=1, unit=1).rounded_up(step.stride)
+            if is_conv(step) and step.fields.transposed:
+                grid = replace(grid, parts=1, unit=1).rounded_up(step.fields.stride)
             self.grids.append(grid)
-            self.positive.append(step is not None and self._is_positive(step))
-            for need in [] if step is None else self._operand_reads(step, grid):
+            self.positive.append(step is not None and is_positive(step, self.positive))
+            for need in [] if step is None else self.needs_of(step, grid):
                 self.needs.setdefault(need.value, []).append(need)
 
-    def _is_positive(self, step: Step) -> bool:
-        """Whether the output of a step is never negative."""
-        act = getattr(step, "act", None)
-        if act is not None:
-            return ACTIVATIONS[act[0]].nonnegative(*act[1])
-        preserving = PoolStep, MeanStep, FlattenStep, AddStep, ConcatStep, ScaleStep, SelectStep
-        preserves_sign = isinstance(step, preserving) or is_move(step)
-        return preserves_sign and all(self.positive[v] for v in reads(step))
-
-    def _operand_reads(self, step: Step, grid: TileGrid) -> list[Need]:
-        """How a step reads its operands."""
-        x = reads(step)[0]
-        if is_move(step):
-            return [Need(v, self.grids[v], NO_BORDER, 0.0) for v in self.moved.sources(step)]
-        if isinstance(step, (ConvStep, PoolStep)):
-            input_grid = self._input_grid(step, grid)
-            if isinstance(step, ConvStep):
-                border = reach(input_grid, grid, windows(step))
-                layout = GridLayout(self.shapes[x], input_grid, border, self.isa.lanes)
-                if self.layers.is_depthwise(step) and permutes_edges(step, layout, grid):
-                    border = NO_BORDER
-                added = [] if step.add is None else [Need(step.add, grid, NO_BORDER, 0.0)]
-                return [Need(x, input_grid, border, 0.0), *added]
-            border = reach(input_grid, grid, windows(as_windows(step)))
-            needs_minimum = not step.mean and not self.positive[x]
-            return [Need(x, input_grid, border, LEAST if needs_minimum else 0.0)]
-        if isinstance(step, (MeanStep, FlattenStep)) or reads_own_grids(step):
-            return [Need(v, self.grids[v], NO_BORDER, 0.0) for v in reads(step)]
-        if isinstance(step, SelectStep):
-            input_grid = self._input_grid(step, grid)
-            # its parts and those of `grid` may begin at different pixels
-            border = reach(input_grid, grid, windows(as_windows(step)))
-            return [Need(x, input_grid, border, 0.0)]
-        if isinstance(step, ScaleStep):
-            return [Need(x, grid, NO_BORDER, 0.0), Need(step.z, self.grids[step.z], NO_BORDER, 0.0)]
-        factors = factors_of(step)
-        return [
-            Need(s, self.grids[s] if v in factors else grid, NO_BORDER, 0.0)
-            for v, s in zip(reads(step), self.moved.sources(step), strict=True)
-        ]
-
-    def _input_grid(self, step: ConvStep | PoolStep | SelectStep, grid: TileGrid) -> TileGrid:
-        """The grid in which a step reads its input: that of the input where tiles are equal."""
-        wanted, own = grid_of_input(step, grid), self.grids[step.x]
-        return own if replace(wanted, unit=own.unit) == own else wanted
+    def needs_of(self, step: AnyStep, grid: TileGrid) -> list[Need]:
+        """How a step reads its operands, for an output in a grid."""
+        return LOWERINGS[lowering_of(step)].needs(self, step, grid)
 
     def layout(self, value: int, grid: TileGrid, border: Border) -> GridLayout:
         """The layout of a value in a grid."""
@@ -335,17 +292,14 @@ class TapeBuilder:
         positions: set[At] = set()
         for reader in self.remaining:
             step, out_grid = self.step(reader), self.grids[reader]
-            needs = self._operand_reads(step, out_grid)
+            needs = self.needs_of(step, out_grid)
             if not any(n.value == value and n.grid == layout.grid for n in needs):
                 continue
-            if not isinstance(step, (ConvStep, PoolStep)) or step.x != value:
-                return set(layout.around())
-            if getattr(step, "add", None) == value:
-                return set(layout.around())
+            taps = LOWERINGS[lowering_of(step)].windows(step)
             # A depthwise layer may read lines that no tap is at, and permute them.
-            if self.layers.is_depthwise(step):
+            if not taps or step.x != value or step.add == value or self.layers.is_depthwise(step):
                 return set(layout.around())
-            for window in windows(step if isinstance(step, ConvStep) else as_windows(step)):
+            for window in taps:
                 positions |= touched(window, layout.grid, out_grid)
         return positions
 
@@ -377,7 +331,7 @@ class TapeBuilder:
         for number, value in enumerate(self.program.outputs):
             self._store_output(value, 1 + count + number)
 
-    def step(self, value: int) -> Step:
+    def step(self, value: int) -> AnyStep:
         """The step that computes a value."""
         return self.program.steps[value - len(self.program.inputs)]
 
@@ -385,19 +339,17 @@ class TapeBuilder:
         """The next value to compute, and values that its threads can compute without a barrier."""
         chain, waiting = self.remaining[:1], set(self.remaining)
         head = self.step(chain[0])
-        if not isinstance(head, (ConvStep, LinearStep)) or as_conv(head).transposed:
+        if not is_layer(head) or as_conv(head).fields.transposed:
             return chain
         if self.layers.has_own_kernel(chain[0]):
             return chain
         shapes = [self._tiling_problem(chain[0])]
         for value in self.remaining[1:]:
             step = self.step(value)
-            if not isinstance(step, (ConvStep, LinearStep)) or not is_pixelwise(step):
+            if not is_layer(step) or not is_pixelwise(step) or self.layers.has_own_kernel(value):
                 continue
-            if self.layers.has_own_kernel(value):
-                continue
-            grids = {self.grids[v] for v in (value, *(v for v in reads(step) if v in chain))}
-            are_ready = all(v not in waiting or v in chain for v in reads(step))
+            grids = {self.grids[v] for v in (value, *(v for v in step.reads if v in chain))}
+            are_ready = all(v not in waiting or v in chain for v in step.reads)
             if are_ready and grids == {self.grids[chain[0]]}:
                 longer = [*shapes, self._tiling_problem(value)]
                 if chain_pays(longer, self.threads, self.isa):
@@ -407,7 +359,7 @@ class TapeBuilder:
     def estimate(self) -> float:
         """Estimated cycles of the layers."""
         steps = enumerate(self.program.steps, len(self.program.inputs))
-        layers = [v for v, step in steps if isinstance(step, (ConvStep, LinearStep))]
+        layers = [v for v, step in steps if is_layer(step)]
         cycles = sum(best(self._tiling_problem(v), self.threads, self.isa)[0] for v in layers)
         return cycles + call_cycles(self.moved)
 
@@ -417,41 +369,38 @@ class TapeBuilder:
 
     def _tiling_problem(self, value: int) -> TilingProblem:
         """The tiling problem of the layer that computes a value."""
-        step = self.step(value)
-        assert isinstance(step, (ConvStep, LinearStep))
-        nonzeros = step.weight.values[2] - step.weight.values[1]
-        conv = as_conv(step)
-        channels = self.shapes[step.x][1]
-        return shape_of(conv, windows(conv)[0], self.grids[value], channels, nonzeros)
+        conv = as_conv(self.layers.step(value))
+        nonzeros = conv.weight.values[2] - conv.weight.values[1]
+        channels = self.shapes[conv.x][1]
+        return shape_of(conv, windows(conv.fields)[0], self.grids[value], channels, nonzeros)
 
     def _write_chain(self, chain: list[int]) -> None:
         """Write several layers in one phase."""
         window_pieces: list[WindowPiece] = []
         for number, value in enumerate(chain):
-            step, earlier = self.step(value), chain[:number]
-            assert isinstance(step, (ConvStep, LinearStep))
-            needs = self._operand_reads(step, self.grids[value])
+            earlier = chain[:number]
+            needs = self.needs_of(self.step(value), self.grids[value])
             sources = [self.main(n.value) if n.value in earlier else self.buffer(n) for n in needs]
-            window_pieces += self._layer_windows(value, sources, self._output_buffer(value, earlier))
+            window_pieces += self.layer_windows(value, sources, self._output_buffer(value, earlier))
         self.tape.phase()
         tilings = emit_chain(self.tape, self.isa, window_pieces)
         self.cuts += [(p.step.name, tiling) for p, tiling in zip(window_pieces, tilings, strict=True)]
         for piece in window_pieces:
             Moves(self.tape, self.isa).borders(piece.out)
 
-    def _layer_windows(self, value: int, sources: list[Buffer], out: Buffer) -> list[WindowPiece]:
-        step = self.step(value)
-        assert isinstance(step, (ConvStep, LinearStep))
-        add = sources[-1] if step.add is not None else None
-        return pieces(as_conv(step), self.layers.weight(value), sources[0], add, out)
+    def layer_windows(self, value: int, sources: Sequence[Buffer], out: Buffer) -> list[WindowPiece]:
+        """The windows of the layer that computes a value."""
+        step = as_conv(self.layers.step(value))
+        return pieces(step, self.layers.weight(value), sources[0], sources[-1] if step.adds else None, out)
 
     def _output_buffer(self, value: int, earlier: Sequence[int]) -> Buffer:
-        """The buffer that a layer writes: that of the value it adds, if it is not read afterwards.
+        """The buffer that a step writes: of a layer that of the value it adds, if it is not read afterwards.
 
         earlier: preceding layers of the same phase.
         """
-        step, add = self.step(value), getattr(self.step(value), "add", None)
-        fixed = {*self.moved.stored, *self.program.static, reads(step)[0]}
+        step = self.step(value)
+        add = step.add if is_layer(step) else None
+        fixed = {*self.moved.stored, *self.program.static, step.x}
         owners = {owner_of(self.parts, part)[0] for part in self.parts}
         if add is None or add in fixed:
             return self.main(value)
@@ -492,60 +441,187 @@ class TapeBuilder:
         rows = elements(source.layout, stride, source.layout.inside())
         moves.moved(move.Scatter(), (source, 0), (slot, 0), source.layout, (moves.pitch(source), 4 * stride[1]), rows)
 
-    def _write_step(self, step: Step, value: int) -> None:
+    def _write_step(self, step: AnyStep, value: int) -> None:
         """Write one step."""
         if is_move(step) and value not in self.moved.written:
             return
         if is_move(step) and self.parts.get(value, 0) == self.moved.location(value):
             self.main(value)
             return
-        grid = self.grids[value]
-        sources = [self.buffer(need) for need in self._operand_reads(step, grid)]
-        out = self._output_buffer(value, ()) if isinstance(step, (ConvStep, LinearStep)) else self.main(value)
+        sources = [self.buffer(need) for need in self.needs_of(step, self.grids[value])]
+        out = self._output_buffer(value, ())
         self.tape.phase()
-        moves = Moves(self.tape, self.isa)
-        if isinstance(step, (ConvStep, LinearStep)):
-            layer_pieces = self._layer_windows(value, sources, out)
-            block = self.layers.filtered_block(value)
-            if block is None:
-                cuts = emit_alone(self.tape, self.isa, layer_pieces)
-            else:
-                cuts = emit_winograd(self.tape, self.isa, layer_pieces[0], block)
-                self.is_exact = False
-            self.cuts += [(step.name, cut) for cut in cuts]
-        elif isinstance(step, PoolStep):
-            moves.pool(step, sources[0], out)
-        elif isinstance(step, MeanStep):
-            moves.mean(sources[0], out)
-        elif isinstance(step, FlattenStep):
-            moves.flat(sources[0], out)
-        elif isinstance(step, SelectStep):
-            if self.parts.get(value, (-1, 0))[0] == step.x:
-                return  # a slice is already in the memory of x
-            channels = selected(step, self.weights, self.shapes[step.x][1])
-            moves.select(step, channels, sources[0], out)
-        elif isinstance(step, ScaleStep):
-            moves.scale(step.act, (sources[0], sources[1]), out)
-        elif isinstance(step, ConcatStep):
-            self._write_concatenation(step, value, sources)
-            return
-        elif isinstance(step, CallStep):
-            write_call(value, moves, self.moved, sources, out)
-        else:
-            moves.pointwise(move.Pointwise(step.act, len(sources) == 2), sources, out)
-        moves.borders(out)
+        for written in LOWERINGS[lowering_of(step)].write(StepCall(self, value, step, sources, out)):
+            Moves(self.tape, self.isa).borders(written)
 
-    def _write_concatenation(self, step: ConcatStep, value: int, sources: Sequence[Buffer]) -> None:
-        """Write the operands of a concatenation that are not yet in its memory."""
-        first, copies = 0, []
-        owner, shift = owner_of(self.parts, value)
-        for x, source in zip(step.xs, sources, strict=True):
-            count = source.layout.size[1]
-            if owner_of(self.parts, x) != (owner, shift + first):
-                copies.append((source, self.main(value).channels(first, count, self.isa.line)))
-            first += count
-        moves = Moves(self.tape, self.isa)
-        for source, to in copies:
-            moves.pointwise(move.Pointwise(None, False), [source], to)
-        for _, to in copies:
-            moves.borders(to)
+
+# ------------------------------------------------------------------------------- what lowerings need
+
+
+def _own_grids(builder: TapeBuilder, step: AnyStep, grid: TileGrid) -> list[Need]:
+    """Operands in their grids, whatever that of the result."""
+    return [Need(v, builder.grids[v], NO_BORDER, 0.0) for v in step.reads]
+
+
+def _same_grid(builder: TapeBuilder, step: AnyStep, grid: TileGrid) -> list[Need]:
+    """Operands in the grid of the result, but for factors of products, which are read one by one."""
+    factors = factors_of(step)
+    return [
+        Need(s, builder.grids[s] if v in factors else grid, NO_BORDER, 0.0)
+        for v, s in zip(step.reads, builder.moved.sources(step), strict=True)
+    ]
+
+
+def _sources(builder: TapeBuilder, step: AnyStep, grid: TileGrid) -> list[Need]:
+    """The values that a move comes from, in their grids."""
+    return [Need(v, builder.grids[v], NO_BORDER, 0.0) for v in builder.moved.sources(step)]
+
+
+def _first_in_grid(builder: TapeBuilder, step: AnyStep, grid: TileGrid) -> list[Need]:
+    """The first operand in the grid of the result, the second in its own."""
+    x, z = step.reads
+    return [Need(x, grid, NO_BORDER, 0.0), Need(z, builder.grids[z], NO_BORDER, 0.0)]
+
+
+def _windows_of_layer(builder: TapeBuilder, step: Layer, grid: TileGrid) -> list[Need]:
+    if not is_conv(step):
+        return _same_grid(builder, step, grid)
+    if step.fields.transposed:
+        stride = step.fields.stride
+        wanted = replace(grid, height=grid.height // stride[0], width=grid.width // stride[1])
+    else:
+        wanted = grid.scaled(step.fields.stride)
+    input_grid = _as_own(builder, step.x, wanted)
+    border = reach(input_grid, grid, windows(step.fields))
+    layout = GridLayout(builder.shapes[step.x], input_grid, border, builder.isa.lanes)
+    if builder.layers.is_depthwise(step) and permutes_edges(step.fields, layout, grid):
+        border = NO_BORDER
+    added = [] if step.add is None else [Need(step.add, grid, NO_BORDER, 0.0)]
+    return [Need(step.x, input_grid, border, 0.0), *added]
+
+
+def _windows_of(builder: TapeBuilder, step: AnyStep, grid: TileGrid) -> list[Need]:
+    """The windows of a pool or the pixels of a selection, with a border: its parts and those of the
+    result may begin at different pixels."""
+    input_grid = _as_own(builder, step.x, grid.scaled(step.fields.stride))
+    is_maximum = lowering_of(step) == POOL and not step.fields.mean
+    fill = LEAST if is_maximum and not builder.positive[step.x] else 0.0
+    return [Need(step.x, input_grid, reach(input_grid, grid, windows(step.fields.window)), fill)]
+
+
+def _as_own(builder: TapeBuilder, value: int, wanted: TileGrid) -> TileGrid:
+    """A grid in which a value is read: its own where tiles are equal."""
+    own = builder.grids[value]
+    return own if replace(wanted, unit=own.unit) == own else wanted
+
+
+# -------------------------------------------------------------------------------- what lowerings write
+
+
+class StepCall(NamedTuple):
+    """A step to write to the last phase of a tape. sources: as its lowering needs them."""
+
+    builder: TapeBuilder
+    value: int
+    step: Any
+    sources: list[Buffer]
+    out: Buffer
+
+    @property
+    def moves(self) -> Moves:
+        """What writes to the tape."""
+        return Moves(self.builder.tape, self.builder.isa)
+
+
+def _write_layer(call: StepCall) -> list[Buffer]:
+    builder, value = call.builder, call.value
+    tape, isa = builder.tape, builder.isa
+    layer_pieces = builder.layer_windows(value, call.sources, call.out)
+    block = builder.layers.filtered_block(value)
+    if block is None:
+        cuts = emit_alone(tape, isa, layer_pieces)
+    else:
+        cuts = emit_winograd(tape, isa, layer_pieces[0], block)
+        builder.is_exact = False
+    builder.cuts += [(call.step.name, cut) for cut in cuts]
+    return [call.out]
+
+
+def _write_pool(call: StepCall) -> list[Buffer]:
+    call.moves.pool(call.step.fields, call.sources[0], call.out)
+    return [call.out]
+
+
+def _write_mean(call: StepCall) -> list[Buffer]:
+    call.moves.mean(call.sources[0], call.out)
+    return [call.out]
+
+
+def _write_flat(call: StepCall) -> list[Buffer]:
+    call.moves.flat(call.sources[0], call.out)
+    return [call.out]
+
+
+def _write_scaled(call: StepCall) -> list[Buffer]:
+    call.moves.scale(call.step.act, (call.sources[0], call.sources[1]), call.out)
+    return [call.out]
+
+
+def _write_elementwise(call: StepCall) -> list[Buffer]:
+    call.moves.pointwise(move.Pointwise(call.step.act, len(call.sources) == 2), call.sources, call.out)
+    return [call.out]
+
+
+def _write_selection(call: StepCall) -> list[Buffer]:
+    builder, x = call.builder, call.step.x
+    if builder.parts.get(call.value, (-1, 0))[0] == x:
+        return []  # a slice is already in the memory of x
+    channels = selected(call.step, builder.weights, builder.shapes[x][1])
+    call.moves.select(call.step.fields, channels, call.sources[0], call.out)
+    return [call.out]
+
+
+def _write_join(call: StepCall) -> list[Buffer]:
+    """Write the operands of a concatenation that are not yet in its memory."""
+    builder = call.builder
+    first, copies = 0, []
+    owner, shift = owner_of(builder.parts, call.value)
+    for x, source in zip(call.step.reads, call.sources, strict=True):
+        count = source.layout.size[1]
+        if owner_of(builder.parts, x) != (owner, shift + first):
+            copies.append((source, call.out.channels(first, count, builder.isa.line)))
+        first += count
+    for source, to in copies:
+        call.moves.pointwise(move.Pointwise(None, False), [source], to)
+    return [to for _, to in copies]
+
+
+def _write_called(call: StepCall) -> list[Buffer]:
+    write_call(call.value, call.moves, call.builder.moved, call.sources, call.out)
+    return [call.out]
+
+
+class Lowering(NamedTuple):
+    """How plans compute steps: the needs of their operands, what is written, and the windows of their
+    first operand, if they read no more. write returns the buffers whose borders are to be written."""
+
+    needs: Callable[[TapeBuilder, Any, TileGrid], list[Need]]
+    write: Callable[[StepCall], list[Buffer]]
+    windows: Callable[[Any], Sequence[OutputWindow]] = lambda step: ()
+
+
+#: lowering of a row of `segment_rows.ROWS` -> how plans compute it
+LOWERINGS: dict[str, Lowering] = {
+    LAYER: Lowering(_windows_of_layer, _write_layer, lambda step: windows(step.fields) if is_conv(step) else ()),
+    POOL: Lowering(_windows_of, _write_pool, lambda step: windows(step.fields.window)),
+    SELECTION: Lowering(_windows_of, _write_selection),
+    MEAN: Lowering(_own_grids, _write_mean),
+    FLAT: Lowering(_own_grids, _write_flat),
+    SCALE: Lowering(_first_in_grid, _write_scaled),
+    ELEMENTWISE: Lowering(_same_grid, _write_elementwise),
+    JOIN: Lowering(_same_grid, _write_join),
+    MOVED: Lowering(_sources, _write_called),
+    RESIZED: Lowering(_own_grids, _write_called),
+    RECURRENT: Lowering(_own_grids, _write_called),
+    **dict.fromkeys((OVER_CHANNELS, PRODUCT, POINTWISE), Lowering(_same_grid, _write_called)),
+}

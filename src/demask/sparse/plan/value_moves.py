@@ -16,9 +16,8 @@ from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.layer_windows import first_read, windows
 from demask.sparse.plan.tape import Buffer, KernelCall, Location, NoPlan, Tape, aligned, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, at_array, permutations
-from demask.sparse.segment_steps import ConvStep, PoolStep, SelectStep, SparseWeight
+from demask.sparse.segment_steps import Pool, Selection
 
-NO_WEIGHT = SparseWeight((0, 0, 0))
 ANY_VALUE = -2  # instead of the number of an element of a lane that nothing reads
 Row = tuple[int, int, np.ndarray]  # part, line, elements of its lanes
 
@@ -167,9 +166,9 @@ class Moves:
                 for first in range(0, x.layout.size[1], count):
                     self.add_call(thread, kernel, buffers, (first, first + count), table[is_own], **fields)
 
-    def pool(self, step: PoolStep, x: Buffer, out: Buffer) -> None:
+    def pool(self, pool: Pool, x: Buffer, out: Buffer) -> None:
         """Write a pool."""
-        (window,) = windows(as_windows(step))
+        (window,) = windows(pool.window)
         x_layout, out_layout = x.layout, out.layout
         above, _, left, _ = x_layout.border
         axis_taps = [[tap for tap in taps if tap is not None] for taps in window.taps]
@@ -177,8 +176,8 @@ class Moves:
         at = at_array(out_layout.inside())
         reads = first_read(window, x_layout, out_layout, at)
         _, y, col, is_inside = out_layout.pixels(at)
-        counts = _counts(step, 0, y, x_layout.size[2]) * _counts(step, 1, col, x_layout.size[3])
-        kernel, parts = move.PoolKernel(tuple(taps), step.mean), at[:, 0].tolist()
+        counts = _counts(pool, 0, y, x_layout.size[2]) * _counts(pool, 1, col, x_layout.size[3])
+        kernel, parts = move.PoolKernel(tuple(taps), pool.mean), at[:, 0].tolist()
         table = np.stack([reads, out_layout.line(*at.T)], 1).astype(np.int32)
         scale = np.where(is_inside, 1 / np.maximum(counts, 1), 0)
         buffers = {"x": (x, 0), "out": (out, 0)}
@@ -203,9 +202,9 @@ class Moves:
         for thread, picked, begin, end in self._work(x.layout, [at[0] for at in positions]):
             self.add_call(thread, kernel, buffers, (begin, end), table[picked])
 
-    def select(self, step: SelectStep, channels: np.ndarray, x: Buffer, out: Buffer) -> None:
+    def select(self, selection: Selection, channels: np.ndarray, x: Buffer, out: Buffer) -> None:
         """Write the selected channels of x. channels: int32, -1 for zeros."""
-        (window,) = windows(as_windows(step))
+        (window,) = windows(selection.window)
         first = x.layout.line(0, 0, 0)
         at = at_array(out.layout.inside())
         reads = first + first_read(window, x.layout, out.layout, at)
@@ -334,20 +333,11 @@ def _runs(moves: Sequence[tuple[int, At, int, int]]) -> tuple[tuple[int, int, in
     return tuple(runs)
 
 
-def as_windows(step: PoolStep | SelectStep) -> ConvStep:
-    """A convolution with the windows of a pool, or the pixels of a selection."""
-    if isinstance(step, SelectStep):
-        return ConvStep(step.x, NO_WEIGHT, None, 1, (1, 1), step.stride)
-    (top, left), (kernel, stride) = step.padding, (step.kernel, step.stride)
-    pads = (top, top), (left, left)
-    return ConvStep(step.x, NO_WEIGHT, None, 1, kernel, stride, pads, step.dilation)
-
-
-def _counts(step: PoolStep, axis: int, out: np.ndarray, size: int) -> np.ndarray:
+def _counts(pool: Pool, axis: int, out: np.ndarray, size: int) -> np.ndarray:
     """Number of pixels in the windows of these outputs along an axis, as counted by torch."""
-    kernel, pad = step.kernel[axis], step.padding[axis]
-    start = out * step.stride[axis] - pad
+    kernel, pad = pool.kernel[axis], pool.padding[axis]
+    start = out * pool.stride[axis] - pad
     end = np.minimum(start + kernel, size + pad)
-    if step.counted:
+    if pool.counted:
         return end - start
     return np.minimum(end, size) - np.maximum(start, 0)

@@ -27,9 +27,9 @@ from demask.sparse.plan.recurrent_layer import recurrent_cycles, write_recurrent
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, aligned, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, at_array
 from demask.sparse.plan.value_moves import ANY_VALUE, Moves, rows_of
-from demask.sparse.reference import part
 from demask.sparse.segment_calls import CALLED, sizes_and_factors
-from demask.sparse.segment_steps import CallStep
+from demask.sparse.segment_steps import Numbers, Step
+from demask.sparse.segment_weights import part
 
 PROBED = 256  # unit vectors at once
 Taps = tuple[np.ndarray, np.ndarray]  # pixels and weights, [outputs, taps]
@@ -58,7 +58,7 @@ class ResizedAxis:
         }
 
 
-def write_resize(step: CallStep, moves: Moves, x: Buffer, out: Buffer) -> None:
+def write_resize(step: Step[Numbers], moves: Moves, x: Buffer, out: Buffer) -> None:
     """Write a resize to the last phase of a tape, without borders."""
     channels, grid, threads = out.layout.size[1], out.layout.grid, moves.tape.threads
     taps = [_axis_taps(step, axis, x.layout.size[2 + axis], out.layout.size[2 + axis]) for axis in range(2)]
@@ -133,9 +133,9 @@ def _full_lines(elements: np.ndarray, is_read: np.ndarray) -> np.ndarray:
     return np.where(is_line, np.where(is_read.any(2), least, 0) // lanes, -1)
 
 
-def _axis_taps(step: CallStep, axis: int, old: int, new: int) -> Taps:
+def _axis_taps(step: Step[Numbers], axis: int, old: int, new: int) -> Taps:
     """The pixels and weights that each output reads along the height (0) or width (1)."""
-    axis += len(step.numbers) - 3  # of the op, whose numbers are a flag and one per axis
+    axis += len(step.fields.numbers) - 3  # of the op, whose numbers are a flag and one per axis
     if axis < 0:
         return np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)
     taps: list[list[tuple[int, float]]] = [[] for _ in range(new)]
@@ -169,7 +169,7 @@ def _extend_taps(taps: list[tuple[int, float]], count: int, is_clear: bool) -> N
 class _Probe:
     """An op, applied to vectors of `old` elements that are zero but for one of `pixels`."""
 
-    step: CallStep
+    step: Step[Numbers]
     axis: int
     old: int
     new: int
@@ -184,20 +184,20 @@ class _Probe:
 
         Along the other axis, output 1 of 3 is between elements 1 and 2 of 4.
         """
-        return self._resize_vectors(inf, 4, 3)[..., min(1, len(self.step.numbers) - 2)].isnan()
+        return self._resize_vectors(inf, 4, 3)[..., min(1, len(self.step.fields.numbers) - 2)].isnan()
 
     def _resize_vectors(self, value: float, other: int, resized: int) -> Tensor:
         """The results [pixels, new, resized], for so many elements along the other axis."""
-        axes = len(self.step.numbers) - 1
+        axes = len(self.step.fields.numbers) - 1
         other, resized = (other, resized) if axes == 2 else (1, 1)
         x = torch.zeros(len(self.pixels), 1, self.old, other)
         x[torch.arange(len(self.pixels)), 0, list(self.pixels), min(1, other - 1)] = value
-        _, factors = sizes_and_factors(self.step.numbers, 1)
+        _, factors = sizes_and_factors(self.step.fields.numbers, 1)
         sizes, scales = [self.new, resized], [factors and factors[self.axis], None]
         if self.axis == 1:
             x, sizes, scales = x.transpose(2, 3).contiguous(), sizes[::-1], scales[::-1]
-        op = CALLED[self.step.call].op.overloadpacket.default
-        result = op(x if axes == 2 else x[..., 0], sizes[:axes], bool(self.step.numbers[0]), *scales[:axes])
+        op = CALLED[self.step.op].op.overloadpacket.default
+        result = op(x if axes == 2 else x[..., 0], sizes[:axes], bool(self.step.fields.numbers[0]), *scales[:axes])
         result = result.reshape(len(x), *sizes)
         return result.transpose(1, 2) if self.axis == 1 else result
 
@@ -209,8 +209,8 @@ MOST_ROWS = 8  # outputs of a block
 def write_call(value: int, moves: Moves, moved: MovedValues, sources: Sequence[Buffer], out: Buffer) -> None:
     """Write the call of an op to a tape, without borders. sources: as in `MovedValues.sources`."""
     step = moved.step(value)
-    assert isinstance(step, CallStep)
-    lowering = CALLED[step.call].lowering
+    assert step is not None
+    lowering = CALLED[step.op].lowering
     if is_move(step) and (same := moved.by_pixel(value)) is not None:
         _move_pixels(moves, moved, same, sources[0], out)
     elif is_move(step):
@@ -226,7 +226,7 @@ def write_call(value: int, moves: Moves, moved: MovedValues, sources: Sequence[B
         products = _ValueProducts(step, moves, moved, sources, out)
         products.write()
     else:
-        moves.pointwise(PointwiseKernel(step.call, step.numbers), list(sources), out)
+        moves.pointwise(PointwiseKernel(step.op, step.fields.numbers), list(sources), out)
 
 
 def call_cycles(moved: MovedValues) -> float:
@@ -247,18 +247,18 @@ def _move_pixels(moves: Moves, moved: MovedValues, same: tuple[int, np.ndarray],
     moves.moved(Gather(), (source, 0), (out, 0), layout, (moves.pitch(source), moves.pitch(out)), rows)
 
 
-def _over_channels(value: int, step: CallStep, moves: Moves, moved: MovedValues, x: Buffer, out: Buffer) -> None:
+def _over_channels(value: int, step: Step[Numbers], moves: Moves, moved: MovedValues, x: Buffer, out: Buffer) -> None:
     """Write a norm or a softmax."""
     shape, kind = moved.shapes[value], moved.program.kinds[value]
     groups = prod(shape[:-2]) if kind == "matrices" else 1
-    if step.call == "softmax":
+    if step.op == "softmax":
         moves.over_channels(SoftmaxKernel(), x, out, groups)
         return
     factors = np.zeros(1, np.float32)
     if step.index is not None:
         factors = aligned(part(step.index, moved.weights).detach().float().numpy())
     count = 0 if step.index is None else len(factors) // shape[-1]
-    kernel = NormKernel(step.call == "norm", float(step.numbers[1]), count)
+    kernel = NormKernel(step.op == "norm", float(step.fields.numbers[1]), count)
     moves.over_channels(kernel, x, out, groups, factors)
 
 
@@ -289,7 +289,7 @@ class _ValueProducts:
     """Writes products of two values, and attention: for each matrix, the scores of a share of the
     rows, their softmax, and the product with the values, by one thread, in its cache."""
 
-    step: CallStep
+    step: Step[Numbers]
     moves: Moves
     moved: MovedValues
     sources: Sequence[Buffer]
@@ -297,14 +297,14 @@ class _ValueProducts:
 
     def write(self) -> None:
         x, out = self.sources[0], self.out
-        shapes = [self.moved.shapes[v] for v in self.step.xs]
+        shapes = [self.moved.shapes[v] for v in self.step.reads]
         factors = [
-            self._factor_offsets(k, transposed=k == 1 and self.step.call == "attention")
+            self._factor_offsets(k, transposed=k == 1 and self.step.op == "attention")
             for k in range(1, len(shapes[:3]))
         ]
         columns, out_columns = shapes[0][-1], out.layout.size[1] // max(prod(shapes[0][:-2]), 1)
         for share in self._row_shares(prod(shapes[0][:-2])):
-            if self.step.call != "attention":
+            if self.step.op != "attention":
                 for item in share.items:
                     self._write_product(
                         share,
@@ -353,7 +353,7 @@ class _ValueProducts:
 
     def _factor_offsets(self, operand: int, transposed: bool) -> list[_FactorOffsets]:
         """Bytes of the elements of a factor per matrix: for each term, and for each output."""
-        value = self.step.xs[operand]
+        value = self.step.reads[operand]
         source, numbers = self.moved.factor_source(value), self.moved.numbers(value)
         if source == value:
             numbers = value * 2**32 + 1 + np.arange(numbers.numel()).reshape(numbers.shape)

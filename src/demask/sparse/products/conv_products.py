@@ -38,7 +38,7 @@ from demask.kernels.thread_team import ENTRY, Job
 from demask.sparse.csr_matrix import CSR_NUMBERS, CsrMatrix, row_of
 from demask.sparse.products.cpu_products import threads_for
 from demask.sparse.products.gpu_formats import formats_of
-from demask.sparse.segment_steps import MAX_SIZE, ConvStep, Pair
+from demask.sparse.segment_steps import MAX_SIZE, Conv, Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +63,20 @@ class ConvGeometry:
     transposed: bool = False
 
     @classmethod
-    def of(cls, step: ConvStep, shape: tuple[int, ...]) -> ConvGeometry:
+    def of(cls, step: Conv, shape: tuple[int, ...]) -> ConvGeometry:
         """The geometry of a convolution over [batch, channels, (height,) width]."""
         input_size = (shape[2], shape[3]) if len(shape) == 4 else (1, shape[2])
         output_size, reach = [], []
-        for n, k, s, d, pad in zip(input_size, step.kernel, step.stride, step.dilation, step.padding, strict=True):
+        for n, k, s, d, pad in zip(
+            input_size, step.fields.kernel, step.fields.stride, step.fields.dilation, step.fields.padding, strict=True
+        ):
             span = d * (k - 1) + 1 - sum(pad)
-            output_size.append((n - 1) * s + span if step.transposed else (n - span) // s + 1)
+            output_size.append((n - 1) * s + span if step.fields.transposed else (n - span) // s + 1)
             reach.append(d * (k - 1) // s + 1)
-        pairs = step.kernel, step.stride, step.dilation, step.padding
-        sides = [(shape[1], input_size), (step.out, (output_size[0], output_size[1]))]
-        (channels, size), (rows, out) = sides[::-1] if step.transposed else sides
-        return cls(channels, rows, step.groups, *pairs, size, out, (reach[0], reach[1]), step.transposed)
+        pairs = step.fields.kernel, step.fields.stride, step.fields.dilation, step.fields.padding
+        sides = [(shape[1], input_size), (step.fields.out, (output_size[0], output_size[1]))]
+        (channels, size), (rows, out) = sides[::-1] if step.fields.transposed else sides
+        return cls(channels, rows, step.fields.groups, *pairs, size, out, (reach[0], reach[1]), step.fields.transposed)
 
     @property
     def high(self) -> int:
@@ -204,7 +206,7 @@ def _sort_by_key(key: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.argsort(key, stable=True), F.pad(counts.cumsum(0), (1, 0)).int()
 
 
-def convolved(step: ConvStep, m: CsrMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+def convolved(step: Conv, m: CsrMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
     """The convolution of x [batch, channels, (height,) width] without its activation, contiguous.
 
     m: the matrix of the kernel in the dtype of x, float32 or float64, with int32 indices. Raises
@@ -218,7 +220,7 @@ def convolved(step: ConvStep, m: CsrMatrix, x: Tensor, bias: Tensor | None) -> T
     return _as_signal(images if bias is None else images.add_(bias[:, None, None]), x)
 
 
-def gradient_of_x(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) -> Tensor:
+def gradient_of_x(step: Conv, m: CsrMatrix, x: Tensor, grad: Tensor) -> Tensor:
     """The gradient of x, contiguous. grad: the gradient of the output."""
     m, g, offsets = _prepare_operands(step, m, x)
     if g.transposed:
@@ -226,7 +228,7 @@ def gradient_of_x(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) -> Tens
     return _as_signal(_gather_gradients(m, g, offsets, g.spread(_as_image(grad))), x)
 
 
-def gradient_of_values(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) -> Tensor:
+def gradient_of_values(step: Conv, m: CsrMatrix, x: Tensor, grad: Tensor) -> Tensor:
     """The gradient of the nonzeros [nonzeros]; each thread sums over its images.
 
     grad: the gradient of the output.
@@ -253,10 +255,10 @@ def gradient_of_values(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) ->
     return totals if offsets.sorted is None else x.new_empty(count).index_copy_(0, offsets.sorted, totals)
 
 
-def _prepare_operands(step: ConvStep, m: CsrMatrix, x: Tensor) -> tuple[CsrMatrix, ConvGeometry, Offsets]:
+def _prepare_operands(step: Conv, m: CsrMatrix, x: Tensor) -> tuple[CsrMatrix, ConvGeometry, Offsets]:
     g = ConvGeometry.of(step, tuple(x.shape))
     group_inputs = x.shape[1] // g.groups
-    size = step.out, group_inputs * g.kernel[0] * g.kernel[1]
+    size = step.fields.out, group_inputs * g.kernel[0] * g.kernel[1]
     m = CsrMatrix(m.crow.contiguous(), m.col.contiguous(), m.values.contiguous(), None, size)
     return m, g, offsets_of(m, g)
 

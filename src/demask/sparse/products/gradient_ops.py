@@ -23,7 +23,7 @@ from torch.library import Library
 from demask.kernels.llvm import availability as llvm
 from demask.sparse.csr_matrix import CsrMatrix, like, row_of
 from demask.sparse.products.gpu_formats import formats_of
-from demask.sparse.reference import check_indices
+from demask.sparse.segment_weights import check_indices
 
 AT_ONCE = 1 << 22  # elements that ATen ops gather at once
 

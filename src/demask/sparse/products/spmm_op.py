@@ -22,7 +22,7 @@ from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import ACTIVATIONS, Act, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix, like, row_of
 from demask.sparse.products.gradient_ops import kernels, parts, sampled, transposed_product
-from demask.sparse.reference import check_indices
+from demask.sparse.segment_weights import check_indices
 
 NARROW = (torch.float16, torch.bfloat16)
 COMPILED = (torch.float32, *NARROW)  # dtypes that plans compute in float32

@@ -35,21 +35,21 @@ from demask.sparse.called_op import RECURRENT
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
 from demask.sparse.segment.match_calls import ANY, MatchedCall, matrix
 from demask.sparse.segment.recurrent_rows import prepare_recurrent
-from demask.sparse.segment_calls import CALLED, lowering_of, sizes_of_reshape
+from demask.sparse.segment_calls import CALLED, sizes_of_reshape
 from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_rows import SELECTION, lowering_of
 from demask.sparse.segment_steps import (
     INPUTS,
-    AddStep,
-    CallStep,
-    ConcatStep,
-    ConvStep,
-    LinearStep,
-    ScaleStep,
-    SelectStep,
+    AnyStep,
+    Numbers,
+    Selection,
     Span,
     SparseWeight,
     Step,
+    call_step,
     canonical,
+    is_conv,
+    is_layer,
 )
 
 aten = torch.ops.aten
@@ -162,26 +162,26 @@ def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[Seg
     """The layers of a segment for inputs of these shapes."""
     value_shapes, segment_layers = program.shapes(shapes), []
     for step, out_shape in zip(program.steps, value_shapes[len(program.inputs) :], strict=True):
-        if isinstance(step, CallStep) and lowering_of(step) == RECURRENT:
-            segment_layers.append(_recurrent_layer(step, value_shapes[step.xs[0]]))
-        if not isinstance(step, (ConvStep, LinearStep)):
+        if lowering_of(step) == RECURRENT:
+            segment_layers.append(_recurrent_layer(step, value_shapes[step.x]))
+        if not is_layer(step):
             continue
         kind, (_, first, end) = program.kinds[step.x], step.weight.values
-        transposed = isinstance(step, ConvStep) and step.transposed
+        transposed = is_conv(step) and step.fields.transposed
         batch, _, height, width = canonical(kind, value_shapes[step.x] if transposed else out_shape)
         columns = canonical(kind, value_shapes[step.x])[1]
-        if isinstance(step, ConvStep):
-            columns = columns // step.groups * step.kernel[0] * step.kernel[1]
+        if is_conv(step):
+            columns = columns // step.fields.groups * prod(step.fields.kernel)
         pixels = batch * height * width
-        segment_layers.append(SegmentLayer(step.name, end - first, step.out * columns, (end - first) * pixels))
+        segment_layers.append(SegmentLayer(step.name, end - first, step.fields.out * columns, (end - first) * pixels))
     return segment_layers
 
 
-def _recurrent_layer(step: CallStep, x: Sequence[int]) -> SegmentLayer:
+def _recurrent_layer(step: Step[Numbers], x: Sequence[int]) -> SegmentLayer:
     """A recurrent layer, all weights of which are stored: every step multiplies by each once."""
-    parts = CALLED[step.call].parts
+    parts = CALLED[step.op].parts
     assert parts is not None
-    weights = sum(prod(shape) for shape in parts(x[2], step.numbers) if len(shape) == 2)
+    weights = sum(prod(shape) for shape in parts(x[2], step.fields.numbers) if len(shape) == 2)
     return SegmentLayer(step.name, weights, weights, weights * x[0] * x[1])
 
 
@@ -281,7 +281,7 @@ class _Steps:
         self.converted: dict[tuple[fx.Node, str], int] = {}  # values as other kinds
         self.inputs = {source: number for number, source in enumerate(dict.fromkeys(sources))}
         self.live = input_dependent(editor.graph)
-        self.steps: list[Step] = []
+        self.steps: list[AnyStep] = []
         self.values: dict[fx.Node, int] = {}
 
     def program(self, outputs: Sequence[fx.Node]) -> SegmentProgram:
@@ -301,7 +301,7 @@ class _Steps:
         chains: dict[fx.Node, _LayerChain] = {}
         fused: set[fx.Node] = set()
         layers = [call for call in reversed(self.calls.values()) if call.is_layer]
-        sums = [call for call in self.calls.values() if isinstance(call.step, (AddStep, ScaleStep))]
+        sums = [call for call in self.calls.values() if call.op in ("add", "scale")]
         selections = [call for call in self.calls.values() if call.channels is not None]
         for call in [*layers, *sums, *selections]:
             if call.node not in fused:
@@ -321,7 +321,7 @@ class _Steps:
             chain = _LayerChain(_selected_rows(chain.call, reader), reader.node)
             members.add(reader.node)
             reader = self._only_reader(chain.last, fused)
-        if call.is_layer and reader is not None and isinstance(reader.step, AddStep):
+        if call.is_layer and reader is not None and reader.op == "add":
             left, right = reader.reads
             if left is not right:
                 other = right if left is chain.last else left
@@ -358,25 +358,16 @@ class _Steps:
         if step is None:
             self.values[chain.last] = reads[0]
             return
-        if isinstance(step, (ConvStep, LinearStep)):
+        if is_layer(step):
             weight, bias = self.store.layer(call)
-            add = None if chain.add is None else self._value(chain.add, call.kind)
-            step = replace(
-                step, x=reads[0], weight=weight, bias=bias, act=chain.act, add=add, name=name_of(self.editor, call)
-            )
-        elif isinstance(step, (AddStep, ScaleStep)):
-            step = replace(step, x=reads[0], z=reads[1], act=chain.act)
-        elif isinstance(step, SelectStep):
-            assert call.channels is not None
-            step = replace(step, x=reads[0], index=self.store.channels(call.channels))
-        elif isinstance(step, ConcatStep):
-            step = replace(step, xs=tuple(reads))
-        elif isinstance(step, CallStep):
+            reads += [] if chain.add is None else [self._value(chain.add, call.kind)]
+            step = replace(step, weight=weight, bias=bias, adds=chain.add is not None, name=name_of(self.editor, call))
+        elif call.channels is not None:
+            step = replace(step, index=self.store.channels(call.channels))
+        elif step.op in CALLED:
             span = None if call.index is None else self.store.stored(call.index)
-            step = replace(step, xs=tuple(reads), kind=call.makes, index=span)
-        else:
-            step = replace(step, x=reads[0])
-        self.steps.append(step)
+            step = replace(step, kind=call.makes, index=span)
+        self.steps.append(replace(step, reads=tuple(reads), act=chain.act or step.act))
         self.values[chain.last] = len(self.inputs) + len(self.steps) - 1
 
     def _value(self, source: fx.Node, kind: str) -> int:
@@ -391,7 +382,7 @@ class _Steps:
         if (source, kind) not in self.converted:
             sizes = sizes_of_reshape(fake(source).shape, fake(source).shape)
             assert sizes is not None
-            self.steps.append(CallStep((value,), "reshape", kind, sizes))
+            self.steps.append(call_step((value,), "reshape", kind, sizes))
             self.converted[source, kind] = len(self.inputs) + len(self.steps) - 1
         return self.converted[source, kind]
 
@@ -403,28 +394,28 @@ def _kind_of_input(source: fx.Node, kind: str) -> str:
 
 
 def _can_select_rows(layer: MatchedCall, reader: MatchedCall) -> bool:
-    step, selection = layer.step, reader.step
-    is_one_group = isinstance(step, LinearStep) or (isinstance(step, ConvStep) and step.groups == 1)
-    return is_one_group and isinstance(selection, SelectStep) and selection.stride == (1, 1)
+    selection: Any = reader.step
+    is_one_group = layer.op == "linear" or (is_conv(layer.step) and layer.step.fields.groups == 1)
+    return is_one_group and lowering_of(selection) == SELECTION and selection.fields.stride == (1, 1)
 
 
 def _selected_rows(layer: MatchedCall, selection: MatchedCall) -> MatchedCall:
-    assert isinstance(layer.step, (ConvStep, LinearStep)) and selection.channels is not None
-    channels = selection.channels
+    step, channels = layer.step, selection.channels
+    assert step is not None and channels is not None
     if layer.channels is not None:
         channels = torch.where(channels < 0, -1, layer.channels[channels.clamp(min=0)])
-    return replace(layer, channels=channels, step=replace(layer.step, out=len(channels)))
+    return replace(layer, channels=channels, step=replace(step, fields=step.fields._replace(out=len(channels))))
 
 
 def _composed(first: MatchedCall, second: MatchedCall) -> MatchedCall:
     """Two selections of channels as one."""
     assert first.channels is not None and second.channels is not None
-    assert isinstance(first.step, SelectStep) and isinstance(second.step, SelectStep)
+    assert first.step is not None and second.step is not None
     numbers = first.channels[second.channels.clamp(min=0)]
     numbers = torch.where(second.channels < 0, -1, numbers)
-    stride = tuple(a * b for a, b in zip(first.step.stride, second.step.stride, strict=True))
-    step = replace(first.step, stride=stride, padded=bool((numbers < 0).any()))
-    return replace(first, step=step, channels=numbers)
+    rows, columns = (a * b for a, b in zip(first.step.fields.stride, second.step.fields.stride, strict=True))
+    fields = Selection((rows, columns), bool((numbers < 0).any()))
+    return replace(first, step=replace(first.step, fields=fields), channels=numbers)
 
 
 def csr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -454,7 +445,7 @@ class _WeightStore:
         assert call.weight is not None
         bias = self.editor.tensor(call.bias) if call.affine is None else call.affine[1]
         # The name identifies the weight; groups determine its matrix.
-        groups = call.step.groups if isinstance(call.step, ConvStep) else 1
+        groups = call.step.fields.groups if is_conv(call.step) else 1
         bias_name = None if call.bias is None else call.bias.target
         rows = None if call.channels is None else tuple(call.channels.tolist())
         key = call.weight.target, bias_name, groups, rows

@@ -36,7 +36,7 @@ from demask.sparse.segment.convex_groups import Wanted
 from demask.sparse.segment.match_calls import MatchedCall, calls_of, matrix
 from demask.sparse.segment.recurrent_rows import is_recurrent
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
+from demask.sparse.segment_steps import SparseWeight, is_conv, is_layer
 from demask.tune.absorb_gathers import ABSORB_GATHERS
 from demask.tune.candidates import GAIN, Candidate, CandidateBuilder, seconds_by_image_size
 from demask.tune.epilogue import Epilogue
@@ -192,7 +192,7 @@ def _weight_density(editor: GraphEditor, call: MatchedCall) -> float:
 
 def _is_depthwise(editor: GraphEditor, call: MatchedCall) -> bool:
     """Whether a layer is a depthwise convolution, which costs less than leaving a segment."""
-    return isinstance(call.step, ConvStep) and call.step.groups == call.step.out
+    return is_conv(call.step) and call.step.fields.groups == call.step.fields.out
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class _AllLayers:
 
     def _is_large_product(self, editor: GraphEditor, call: MatchedCall) -> bool:
         """Whether a layer is a product of large dense matrices."""
-        if not isinstance(call.step, LinearStep):
+        if call.op != "linear":
             return False
         weight = editor.tensor(call.weight)
         assert weight is not None
@@ -313,8 +313,9 @@ def _timed(
         values, crow, col = csr(torch.randn(shape, generator=draw) * is_nonzero)
         spans = ((0, 0, len(values)), (1, 0, len(crow)), (1, len(crow), len(crow) + len(col)))
         bias = (0, len(values), len(values) + shape[0])
-        assert isinstance(call.step, (ConvStep, LinearStep))
-        step = replace(call.step, weight=SparseWeight(*spans), bias=None if call.bias is None else bias)
+        layer = call.step
+        assert is_layer(layer)
+        step = replace(layer, weight=SparseWeight(*spans), bias=None if call.bias is None else bias)
         weights = [torch.cat([values, torch.randn(shape[0], generator=draw)]), torch.cat([crow, col])]
         input_count = SETS if 4 * prod(x) > CACHE else 1
         inputs = [torch.randn(x, generator=draw) for _ in range(input_count)]

@@ -18,7 +18,7 @@ from torch import fx
 from demask.graph.editor import GraphEditor
 from demask.sparse.called_op import RECURRENT
 from demask.sparse.segment.match_calls import ANY, MatchedCall, calls_of
-from demask.sparse.segment_calls import lowering_of
+from demask.sparse.segment_rows import lowering_of
 from demask.sparse.segment_steps import CHANNELS_LAST
 
 Wanted = Callable[[GraphEditor, MatchedCall], bool]
@@ -132,7 +132,7 @@ def _is_stored(call: MatchedCall, inside: set[fx.Node], group: set[fx.Node], las
     """
     within = inside.intersection(call.reads)
     has_one_reader = any(len(source.users) == 1 for source in within)
-    is_fused = call.is_pointwise and has_one_reader
+    is_fused = call.is_elementwise and has_one_reader
     is_last = call.node in last and bool(within)
     return (is_fused or is_last) and not group.intersection(call.reads) - inside
 

@@ -39,28 +39,25 @@ from demask.kernels.plan_cache import VERSION, plans_of
 from demask.ops import schema
 from demask.ops.custom import CustomOp
 from demask.registry import CUSTOM_OPS
-from demask.sparse import reference as dense
+from demask.sparse import reference
+from demask.sparse import segment_weights as stored
 from demask.sparse.called_op import POSITIONS, CalledOp
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.segment_op import SegmentPlans
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_rows import call, row_of
 from demask.sparse.segment_steps import (
     CHANNELS_LAST,
-    MAX_SIZE,
     RANKS,
-    AddStep,
-    CallStep,
-    ConcatStep,
-    ConvStep,
-    LinearStep,
-    PoolStep,
-    ScaleStep,
-    SelectStep,
+    AnyStep,
+    Layer,
+    Numbers,
     SparseWeight,
     Step,
     channel_axis,
-    reads,
+    is_conv,
+    is_layer,
 )
 
 segment = torch.ops.demask.segment.default
@@ -180,7 +177,7 @@ def inlined(program: FullProgram) -> FullProgram:
 
 def run(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -> list[Tensor]:
     """The outputs of the op, computed by ATen ops."""
-    return dense.run(SegmentProgram.parse(program), inputs, weights)
+    return reference.run(SegmentProgram.parse(program), inputs, weights)
 
 
 def check(arguments: Mapping[str, Any]) -> None:
@@ -189,25 +186,11 @@ def check(arguments: Mapping[str, Any]) -> None:
     if len(arguments["inputs"]) != len(program.inputs):
         raise BadInput(f"expected {len(program.inputs)} inputs, got {len(arguments['inputs'])}")
     weights = arguments["weights"]
+    are_known = not any(w is None for w in weights)  # computed weights are checked when the op is called
     for step in program.steps:
-        if isinstance(step, SelectStep) and not any(w is None for w in weights):
-            dense.index(step, MAX_SIZE, weights)
-        if isinstance(step, CallStep):
-            _module_name(step)
-        if isinstance(step, CallStep) and step.index and not any(w is None for w in weights):
-            dense.call_constants(step, weights, torch.float32)
-        if not isinstance(step, (ConvStep, LinearStep)):
-            continue
         _module_name(step)
-        if any(w is None for w in weights):
-            continue  # computed weights are checked when the op is called
-        if step.weight.csr is None:
-            dense.dense_values(step.weight, weights)
-        else:
-            dense.matrix(step.weight, weights, MAX_SIZE)
-        for span in (step.bias, step.weight.scale):
-            if span is not None:
-                dense.part(span, weights)
+        if are_known:
+            row_of(step).check_stored(step, weights)
 
 
 CUSTOM_OPS.register("segment", CustomOp(run, inlined, check, bound))
@@ -233,34 +216,35 @@ class _InlinedSegment:
     def nodes(self) -> list[fx.Node]:
         """The nodes of all values."""
         for step in self.program.steps:
-            kind = self.program.kinds[reads(step)[0]]
-            channels = [self.channels[value] for value in reads(step)]
-            operands = [self.values[value] for value in reads(step)]
-            if isinstance(step, CallStep):
-                self._call(step, operands)
+            kind = self.program.kinds[step.x]
+            channels = [self.channels[value] for value in step.reads]
+            operands = [self.values[value] for value in step.reads]
+            if step.op in CALLED:
+                self._call(step, kind, operands)
                 continue
             if any(width is None for width in channels):
                 raise BadInput(f"{self.node.name}: expected values with a fixed number of channels")
-            if isinstance(step, (ConvStep, LinearStep)):
+            if is_layer(step):
                 operands += self._layer_weights(step, kind, channels[0])
-            elif isinstance(step, SelectStep):
-                numbers = dense.index(step, channels[0], self.weights)
+            elif step.index is not None:
+                numbers = stored.index(step, channels[0], self.weights)
                 operands.append(self.editor.add_constant("segment.channels", numbers, self.node))
+            result = self.program.kinds[len(self.values)]
             self.values.append(self._inlined(_calls(step, kind), operands))
-            width = sum(channels) if isinstance(step, ConcatStep) else getattr(step, "out", channels[0])
-            self.channels.append(width)
+            shapes = [_value_shape(step, kind, count) for count in channels]
+            self.channels.append(int(row_of(step).shape(step, shapes, kind)[channel_axis(result)]))
         return self.values
 
-    def _call(self, step: CallStep, operands: list[fx.Node]) -> None:
+    def _call(self, step: Step[Numbers], kind: str, operands: list[fx.Node]) -> None:
         """Append the call of a step that calls one op."""
-        entry = CALLED[step.call]
-        stored = dense.call_constants(step, self.weights, self.dtype)
-        parts = entry.split(stored, self.channels[step.xs[0]], step.numbers)
-        constants = [
+        entry, numbers = CALLED[step.op], step.fields.numbers
+        constants = row_of(step).constants(step, kind, (), self.dtype, self.weights)[0]
+        parts = entry.split(constants, self.channels[step.x], numbers)
+        nodes = [
             self.editor.add_constant(name, part, self.node, parameter=entry.constants != POSITIONS)
             for name, part in zip(entry.names_of_constants(_module_name(step)), parts, strict=False)
         ]
-        node = self._called(entry, entry.arguments(operands, step.numbers, constants))
+        node = self._called(entry, entry.arguments(operands, numbers, nodes))
         self.channels.append(self._value_width(len(self.values), step.kind))
         self.values.append(node)
 
@@ -288,15 +272,15 @@ class _InlinedSegment:
             widths.add(self.program.shapes(shapes)[value][channel_axis(kind)])
         return None if len(widths) > 1 else int(widths.pop())
 
-    def _layer_weights(self, step: ConvStep | LinearStep, kind: str, channels: int) -> list[fx.Node]:
+    def _layer_weights(self, step: Layer, kind: str, channels: int) -> list[fx.Node]:
         """The weight of a layer, and its bias if there is one; shared by layers with the same
         weights.
         """
         shape = _value_shape(step, kind, channels)
-        key = step.weight, step.bias, channels, getattr(step, "groups", 1)
+        key = step.weight, step.bias, channels, step.fields.groups if is_conv(step) else 1
         if key not in self.layers:
-            tensors = {"weight": dense.weight(step, self.weights, shape, self.dtype)}
-            bias = dense.bias(step, self.weights)
+            tensors = {"weight": stored.weight(step, self.weights, shape, self.dtype)}
+            bias = stored.bias(step, self.weights)
             if bias is not None:
                 tensors["bias"] = bias.to(self.dtype)
             self.layers[key] = [
@@ -320,8 +304,8 @@ class _InlinedSegment:
         return output
 
 
-def _module_name(step: ConvStep | LinearStep | CallStep) -> str:
-    """The name of the module of a layer or norm.
+def _module_name(step: AnyStep) -> str:
+    """The name of the module of a step.
 
     Raises RefusedFile for a name that would be code in the source generated by torch.fx, as
     programs may come from files.
@@ -344,62 +328,46 @@ def _value_sizes(node: fx.Node) -> Sequence[Any]:
     return value.shape if isinstance(value, Tensor) else getattr(value, "sizes", ())
 
 
-def _value_shape(step: Step, kind: str, channels: int) -> tuple[int, ...]:
+def _value_shape(step: AnyStep, kind: str, channels: int) -> tuple[int, ...]:
     """An example shape of an operand of a step."""
     if kind in CHANNELS_LAST:
         return (1,) * ((RANKS[kind] or 2) - 2) + (2, channels)
     sizes = [1, 1]
-    if isinstance(step, (ConvStep, PoolStep)):
-        pads = step.padding if isinstance(step, ConvStep) else ((0, 0), (0, 0))
-        sizes = [d * (k - 1) + 1 + sum(p) for k, d, p in zip(step.kernel, step.dilation, pads, strict=True)]
+    if is_conv(step) or step.op == "pool":
+        pads = step.fields.padding if is_conv(step) else ((0, 0), (0, 0))
+        axes = zip(step.fields.kernel, step.fields.dilation, pads, strict=True)
+        sizes = [d * (k - 1) + 1 + sum(p) for k, d, p in axes]
     return (2, channels, *(sizes[1:] if kind == "signal" else sizes))
 
 
-def _calls(step: Step, kind: str) -> fx.Graph:
+def _calls(step: AnyStep, kind: str) -> fx.Graph:
     """The ATen calls of a step, a function of its operands, weight and bias."""
-    if isinstance(step, (ConvStep, LinearStep)):
-        out = step.groups if isinstance(step, ConvStep) else 1
-        empty, bias_span = (0, 0, 0), (0, 0, out)
-        step = replace(
-            step,
-            x=0,
-            out=out,
-            weight=SparseWeight(empty, (0, 0, out + 1), empty),
-            bias=None if step.bias is None else bias_span,
-            name="",
-            add=None if step.add is None else 0,
-        )
-    elif isinstance(step, ConcatStep):
-        step = ConcatStep((0,) * len(step.xs))
-    elif isinstance(step, SelectStep):
-        step = replace(step, x=0, index=(0, 0, 1))
-    else:
-        step = replace(step, x=0, **({"z": 0} if isinstance(step, (AddStep, ScaleStep)) else {}))
+    index = None if step.index is None else (0, 0, 1)
+    step = replace(step, reads=(0,) * len(step.reads), index=index, name="")
+    if is_layer(step):
+        out = step.fields.groups if is_conv(step) else 1
+        empty, bias = (0, 0, 0), None if step.bias is None else (0, 0, out)
+        weight = SparseWeight(empty, (0, 0, out + 1), empty)
+        step = replace(step, fields=step.fields._replace(out=out), weight=weight, bias=bias)
     return _traced(step, kind)
 
 
 @cache
-def _traced(step: Step, kind: str) -> fx.Graph:
+def _traced(step: AnyStep, kind: str) -> fx.Graph:
     """The calls of a step with the fewest channels; they do not depend on sizes."""
-    channels = step.groups if isinstance(step, ConvStep) else 1
-    shapes = [_value_shape(step, kind, channels)] * len(reads(step))
-    is_layer = isinstance(step, (ConvStep, LinearStep))
-    if is_layer and step.add is not None:
-        shapes[1] = SegmentProgram((kind,), (replace(step, add=None),), (1,)).shapes(shapes[:1])[1]
+    shapes = [_value_shape(step, kind, step.fields.groups if is_conv(step) else 1)] * len(step.reads)
+    if step.adds:
+        shapes[-1] = row_of(step).shape(step, shapes, kind)
 
     def run(*tensors: Tensor) -> Tensor:
-        return dense.call(step, kind, tensors[: len(shapes)], *tensors[len(shapes) :])
+        return call(step, kind, tensors[: len(shapes)], *tensors[len(shapes) :])
 
     with FakeTensorMode(), torch.no_grad():
         fakes = [torch.empty(shape) for shape in shapes]
-        if is_layer:
-            fakes.append(torch.empty(_weight_shape(step, kind)))
-            fakes += [torch.empty(step.out)] * (step.bias is not None)
-        elif isinstance(step, SelectStep):
+        if is_layer(step):
+            kernel = step.fields.kernel[1 if kind == "signal" else 0 :] if is_conv(step) else ()
+            fakes.append(torch.empty(step.fields.out, 1, *kernel))
+            fakes += [torch.empty(step.fields.out)] * (step.bias is not None)
+        elif step.index is not None:
             fakes.append(torch.zeros(1, dtype=torch.int32))
         return make_fx(run, pre_dispatch=True)(*fakes).graph
-
-
-def _weight_shape(step: ConvStep | LinearStep, kind: str) -> tuple[int, ...]:
-    kernel = () if isinstance(step, LinearStep) else step.kernel[1 if kind == "signal" else 0 :]
-    return step.out, 1, *kernel

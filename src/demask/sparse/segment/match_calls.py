@@ -21,25 +21,28 @@ from demask.ops.traits import IDENTITIES, OVER_LAST_AXIS, PADS, SQUEEZES
 from demask.sparse.called_op import MOVED
 from demask.sparse.segment.recurrent_rows import recurrence_of
 from demask.sparse.segment_calls import CALLED, LAST, called_by_target
+from demask.sparse.segment_rows import ELEMENTWISE, lowering_of
 from demask.sparse.segment_steps import (
     CHANNELS_LAST,
     KINDS,
+    NO_WEIGHT,
     SPATIAL,
-    ActivationStep,
-    AddStep,
-    CallStep,
-    ConcatStep,
-    ConvStep,
-    FlattenStep,
-    LinearStep,
-    MeanStep,
-    PoolStep,
-    ScaleStep,
-    SelectStep,
-    SparseWeight,
-    Step,
+    AnyStep,
+    Layer,
+    activation_step,
+    add_step,
+    call_step,
     channel_axis,
+    concat_step,
+    conv_step,
+    flat_step,
     has_rank,
+    is_conv,
+    linear_step,
+    mean_step,
+    pool_step,
+    scale_step,
+    select_step,
 )
 
 aten = torch.ops.aten
@@ -77,7 +80,6 @@ def is_channels_last(node: Any) -> bool:
 
 
 ANY = "any"  # kind of the operands of calls that read each kind
-NONE = SparseWeight((0, 0, 0), (0, 0, 0), (0, 0, 0))  # placeholder until the weight is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class MatchedCall:
     reads: tuple[fx.Node, ...]
     kind: str
     makes: str
-    step: Step | None
+    step: AnyStep | None
     weight: fx.Node | None = None
     bias: fx.Node | None = None
     affine: tuple[Tensor, Tensor] | None = None
@@ -103,17 +105,22 @@ class MatchedCall:
     index: Tensor | None = None
 
     @property
+    def op(self) -> str:
+        """The op of its step; "" if the output equals the operand."""
+        return "" if self.step is None else self.step.op
+
+    @property
     def is_layer(self) -> bool:
         return self.weight is not None
 
     @property
-    def is_pointwise(self) -> bool:
-        return isinstance(self.step, (ActivationStep, AddStep))
+    def is_elementwise(self) -> bool:
+        return lowering_of(self.step) == ELEMENTWISE
 
     @property
     def act(self) -> Act | None:
         """The activation, if the call is only that."""
-        return self.step.act if isinstance(self.step, ActivationStep) else None
+        return self.step.act if self.step is not None and self.op == "map" else None
 
 
 def calls_of(editor: GraphEditor, dtype: torch.dtype) -> dict[fx.Node, MatchedCall]:
@@ -135,10 +142,10 @@ def matrix(call: MatchedCall, weight: Tensor) -> Tensor:
     """The weight of a layer as a matrix [out, in / groups * kernel]."""
     if call.affine is not None:
         return call.affine[0].reshape(-1, 1)
-    if not isinstance(call.step, ConvStep) or not call.step.transposed:
+    if not is_conv(call.step) or not call.step.fields.transposed:
         return weight.flatten(1)
     in_channels, group_outputs, *kernel = weight.shape
-    groups = call.step.groups
+    groups = call.step.fields.groups
     parts = weight.reshape(groups, in_channels // groups, group_outputs, *kernel).transpose(1, 2)
     return parts.reshape(groups * group_outputs, -1)
 
@@ -163,13 +170,13 @@ def _with_kinds(editor: GraphEditor, calls: Mapping[fx.Node, MatchedCall]) -> di
         if not call.kind:
             kinds = [with_kinds[source].makes for source in call.reads if source in with_kinds]
             kind = next(iter(kinds), read_as)
-            kinds_of = CALLED[call.step.call].kinds if isinstance(call.step, CallStep) else KINDS
+            kinds_of = CALLED[call.op].kinds if call.op in CALLED else KINDS
             if kind not in kinds_of:
                 kind = kind_by_rank(node, kinds_of)
             if has_rank(kind, fake(node).ndim) and _joins_channels(call, node, kind):
                 with_kinds[node] = replace(call, kind=kind, makes=kind)
                 continue
-            call = _called(editor, node) if isinstance(call.step, ConcatStep) else call
+            call = _called(editor, node) if call.op == "cat" else call
         if call is not None and call.kind:
             fits = bool(read_as) and has_rank(read_as, fake(node).ndim)
             makes = call.makes or (read_as if fits else "tokens")
@@ -196,7 +203,7 @@ def _called(editor: GraphEditor, node: fx.Node) -> MatchedCall | None:
             kind = ANY
         elif entry.kinds == CHANNELS_LAST and is_channels_last(operands[0]):
             kind = "pixels"
-        step = CallStep((0,) * len(operands), name, "tokens", numbers, name=entry.name_of(named))
+        step = call_step((0,) * len(operands), name, "tokens", numbers, name=entry.name_of(named))
         makes = "" if kind == ANY else kind
         return MatchedCall(node, operands, kind, makes, step, index=index)
     return None
@@ -204,7 +211,7 @@ def _called(editor: GraphEditor, node: fx.Node) -> MatchedCall | None:
 
 def _joins_channels(call: MatchedCall, node: fx.Node, kind: str) -> bool:
     """Whether a concatenation is along channels; True for other calls."""
-    if not isinstance(call.step, ConcatStep):
+    if call.op != "cat":
         return True
     rank = fake(node).ndim
     if kind == "matrices":
@@ -229,7 +236,7 @@ def _convolution(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Ma
     if stride is None or dilation is None or pads is None:
         return None
     window = _image_geometry(kernel, stride, pads, dilation)
-    step = ConvStep(0, NONE, None, weight.shape[0], **window, groups=arguments["groups"])
+    step = conv_step(0, NO_WEIGHT, None, weight.shape[0], **window, groups=arguments["groups"])
     return _layer_call(node, arguments, "signal" if axes == 1 else "image", step)
 
 
@@ -247,7 +254,7 @@ def _transposed(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Mat
         return None  # the output has zeros after the computed part
     out, kernel = weight.shape[1] * arguments["groups"], tuple(weight.shape[2:])
     window = _image_geometry(kernel, stride, pads, dilation)
-    step = ConvStep(0, NONE, None, out, **window, groups=arguments["groups"], transposed=True)
+    step = conv_step(0, NO_WEIGHT, None, out, **window, groups=arguments["groups"], transposed=True)
     return _layer_call(node, arguments, "signal" if axes == 1 else "image", step)
 
 
@@ -265,10 +272,10 @@ def _match_linear(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> M
     if weight is None or weight.ndim != 2:
         return None
     kind = "pixels" if is_channels_last(arguments["input"]) else "tokens"
-    return _layer_call(node, arguments, kind, LinearStep(0, NONE, None, weight.shape[0]))
+    return _layer_call(node, arguments, kind, linear_step(0, NO_WEIGHT, None, weight.shape[0]))
 
 
-def _layer_call(node: fx.Node, arguments: Arguments, kind: str, step: Step) -> MatchedCall | None:
+def _layer_call(node: fx.Node, arguments: Arguments, kind: str, step: Layer) -> MatchedCall | None:
     call = MatchedCall(node, (arguments["input"],), kind, kind, step, arguments["weight"], arguments["bias"])
     return call if isinstance(arguments["input"], fx.Node) else None
 
@@ -309,7 +316,7 @@ def _match_activation(editor: GraphEditor, node: fx.Node, arguments: Arguments) 
         numbers = op.read(arguments.__getitem__)
         if numbers is not None:
             x = next(iter(arguments.values()))  # the first argument of the op
-            return MatchedCall(node, (x,), "", "", ActivationStep(0, (activation.name, numbers)))
+            return MatchedCall(node, (x,), "", "", activation_step(0, (activation.name, numbers)))
     return None
 
 
@@ -326,7 +333,7 @@ def _norm(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
     scale = scale if weight is None else scale * weight.double()
     shift = -mean.double() * scale
     shift = shift if bias is None else shift + bias.double()
-    step = ConvStep(0, NONE, None, len(mean), (1, 1), groups=len(mean))
+    step = conv_step(0, NO_WEIGHT, None, len(mean), (1, 1), groups=len(mean))
     return MatchedCall(
         node,
         (arguments["input"],),
@@ -346,10 +353,10 @@ def _scaled(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
         return None
     for x, z in (sides, sides[::-1]):
         if has_shape(x, shape) and has_shape(z, (*shape[:2], 1, 1)):
-            return MatchedCall(node, (x, z), "image", "image", ScaleStep(0, 0))
+            return MatchedCall(node, (x, z), "image", "image", scale_step(0, 0))
         factors = editor.tensor(z)
         if factors is not None and has_shape(x, shape) and factors.shape == (shape[1], 1, 1):
-            step = ConvStep(0, NONE, None, len(factors), (1, 1), groups=len(factors))
+            step = conv_step(0, NO_WEIGHT, None, len(factors), (1, 1), groups=len(factors))
             scale = factors.flatten()
             return MatchedCall(node, (x,), "image", "image", step, z, affine=(scale, torch.zeros_like(scale)))
     return None
@@ -418,7 +425,7 @@ def _selection(node: fx.Node, axis: int, channels: Tensor, stride: tuple[int, in
     kind = {(4, 1): "image", (2, 1): "tokens"}.get((rank, axis % rank))
     if kind is None or not len(channels):
         return None
-    step = SelectStep(0, (0, 0, 1), stride, bool((channels < 0).any()))
+    step = select_step(0, (0, 0, 1), stride, bool((channels < 0).any()))
     x = next(iter(schema.arguments(node).values()))
     return MatchedCall(node, (x,), kind, kind, step, channels=channels)
 
@@ -433,7 +440,7 @@ def _match_sum(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matc
     if arguments["alpha"] != 1 or not all(isinstance(side, fx.Node) for side in sides):
         return None
     return (
-        MatchedCall(node, sides, "", "", AddStep(0, 0)) if all(has_shape(s, fake(node).shape) for s in sides) else None
+        MatchedCall(node, sides, "", "", add_step(0, 0)) if all(has_shape(s, fake(node).shape) for s in sides) else None
     )
 
 
@@ -443,7 +450,7 @@ def _match_join(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Mat
     has_empty = any(fake(part).ndim != rank for part in parts)  # which torch ignores
     if has_empty or recurrence_of(node) is not None:
         return None
-    return MatchedCall(node, parts, "", "", ConcatStep((0,)))
+    return MatchedCall(node, parts, "", "", concat_step((0,)))
 
 
 def _match_max_pool(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
@@ -462,7 +469,7 @@ def _match_pool(node: fx.Node, arguments: Arguments, *, mean: bool, counted: boo
     padding, dilation = (_number_per_axis(arguments.get(key, 1), 2) for key in ("padding", "dilation"))
     if None in (kernel, stride, padding, dilation) or fake(node).ndim != 4:
         return None
-    step = PoolStep(0, mean, kernel, stride, padding, dilation, arguments["ceil_mode"], counted)  # type: ignore
+    step = pool_step(0, mean, kernel, stride, padding, dilation, arguments["ceil_mode"], counted)  # type: ignore
     return MatchedCall(node, (arguments["self"],), "image", "image", step)
 
 
@@ -473,7 +480,7 @@ def _adaptive(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Match
     if has_shape(x, fake(node).shape):
         return MatchedCall(node, (x,), "", "", None)
     is_global = _number_per_axis(arguments["output_size"], 2) == (1, 1)
-    return MatchedCall(node, (x,), "image", "image", MeanStep(0, keep=True)) if is_global else None
+    return MatchedCall(node, (x,), "image", "image", mean_step(0, keep=True)) if is_global else None
 
 
 def _match_mean(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
@@ -482,7 +489,7 @@ def _match_mean(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Mat
     if rank != 4 or sorted(d % 4 for d in dims or ()) != [2, 3] or arguments["dtype"] is not None:
         return None
     makes = "image" if arguments["keepdim"] else "tokens"
-    return MatchedCall(node, (x,), "image", makes, MeanStep(0, keep=arguments["keepdim"]))
+    return MatchedCall(node, (x,), "image", makes, mean_step(0, keep=arguments["keepdim"]))
 
 
 def _flat(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
@@ -496,7 +503,7 @@ def _flat(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
     is_image_to_rows = len(before) == 4 and len(after) == 2 and tuple(before[2:]) == (1, 1)
     if not is_image_to_rows or not all(map(same_size, before[:2], after)):
         return None
-    return MatchedCall(node, (x,), "image", "tokens", FlattenStep(0))
+    return MatchedCall(node, (x,), "image", "tokens", flat_step(0))
 
 
 _RULES: dict[Any, Rule] = {

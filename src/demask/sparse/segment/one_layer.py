@@ -11,7 +11,8 @@ import torch
 from demask.registry import RUNNERS
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
+from demask.sparse.segment_steps import Layer as LayerStep
+from demask.sparse.segment_steps import SparseWeight, conv_step, linear_step
 from demask.tune.layer_costs import Layer
 
 
@@ -33,18 +34,18 @@ def layer_in_segment(layer: Layer, times: int = 1) -> Callable[[], object]:
     return lambda: plan([x])
 
 
-def _step(layer: Layer, weight: SparseWeight, bias: tuple[int, int, int]) -> tuple[str, ConvStep | LinearStep]:
+def _step(layer: Layer, weight: SparseWeight, bias: tuple[int, int, int]) -> tuple[str, LayerStep]:
     """The kind of the input of a layer, and its step."""
     rows = layer.weight[0]
     if not layer.convolves:
-        return "tokens", LinearStep(0, weight, bias, rows)
+        return "tokens", linear_step(0, weight, bias, rows)
     stride, padding, dilation, groups = layer.geometry
     is_signal = len(layer.x) == 3
     one = (1,) * is_signal
     kernel: Any = (*one, *layer.weight[2:])
     pads = tuple((p, p) for p in (*(0,) * is_signal, *padding))
     geometry: Any = ((*one, *stride), pads, (*one, *dilation), groups)
-    step = ConvStep(0, weight, bias, rows, kernel, *geometry)
+    step = conv_step(0, weight, bias, rows, kernel, *geometry)
     return ("signal" if is_signal else "image"), step
 
 

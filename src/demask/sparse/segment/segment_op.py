@@ -21,7 +21,7 @@ from demask.compat.dispatch import BelowAutograd, has_functorch_transforms, need
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.plan_cache import PlanCache, Planned, plans_of
-from demask.sparse import reference as dense
+from demask.sparse import reference
 from demask.sparse.products import gpu_segment
 from demask.sparse.products.spmm_op import COMPILED
 from demask.sparse.segment_program import SegmentProgram
@@ -43,8 +43,8 @@ def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -
     not match.
 
     >>> from demask.sparse.segment_program import SegmentProgram
-    >>> from demask.sparse.segment_steps import LinearStep, SparseWeight
-    >>> step = LinearStep(0, SparseWeight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
+    >>> from demask.sparse.segment_steps import SparseWeight, linear_step
+    >>> step = linear_step(0, SparseWeight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
     >>> weights = [torch.tensor([5.0]), torch.tensor([0, 0, 1, 2], dtype=torch.int32)]
     >>> segment([torch.eye(3)], weights, SegmentProgram(("tokens",), (step,), (1,)).text())
     [tensor([[0., 0.],
@@ -69,7 +69,7 @@ class SegmentPlans(PlanCache):
     def run(self, inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
         """The outputs, by a plan if there is one. A plan checks its static inputs itself."""
         if len(inputs) != len(self.program.inputs):
-            dense.check(self.program, inputs, weights)  # raises BadInput
+            reference.check(self.program, inputs, weights)  # raises BadInput
         plan, copied = self.plan(self.key(inputs, weights), inputs, weights)
         if plan is None:
             return without_plan(self.program, inputs, weights)
@@ -94,7 +94,7 @@ class SegmentPlans(PlanCache):
 
 def planned(program: SegmentProgram, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
     """(plan or None, numbers of inputs to copy). Raises BadInput for invalid arguments."""
-    dense.check(program, inputs, weights)
+    reference.check(program, inputs, weights)
     dtype = inputs[0].dtype
     if dtype not in COMPILED or any(x.numel() == 0 for x in inputs):
         return None, ()
@@ -121,7 +121,7 @@ def without_plan(program: SegmentProgram, inputs: Sequence[Tensor], weights: Seq
     if inputs and inputs[0].is_cuda:
         outputs = gpu_segment.run(program, inputs, weights)
     else:
-        outputs = dense.run(program, inputs, weights, run_layer)
+        outputs = reference.run(program, inputs, weights, run_layer)
     return in_own_memory(outputs, (*inputs, *weights))
 
 
@@ -140,7 +140,7 @@ def on_cpu(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tenso
     try:
         plans = plans_of(weights, text, SegmentPlans)
     except RuntimeError:  # sparse tensors have no storage
-        dense.check(parsed(text), inputs, weights)
+        reference.check(parsed(text), inputs, weights)
         raise
     return plans.run(inputs, weights)
 
@@ -153,7 +153,7 @@ def on_other_devices(inputs: list[Tensor], weights: list[Tensor], text: str) -> 
 def fake(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
     """Outputs without values, for tracing; sizes may be symbolic."""
     program = parsed(text)
-    shapes = dense.check(program, inputs, weights)
+    shapes = reference.check(program, inputs, weights)
     return [inputs[0].new_empty(shapes[value]) for value in program.outputs]
 
 
@@ -161,7 +161,7 @@ def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> li
     """The implementation above devices, which records gradients if needed."""
     tensors = (*inputs, *weights)
     if has_functorch_transforms():
-        return dense.run(parsed(text), inputs, weights)
+        return reference.run(parsed(text), inputs, weights)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         if inputs and inputs[0].is_cuda:
             return without_plan(parsed(text), inputs, weights)
@@ -190,7 +190,7 @@ def recomputed(
         differentiated = [
             t if create_graph else t.requires_grad_() for t, need in zip(tensors, needed, strict=True) if need
         ]
-        outputs = dense.run(parsed(text), tensors[:count], tensors[count:])
+        outputs = reference.run(parsed(text), tensors[:count], tensors[count:])
         gradients = iter(
             torch.autograd.grad(outputs, differentiated, grads, create_graph=create_graph, allow_unused=True)
         )

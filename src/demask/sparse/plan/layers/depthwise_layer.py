@@ -15,7 +15,7 @@ from demask.sparse.plan.layers.tiling import Tiling, rects
 from demask.sparse.plan.layers.window_piece import Size, WindowPiece, shares, tile_lines, tiles_by_size
 from demask.sparse.plan.tape import KernelCall, Tape
 from demask.sparse.plan.tile_layout import At, Border, GridLayout, TileGrid, at_array, permutations, widened
-from demask.sparse.segment_steps import ConvStep
+from demask.sparse.segment_steps import Window
 
 UNROLLED_PRODUCTS = 600  # most products of an area of a depthwise kernel
 EDGE_PRODUCTS = 700  # the same where it permutes lines over the edges of tiles
@@ -24,7 +24,7 @@ OTHER = 6  # registers that a depthwise kernel needs for more than sums and weig
 LEAST_SUMS = 4  # sums of a block that hide the latency of multiply-adds with those of the next
 
 
-def permutes_edges(step: ConvStep, x: GridLayout, out: TileGrid) -> bool:
+def permutes_edges(window: Window, x: GridLayout, out: TileGrid) -> bool:
     """Whether a depthwise layer permutes lines over the edges of tiles as it reads them, so that
     its input `x` needs no stored border.
 
@@ -37,7 +37,7 @@ def permutes_edges(step: ConvStep, x: GridLayout, out: TileGrid) -> bool:
     sizes = [[grid_.part(part)[2:] for part in range(grid_.parts)] for grid_ in (grid, out)]
     lines, positions = (max(h * w for h, w in grid_sizes) for grid_sizes in sizes)
     edges = x.pitch - lines
-    return positions * math.prod(step.kernel) <= EDGE_PRODUCTS and edges >= EDGE_SHARE * lines
+    return positions * math.prod(window.kernel) <= EDGE_PRODUCTS and edges >= EDGE_SHARE * lines
 
 
 def emit_depthwise(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
@@ -45,10 +45,10 @@ def emit_depthwise(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
 
     Threads share positions where the layout has a part for each, otherwise channels.
     """
-    x, taps = piece.x.layout, math.prod(piece.step.kernel)
+    x, taps = piece.x.layout, math.prod(piece.step.fields.kernel)
     needed = reach(x.grid, piece.out.layout.grid, [piece.window])
     has_border = widened(x.border, needed) == x.border
-    block = _depthwise_block(piece.shape.parts[0], piece.step.kernel[1], isa)
+    block = _depthwise_block(piece.shape.parts[0], piece.step.fields.kernel[1], isa)
     most = max(block[1], UNROLLED_PRODUCTS // (block[0] * taps))  # columns of an area
     weight = np.zeros((piece.weight.count, taps), np.float32)
     weight[piece.weight.rows, piece.weight.columns] = piece.weight.values

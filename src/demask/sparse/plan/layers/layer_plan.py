@@ -19,7 +19,6 @@ from demask.kernels.cpu.tiles.sparse_tile import CALL, SparseTileKernel
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.dense_layer import emit_dense
 from demask.sparse.plan.layers.depthwise_layer import emit_depthwise
-from demask.sparse.plan.layers.layer_windows import as_conv
 from demask.sparse.plan.layers.narrow_layer import emit_narrow, is_narrow
 from demask.sparse.plan.layers.pack_weights import DenseBlock, Stream, dealt, packed
 from demask.sparse.plan.layers.tiling import Tiling, TilingProblem, best, strips
@@ -36,7 +35,7 @@ from demask.sparse.plan.layers.winograd_layer import filtered_block, filtered_si
 from demask.sparse.plan.tape import KernelCall, Tape
 from demask.sparse.plan.tile_layout import Area, At, Size
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, LinearStep, Step
+from demask.sparse.segment_steps import AnyStep, Layer, as_conv, is_conv, is_layer
 
 Weights = dict[int, StepWeight]  # of layers, by the numbers of their values
 
@@ -60,14 +59,14 @@ class LayerKinds:
         layers = [
             (step, self.weight(value), self.shapes[value][2:])
             for value, step in enumerate(self.program.steps, len(self.program.inputs))
-            if isinstance(step, (ConvStep, LinearStep))
+            if is_layer(step)
         ]
         return replace(self, filtered=filtered_sizes(layers, lanes))
 
-    def step(self, value: int) -> ConvStep | LinearStep:
+    def step(self, value: int) -> Layer:
         """The layer that computes a value."""
         step = self.program.steps[value - len(self.program.inputs)]
-        assert isinstance(step, (ConvStep, LinearStep))
+        assert is_layer(step)
         return step
 
     def weight(self, value: int) -> StepWeight:
@@ -88,9 +87,9 @@ class LayerKinds:
             return None
         return filtered_block(self.step(value), self.weight(value).blocks)
 
-    def is_depthwise(self, step: Step) -> bool:
+    def is_depthwise(self, step: AnyStep) -> bool:
         """Whether the depthwise kernel computes a step."""
-        return isinstance(step, ConvStep) and is_depthwise(step, self.shapes[step.x][1], self.weights)
+        return is_conv(step) and is_depthwise(step, self.shapes[step.x][1], self.weights)
 
 
 BARRIER = 3000.0  # cycles of a barrier

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from demask.sparse.plan.tile_layout import At, Border, GridLayout, TileGrid, areas_of, at_array
-from demask.sparse.segment_steps import ConvStep, LinearStep
+from demask.sparse.segment_steps import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +25,26 @@ class OutputWindow:
     taps: tuple[tuple[int | None, ...], ...]
 
 
-def windows(step: ConvStep) -> list[OutputWindow]:
+def windows(window: Window) -> list[OutputWindow]:
     """One window for a convolution; one per stride offset for a transposed convolution."""
-    if not step.transposed:
+    if not window.transposed:
         taps = tuple(
             tuple(k * d - p[0] for k in range(n))
-            for n, d, p in zip(step.kernel, step.dilation, step.padding, strict=True)
+            for n, d, p in zip(window.kernel, window.dilation, window.padding, strict=True)
         )
-        return [OutputWindow((0, 0), (1, 1), step.stride, taps)]
+        return [OutputWindow((0, 0), (1, 1), window.stride, taps)]
     output_windows = []
-    for i in range(step.stride[0]):
-        for j in range(step.stride[1]):
-            taps = tuple(_transposed_taps(step, axis, offset) for axis, offset in enumerate((i, j)))
-            output_windows.append(OutputWindow((i, j), step.stride, (1, 1), taps))
+    for i in range(window.stride[0]):
+        for j in range(window.stride[1]):
+            taps = tuple(_transposed_taps(window, axis, offset) for axis, offset in enumerate((i, j)))
+            output_windows.append(OutputWindow((i, j), window.stride, (1, 1), taps))
     return output_windows
 
 
-def _transposed_taps(step: ConvStep, axis: int, offset: int) -> tuple[int | None, ...]:
+def _transposed_taps(window: Window, axis: int, offset: int) -> tuple[int | None, ...]:
     """Output position s*i + offset reads input i + tap: s*(i + tap) + d*k = s*i + offset + p."""
-    s, d, p = step.stride[axis], step.dilation[axis], step.padding[axis][0]
-    shifts = [offset + p - d * k for k in range(step.kernel[axis])]
+    s, d, p = window.stride[axis], window.dilation[axis], window.padding[axis][0]
+    shifts = [offset + p - d * k for k in range(window.kernel[axis])]
     return tuple(shift // s if shift % s == 0 else None for shift in shifts)
 
 
@@ -88,21 +88,6 @@ def touched(window: OutputWindow, grid: TileGrid, out: TileGrid) -> set[At]:
             axes.append({first + k * stride + tap for k in range(out_area[2 + axis] // step) for tap in taps})
         positions |= {(part, i, j) for i in axes[0] for j in axes[1]}
     return positions
-
-
-def is_pixelwise(step: ConvStep | LinearStep) -> bool:
-    """Whether each output pixel of a layer depends only on the same input pixel."""
-    if isinstance(step, LinearStep):
-        return True
-    is_1x1 = step.kernel == step.stride == (1, 1) and step.padding == ((0, 0), (0, 0))
-    return is_1x1 and not step.transposed
-
-
-def as_conv(step: ConvStep | LinearStep) -> ConvStep:
-    """A layer as a convolution of images."""
-    if isinstance(step, ConvStep):
-        return step
-    return ConvStep(step.x, step.weight, step.bias, step.out, (1, 1), act=step.act, add=step.add, name=step.name)
 
 
 def first_position(window: OutputWindow, grid: TileGrid, out: TileGrid, at: np.ndarray) -> np.ndarray:

@@ -8,7 +8,6 @@ from demask.kernels.cpu.tiles import relayout as move
 from demask.kernels.cpu.tiles.sparse_vector import CALL as NARROW
 from demask.kernels.cpu.tiles.sparse_vector import SparseVectorKernel
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.layers.layer_windows import is_pixelwise
 from demask.sparse.plan.layers.pack_weights import dealt, sliced
 from demask.sparse.plan.layers.window_piece import WindowPiece
 from demask.sparse.plan.tape import Buffer, KernelCall, Tape
@@ -19,7 +18,7 @@ def is_narrow(piece: WindowPiece) -> bool:
     """Whether a layer has one position, so that lanes should be rows."""
     batch, _, height, width = piece.out.layout.size
     grid = piece.out.layout.grid
-    return is_pixelwise(piece.step) and batch * height * width == 1 and grid.positions == 1
+    return piece.step.fields.is_pixelwise and batch * height * width == 1 and grid.positions == 1
 
 
 def emit_narrow(tape: Tape, isa: Isa, piece: WindowPiece) -> None:

@@ -20,7 +20,7 @@ from demask.errors import BadInput
 from demask.kernels.cpu.tiles import sparse_tile as tile
 from demask.kernels.cpu.tiles.sparse_tile import BLOCK, FIRST, LAST, RECORD
 from demask.sparse.plan.tape import NoPlan
-from demask.sparse.segment_steps import NAMES, ConvStep, LinearStep, SelectStep, Span
+from demask.sparse.segment_steps import Layer, Selection, Span, Step
 
 DENSE = 0.9  # share of nonzeros from which a weight is multiplied with its zeros
 LEAST_ROWS = 3  # mean rows of the blocks of a weight: with fewer, values are read too often
@@ -101,7 +101,7 @@ class Csr:
         return np.bincount(self.rows, minlength=self.count)
 
 
-def read(step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int) -> Csr:
+def read(step: Layer, weights: Sequence[Tensor], columns: int) -> Csr:
     """The weight of a step.
 
     Raises BadInput for spans, row starts or columns that are out of range, NoPlan for dtypes that
@@ -119,14 +119,14 @@ def read(step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int) -
             raise BadInput(f"expected row starts from 0 up to {count} in {_dtype_name(step)}")
         if count and (column_indices.min() < 0 or column_indices.max() >= columns):
             raise BadInput(f"expected columns below {columns} in {_dtype_name(step)}")
-        rows = np.repeat(np.arange(step.out, dtype=np.int32), np.diff(starts))
+        rows = np.repeat(np.arange(step.fields.out, dtype=np.int32), np.diff(starts))
         column_indices, values = _sort_columns(rows, column_indices, values)
     bias, scale = (
-        np.full(step.out, fill, np.float32) if span is None else _span_array(weights, span, (torch.float32,))
+        np.full(step.fields.out, fill, np.float32) if span is None else _span_array(weights, span, (torch.float32,))
         for span, fill in ((step.bias, 0.0), (weight.scale, 1.0))
     )
     kind = {"int16": "bfloat16"}.get(values.dtype.name, values.dtype.name)
-    return Csr(rows, column_indices, values, kind, bias, scale, step.out)
+    return Csr(rows, column_indices, values, kind, bias, scale, step.fields.out)
 
 
 def _sort_columns(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -141,28 +141,27 @@ def _sort_columns(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> 
     return columns[order], values[order]
 
 
-def _nonzeros_of_dense(
-    step: ConvStep | LinearStep, values: np.ndarray, columns: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _nonzeros_of_dense(step: Layer, values: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows, columns and values of the nonzeros of a dense weight."""
-    if len(values) != step.out * columns:
-        shape = f"{step.out} x {columns}"
+    if len(values) != step.fields.out * columns:
+        shape = f"{step.fields.out} x {columns}"
         raise BadInput(f"expected a matrix {shape} in {_dtype_name(step)}, got {len(values)} values")
     if values.all():
-        rows, columns_in_row = np.indices((step.out, columns), np.int32).reshape(2, -1)
+        rows, columns_in_row = np.indices((step.fields.out, columns), np.int32).reshape(2, -1)
         return rows, columns_in_row, values
     nonzero_positions = np.flatnonzero(values)
     rows, columns_in_row = np.divmod(nonzero_positions, columns)
     return rows.astype(np.int32), columns_in_row.astype(np.int32), values[nonzero_positions]
 
 
-def selected(step: SelectStep, weights: Sequence[Tensor], channels: int) -> np.ndarray:
+def selected(step: Step[Selection], weights: Sequence[Tensor], channels: int) -> np.ndarray:
     """The channel numbers of a selection from `channels`, int32.
 
     Raises BadInput for numbers out of range.
     """
+    assert step.index is not None  # `check_step` tells
     numbers = _span_array(weights, step.index, (torch.int32,))
-    if numbers.min() < (-1 if step.padded else 0) or numbers.max() >= channels:
+    if numbers.min() < (-1 if step.fields.padded else 0) or numbers.max() >= channels:
         raise BadInput(f"expected channel numbers below {channels}, got up to {numbers.max()}")
     return numbers
 
@@ -178,8 +177,8 @@ def _span_array(weights: Sequence[Tensor], span: Span, dtypes: tuple[torch.dtype
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
 
 
-def _dtype_name(step: ConvStep | LinearStep) -> str:
-    return step.name or NAMES[type(step)]
+def _dtype_name(step: Layer) -> str:
+    return step.name or step.op
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from demask.sparse.plan.layers.pack_weights import Csr, DenseBlock, LineOffsets,
 from demask.sparse.plan.layers.tiling import TilingProblem, rects
 from demask.sparse.plan.tape import Buffer, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import Area, At, TileGrid, at_array
-from demask.sparse.segment_steps import ConvStep
+from demask.sparse.segment_steps import Conv
 
 DEPTHWISE = 0.5  # share of nonzeros from which a depthwise weight is multiplied with its zeros
 UNREAD = 2**30  # instead of a position that a window does not read
@@ -38,44 +38,44 @@ class StepWeight:
     blocks: Sequence[DenseBlock]
 
 
-def read_weight(step: ConvStep, weights: Sequence[Tensor], channels: int) -> StepWeight:
+def read_weight(step: Conv, weights: Sequence[Tensor], channels: int) -> StepWeight:
     """The weight of a layer with this many input channels. Raises BadInput if it is invalid."""
-    if channels % step.groups:
-        raise NoPlan(f"{channels} channels in {step.groups} groups")
-    matrix = read(step, weights, channels // step.groups * math.prod(step.kernel))
-    group = matrix.rows // (step.out // step.groups)
-    of = group * (channels // step.groups) + matrix.columns // math.prod(step.kernel)
+    if channels % step.fields.groups:
+        raise NoPlan(f"{channels} channels in {step.fields.groups} groups")
+    matrix = read(step, weights, channels // step.fields.groups * math.prod(step.fields.kernel))
+    group = matrix.rows // (step.fields.out // step.fields.groups)
+    of = group * (channels // step.fields.groups) + matrix.columns // math.prod(step.fields.kernel)
     depthwise = is_depthwise(step, channels, weights)
     is_dense = not depthwise and matrix.kind == "float32"
     blocks = _dense_blocks(step, matrix, of, channels) if is_dense else ()
     return StepWeight(matrix, of, depthwise, blocks)
 
 
-def _dense_blocks(step: ConvStep, matrix: Csr, of: np.ndarray, channels: int) -> Sequence[DenseBlock]:
+def _dense_blocks(step: Conv, matrix: Csr, of: np.ndarray, channels: int) -> Sequence[DenseBlock]:
     """The dense blocks of a weight. of: input channel of each nonzero."""
-    taps = math.prod(step.kernel)
+    taps = math.prod(step.fields.kernel)
     is_whole = step.weight.csr is None and len(matrix) == matrix.count * channels * taps
     if is_whole and len(matrix):
         return (full_block(matrix, channels, taps),)
     return dense_blocks(matrix, of, channels, taps)
 
 
-def is_depthwise(step: ConvStep, channels: int, weights: Sequence[Tensor]) -> bool:
+def is_depthwise(step: Conv, channels: int, weights: Sequence[Tensor]) -> bool:
     """Whether the depthwise kernel computes a layer: each output channel reads one of several input
     channels, with few zeros."""
-    if step.transposed or not step.groups == channels > 1:
+    if step.fields.transposed or not step.fields.groups == channels > 1:
         return False
     number, begin, end = step.weight.values
     if number >= len(weights) or weights[number].dtype is not torch.float32:
         return False
-    return end - begin >= DEPTHWISE * step.out * math.prod(step.kernel)
+    return end - begin >= DEPTHWISE * step.fields.out * math.prod(step.fields.kernel)
 
 
 @dataclass(frozen=True, slots=True)
 class WindowPiece:
     """A window of a layer with its buffers: nonzeros, their input channels, tiling problem."""
 
-    step: ConvStep
+    step: Conv
     window: OutputWindow
     layer: StepWeight
     weight: Csr
@@ -86,13 +86,13 @@ class WindowPiece:
     out: Buffer
 
 
-def pieces(step: ConvStep, layer: StepWeight, x: Buffer, add: Buffer | None, out: Buffer) -> list[WindowPiece]:
+def pieces(step: Conv, layer: StepWeight, x: Buffer, add: Buffer | None, out: Buffer) -> list[WindowPiece]:
     """The windows of a layer."""
-    return [_window_nonzeros(step, window, layer, x, add or x, out) for window in windows(step)]
+    return [_window_nonzeros(step, window, layer, x, add or x, out) for window in windows(step.fields)]
 
 
 def _window_nonzeros(
-    step: ConvStep, window: OutputWindow, layer: StepWeight, x: Buffer, add: Buffer, out: Buffer
+    step: Conv, window: OutputWindow, layer: StepWeight, x: Buffer, add: Buffer, out: Buffer
 ) -> WindowPiece:
     """The nonzeros that a window reads."""
     weight, channels = layer.matrix, layer.channels
@@ -107,9 +107,9 @@ def _window_nonzeros(
     return WindowPiece(step, window, layer, weight, channels, shape, x, add, out)
 
 
-def _tap_of_nonzeros(step: ConvStep, window: OutputWindow, weight: Csr) -> list[np.ndarray]:
+def _tap_of_nonzeros(step: Conv, window: OutputWindow, weight: Csr) -> list[np.ndarray]:
     """The row and column of the window that each nonzero reads; UNREAD for none."""
-    kernel, width = math.prod(step.kernel), step.kernel[1]
+    kernel, width = math.prod(step.fields.kernel), step.fields.kernel[1]
     positions = weight.columns % kernel // width, weight.columns % width
     return [
         np.array([UNREAD if tap is None else tap for tap in taps], np.int32)[position]
@@ -126,16 +126,16 @@ def line_offsets_of(piece: WindowPiece) -> LineOffsets:
     return LineOffsets(piece.channels, lines, rows * out.pitch, rows * add.pitch, x.pitch)
 
 
-def shape_of(step: ConvStep, window: OutputWindow, grid: TileGrid, channels: int, nonzeros: int) -> TilingProblem:
+def shape_of(step: Conv, window: OutputWindow, grid: TileGrid, channels: int, nonzeros: int) -> TilingProblem:
     """The tiling problem for an output in `grid`."""
     spans = [[tap for tap in taps if tap is not None] or [0] for taps in window.taps]
     areas = [grid.part(part) for part in range(grid.parts)]
     parts = tuple((h // window.step[0], w // window.step[1]) for _, _, h, w in areas)
     return TilingProblem(
         parts,
-        step.out,
+        step.fields.out,
         channels,
-        step.groups,
+        step.fields.groups,
         nonzeros,
         window.stride,
         (max(spans[0]) - min(spans[0]), max(spans[1]) - min(spans[1])),

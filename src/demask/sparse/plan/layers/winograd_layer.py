@@ -33,7 +33,7 @@ from demask.sparse.plan.layers.tiling import Tiling
 from demask.sparse.plan.layers.window_piece import StepWeight, WindowPiece, shares, tap_lines, tile_lines
 from demask.sparse.plan.tape import INEXACT, Buffer, KernelCall, Tape, aligned
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, TileGrid, grid_for
-from demask.sparse.segment_steps import ConvStep, Step
+from demask.sparse.segment_steps import AnyStep, is_conv
 
 SIDE = 2  # rows and columns of the outputs of a square
 # Cycles: of the products of a square and a pair of channels, by the definition and by minimal
@@ -50,14 +50,14 @@ SCRATCH = 256 * 1024  # bytes of all components, from the L2 cache
 FETCHED, MISSED = 0.4, 6.0  # factors of bytes: read one after the other, and in no order
 
 
-def filtered_block(step: Step, blocks: Sequence[DenseBlock]) -> DenseBlock | None:
+def filtered_block(step: AnyStep, blocks: Sequence[DenseBlock]) -> DenseBlock | None:
     """The only block of a layer that reads channels, if minimal filtering saves some products of
     it; None for other layers."""
-    if not isinstance(step, ConvStep) or step.transposed:
+    if not is_conv(step):
         return None
-    window = step.kernel, step.stride, step.dilation
-    own = [block for block in blocks if len(block.channels)]
-    if window != ((3, 3), (1, 1), (1, 1)) or len(own) != 1:
+    window, own = step.fields, [block for block in blocks if len(block.channels)]
+    is_dense = window.stride == window.dilation == (1, 1) and not window.transposed
+    if not is_dense or window.kernel != (3, 3) or len(own) != 1:
         return None
     return own[0] if _cycles_ratio(own[0]) < PAYS else None
 
@@ -67,7 +67,7 @@ def _cycles_ratio(block: DenseBlock) -> float:
 
 
 def filtered_sizes(
-    layers: Sequence[tuple[Step, StepWeight, tuple[int, int]]], lanes: int
+    layers: Sequence[tuple[AnyStep, StepWeight, tuple[int, int]]], lanes: int
 ) -> frozenset[tuple[int, int]]:
     """Sizes of images at which minimal filtering pays, though tiles of the grid are larger there.
 
