@@ -164,10 +164,29 @@ def test_rows_that_an_instruction_expands(dtype: torch.dtype, monkeypatch) -> No
         packed = packed_matrix("bitmap", dtype, *size, group)
         exact = in_float64(packed, group)
         assert torch.equal(to_dense(packed, torch.float64), exact.float().double())
+        if dtype == torch.bfloat16:
+            assert torch.equal(packed_kernels.decode(packed, 0, size[0], dtype).double(), exact)
         for n in (1, 2, 4, 7):
             x = torch.randn(n, size[1])
             expected = x.double() @ exact.T
             assert float((linear(packed, x) - expected).abs().amax()) <= 1e-6 * float(expected.abs().amax())
+
+
+@pytest.mark.parametrize("form", ["dense", "bitmap"])
+def test_many_vectors_in_bfloat16(form: str, monkeypatch) -> None:
+    """Where torch multiplies bfloat16 faster than float32: its products, of decoded rows."""
+    monkeypatch.setattr(packed_product, "multiplies_in_bfloat16", lambda threads: True)
+    monkeypatch.setattr(packed_product, "BLOCK", 256)  # several blocks of rows
+    for rows, columns in SIZES:
+        packed = packed_matrix(form, torch.bfloat16, rows, columns)
+        weight, bias = to_dense(packed, torch.bfloat16), torch.randn(rows).bfloat16()
+        if packed_product.has_bitmap(torch.bfloat16) and form == "bitmap":
+            assert torch.equal(packed_kernels.decode(packed, 0, rows, torch.bfloat16), weight)
+        x = torch.randn(3, 40, columns).bfloat16()
+        exact = F.linear(x.double(), weight.double(), bias.double())
+        found = linear(packed, x, bias)
+        assert found.dtype == torch.bfloat16 and found.shape == exact.shape and found.is_contiguous()
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-2)
 
 
 VBMI2 = replace(AVX512, cpu="icelake-server", features="+avx512vbmi2,-prefer-256-bit")

@@ -74,9 +74,11 @@ def test_other_readers_of_the_input(edges):
     span = SparseWeight((first, 0, len(values)), (first + 1, 0, 9), (first + 2, 0, len(col)))
     steps = (
         replace(image, act=("relu", ())),
-        replace(image, x=1),
-        replace(image, x=1, stride=(2, 2)),
-        replace(image, x=1, stride=(3, 3), dilation=(2, 2), padding=((2, 2), (2, 2))),
+        replace(image, reads=(1,)),
+        replace(image, reads=(1,), fields=image.fields._replace(stride=(2, 2))),
+        replace(
+            image, reads=(1,), fields=image.fields._replace(stride=(3, 3), dilation=(2, 2), padding=((2, 2), (2, 2)))
+        ),
         pool_step(1, False, (3, 3), (1, 1), (1, 1)),
         conv_step(1, span, None, 8, (5, 5), (1, 1), ((2, 2), (2, 2))),
         add_step(1, 2),

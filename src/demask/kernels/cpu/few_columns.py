@@ -229,9 +229,13 @@ class BitmapRows:
 
 @dataclass(frozen=True, slots=True)
 class BitmapDecode:
-    """The rows of such a matrix in float32, as rows of `out` from row 0 on, padded to `STEP` columns; not scaled."""
+    """The rows of such a matrix in float32, as rows of `out` from row 0 on, padded to `STEP` columns; not scaled.
+
+    keeps: in bfloat16, which the matrix has.
+    """
 
     numbers: str
+    keeps: bool = False
 
     arguments = 2
 
@@ -245,10 +249,17 @@ class BitmapDecode:
             lines = [e.at(f.pointer("out"), b.mul(b.add(row, I64(a)), f["out_pitch"])) for a in range(2)]
             of_pair = BitmapPair(e, f, self.numbers, pair)
             for k, unit, word, bit in of_pair.words(I64(0), f["columns"]):
-                both = of_pair.rows(wide, word, bit) if is_expanded else None
+                both = of_pair.expanded(wide, word, bit) if is_expanded else None
+                if both is not None and not self.keeps:
+                    both = as_float(wide, self.numbers, both)
                 for a, line in enumerate(lines):
                     values = of_pair.row(word, bit + BITS * a) if both is None else _half(e, both, a)
-                    b.store(values, e.at(e.at(line, k, FLOAT), 4 * BITS * unit), align=4)
+                    if self.keeps and both is None:  # the upper halves of float32
+                        words = ir.VectorType(I32, BITS)
+                        halves = b.lshr(b.bitcast(values, words), ir.Constant(words, [16] * BITS))
+                        values = b.trunc(halves, ir.VectorType(I16, BITS))
+                    size = 2 if self.keeps else 4
+                    b.store(values, e.at(line, b.add(b.mul(k, I64(size)), I64(size * BITS * unit))), align=size)
 
 
 class BitmapPair:
@@ -270,13 +281,17 @@ class BitmapPair:
         return vector
 
     def rows(self, wide: Emitter, word: Value, bit: int) -> Value:
-        """Eight columns of the first row and those of the second, by an instruction that expands."""
+        """Eight columns of the first row and those of the second as float32, by an instruction that expands."""
+        return as_float(wide, self.numbers, self.expanded(wide, word, bit))
+
+    def expanded(self, wide: Emitter, word: Value, bit: int) -> Value:
+        """The same as they are stored."""
         b = wide.b
         bits = b.trunc(b.lshr(word, I32(bit)), I16)
         numbers = b.load(self.values.get(), typ=ir.VectorType(TYPES[self.numbers], 2 * BITS), align=1)
         expanded = expand(wide, numbers, b.bitcast(bits, ir.VectorType(BIT, 2 * BITS)))
         self._advance(b.zext(bits, I64))
-        return as_float(wide, self.numbers, expanded)
+        return expanded
 
     def _advance(self, mask: Value) -> None:
         """Go on after as many values as a mask has bits."""

@@ -19,7 +19,7 @@ from demask.errors import BadInput
 from demask.kernels.bitmap_layout import BITS, SLACK, STEP, padded_columns
 from demask.sparse.csr_matrix import NUMBERS
 
-BLOCK = 2**21  # elements that are decoded at a time: 8 MiB
+BLOCK = 2**20  # elements that are decoded at a time: 4 MiB
 #: names of the tensors of each form
 FORMS = {"dense": ("values",), "bitmap": ("values", "bits", "starts"), "columns": ("values", "crow", "col")}
 #: of files: density below which a form takes less time with one vector than the one before it: bitmap, columns (AVX2,

@@ -110,19 +110,19 @@ class VectorsTask(KernelCalls):
         self.job.run(self.threads)
 
 
-def decode(packed: PackedMatrix, first: int, last: int) -> Tensor:
-    """Rows of a bitmap in float32, not scaled. first: even."""
+def decode(packed: PackedMatrix, first: int, last: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of a bitmap in float32, or in bfloat16 of such a matrix; not scaled. first: even."""
     if not is_bitmap_supported(NUMBERS[packed.dtype], host()):
-        return packed.decode_bits(first, last)
+        return packed.decode_bits(first, last).to(dtype)
     begin, end = first // 2, (last + 1) // 2
-    out = torch.empty(2 * (end - begin), padded_columns(packed.size[1]), dtype=torch.float32)
+    out = torch.empty(2 * (end - begin), padded_columns(packed.size[1]), dtype=dtype)
     threads = threads_for(out.numel())
-    key = (BitmapDecode(NUMBERS[packed.dtype]),), threads, CALL
+    key = (BitmapDecode(NUMBERS[packed.dtype], dtype == torch.bfloat16),), threads, CALL
     task = TASKS.take(key, lambda: KernelCalls(*key))
     ends = [begin + (end - begin) * k // threads for k in range(threads + 1)]
     for k, share in enumerate(pairwise(ends)):
         MATRIX.pack_into(task.calls, k * CALL.itemsize, *_operands(packed), *share)
-    task.structures["out"], task.structures["out_pitch"] = out.data_ptr(), 4 * out.stride(0)
+    task.structures["out"], task.structures["out_pitch"] = out.data_ptr(), out.element_size() * out.stride(0)
     task.structures["first"] = begin
     task.job.run(threads)
     TASKS.put(key, task)

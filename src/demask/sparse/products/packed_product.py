@@ -1,21 +1,26 @@
 """Products of packed matrices (`packed`), in float32, or in float64 of such a matrix.
 
 With few vectors, as in language models token by token, the stored form is read by kernels. With many, some rows
-at a time are decoded to float32 and multiplied, which is faster than torch's own products of bfloat16 on
-processors without instructions for it.
+at a time are decoded and multiplied by torch: in float32, or in bfloat16 where torch's products of that are faster,
+as on processors with instructions for it, which add in float32 too.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from functools import partial
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from demask.kernels.llvm import availability as llvm
+from demask.machine.clock import race
 from demask.sparse.products.packed import BLOCK, PackedMatrix, column_numbers
+
+TOKENS, WIDTH = 128, 512  # of the products that are timed
 
 
 def has_bitmap(dtype: torch.dtype) -> bool:
@@ -41,12 +46,46 @@ def linear(packed: PackedMatrix, x: Tensor, bias: Tensor | None = None) -> Tenso
     kernels = _kernels() if is_compiled else None
     if kernels is not None and x.numel() and rows and (out := kernels.linear(packed, x, bias)) is not None:
         return out
+    is_narrow = is_compiled and x.dtype == packed.dtype == torch.bfloat16 and packed.form != "columns"
+    if is_narrow and x.numel() and rows and multiplies_in_bfloat16(torch.get_num_threads()):
+        return _linear_in_bfloat16(packed, x, bias)
     tokens = x.to(_wide(packed)).reshape(-1, columns) if columns else x.new_zeros(math.prod(x.shape[:-1]), 0)
     out = x.new_zeros(len(tokens), rows, dtype=_wide(packed))
     for first, last in _blocks(packed) if x.numel() else ():
         out[:, first:last] = tokens @ decode_rows(packed, first, last).t()
     out = out if bias is None else out + bias
     return out.to(x.dtype).reshape(*x.shape[:-1], rows)
+
+
+def _linear_in_bfloat16(packed: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by torch's products of bfloat16."""
+    bias = None if bias is None else bias.to(x.dtype)
+    if packed.form == "dense":
+        return F.linear(x, packed.tensors[0], bias)
+    kernels, out = _kernels(), x.new_empty(x.numel() // packed.size[1], packed.size[0])
+    tokens = x.reshape(-1, packed.size[1])
+    for first, last in _blocks(packed):
+        if kernels is None:
+            block = packed.decode_bits(first, last).to(x.dtype)
+        else:
+            block = kernels.decode(packed, first, last, x.dtype)
+        out[:, first:last] = F.linear(tokens, block, None if bias is None else bias[first:last])
+    return out.view(*x.shape[:-1], packed.size[0])
+
+
+@functools.cache
+def multiplies_in_bfloat16(threads: int) -> bool:
+    """Whether torch multiplies matrices faster in bfloat16 than in float32 on this machine: measured once in a process,
+    which takes some milliseconds."""
+
+    x, weight = torch.ones(TOKENS, WIDTH, dtype=torch.bfloat16), torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16)
+
+    def multiply(dtype: torch.dtype) -> Tensor:
+        return F.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
+
+    with torch.no_grad():
+        taken = race({str(dtype): partial(multiply, dtype) for dtype in (torch.bfloat16, torch.float32)}, rounds=3)
+    return min(taken[str(torch.bfloat16)]) < min(taken[str(torch.float32)])
 
 
 def _wide(packed: PackedMatrix) -> torch.dtype:
