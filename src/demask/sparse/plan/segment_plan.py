@@ -22,8 +22,8 @@ from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.memory_probe import MemoryProbe
 from demask.kernels.thread_team import Job
 from demask.sparse.plan.layers.layer_plan import Weights
-from demask.sparse.plan.layers.tiling import Tiling
 from demask.sparse.plan.moved_values import MovedValues
+from demask.sparse.plan.plan_rows import PlanRow, plan_text
 from demask.sparse.plan.tape import HEADER, INEXACT, STATIC, EncodedTape, NoPlan, TapeArena
 from demask.sparse.plan.tape_builder import TapeBuilder
 from demask.sparse.segment_program import SegmentProgram
@@ -234,10 +234,10 @@ class SegmentPlan:
         batches: list[Batch],
         shapes: list[tuple[int, ...]],
         threads: int,
-        cuts: list[tuple[str, Tiling]],
+        rows: list[PlanRow],
         planned: PlanArguments | None,
     ):
-        self.batches, self.shapes, self.threads, self.cuts = batches, shapes, threads, cuts
+        self.batches, self.shapes, self.threads, self.rows = batches, shapes, threads, rows
         self.outputs = SpareOutputs(shapes)
         self.planned, self.definition = planned, None
         self.avoided, self.next = 0, 1  # calls by the definition: now, and after the next failure
@@ -264,7 +264,7 @@ class SegmentPlan:
         if len(inputs) + len(program.outputs) >= INEXACT:
             raise NoPlan(f"{len(inputs)} inputs and {len(program.outputs)} outputs")
         shapes = program.shapes([tuple(x.shape) for x in inputs])
-        batches, cuts, is_exact = [], [], True
+        batches, rows, is_exact = [], [], True
         read: Weights = {}
         for first, images, runs in _batches(program, weights, inputs, threads, isa, read):
             batch_inputs = [x[:images] for x in inputs] if images else inputs
@@ -280,10 +280,19 @@ class SegmentPlan:
                 static_tape = builder.static_tape.done(isa)
                 static = StaticInputs(numbers, inputs, static_tape, builder.static_bytes, first)
             batches.append(Batch(builder.tape.done(isa), first, images, runs, alone, static))
-            cuts += builder.cuts
+            rows = rows or builder.rows()
             is_exact = is_exact and builder.is_exact
         planned = None if is_exact else PlanArguments.of(program, weights, threads, isa)
-        return cls(batches, [shapes[v] for v in program.outputs], threads, cuts, planned)
+        return cls(batches, [shapes[v] for v in program.outputs], threads, rows, planned)
+
+    def __str__(self) -> str:
+        """The plan as a table: a row per value."""
+        tape, runs = self.batches[0].ready, sum(batch.runs for batch in self.batches)
+        steps = sum(row.op != "input" for row in self.rows)
+        parts = [f"{steps} steps", f"{len(tape.ends) // tape.threads} phases", f"arena {tape.size / 1024:,.0f} KiB"]
+        parts += [f"{self.threads} threads" if self.threads > 1 else "1 thread"]
+        parts += [f"{runs} runs"] if runs > 1 else []
+        return plan_text(self.rows, f"segment: {', '.join(parts)}")
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         if self.avoided > 0 and self.definition is not None:

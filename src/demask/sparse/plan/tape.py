@@ -86,6 +86,8 @@ class Tape:
     thread_bytes: int = THREAD_BYTES  # from the arena of a thread to the next
     phases: list[list[list[KernelCall]]] = field(default_factory=list)
     arrays: list[Any] = field(default_factory=list)  # arrays that machine code reads
+    value: int = 0  # which the calls that are added compute, or read
+    kernels: dict[int, dict[tuple[int, str], int]] = field(default_factory=dict)  # of values: phase, kernel -> calls
 
     @property
     def now(self) -> int:
@@ -100,6 +102,8 @@ class Tape:
     def add(self, thread: int, call: KernelCall) -> None:
         """Append a call of a thread to the last phase."""
         self.phases[-1][thread].append(call)
+        counts, key = self.kernels.setdefault(self.value, {}), (self.now, type(call.kernel).__name__)
+        counts[key] = counts.get(key, 0) + 1
         for buffer, _ in call.buffers.values():
             if isinstance(buffer, Buffer):
                 buffer.used(self.now)

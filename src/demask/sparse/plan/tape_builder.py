@@ -22,10 +22,11 @@ from demask.sparse.plan.layers.depthwise_layer import permutes_edges
 from demask.sparse.plan.layers.layer_plan import LayerKinds, Weights, chain_pays, emit_alone, emit_chain
 from demask.sparse.plan.layers.layer_windows import OutputWindow, reach, touched, windows
 from demask.sparse.plan.layers.pack_weights import selected
-from demask.sparse.plan.layers.tiling import Tiling, TilingProblem, best
+from demask.sparse.plan.layers.tiling import TilingProblem, best
 from demask.sparse.plan.layers.window_piece import WindowPiece, pieces, shape_of
 from demask.sparse.plan.layers.winograd_layer import SIDE, emit_winograd
 from demask.sparse.plan.moved_values import MovedValues, MoveWriter, factors_of, is_move
+from demask.sparse.plan.plan_rows import PlanRow
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
     NO_BORDER,
@@ -155,8 +156,8 @@ class TapeBuilder:
     positive: list[bool] = field(default_factory=list)
     parts: dict[int, Place] = field(default_factory=dict)
     buffers: dict[tuple[int, TileGrid, float], Buffer] = field(default_factory=dict)
-    cuts: list[tuple[str, Tiling]] = field(default_factory=list)
     remaining: list[int] = field(default_factory=list)  # values not yet computed
+    chains: dict[int, int] = field(default_factory=dict)  # value -> the first that is computed in the same phase
 
     def __post_init__(self) -> None:
         self.tape, self.static_tape = Tape(self.threads), Tape(self.threads)
@@ -319,17 +320,35 @@ class TapeBuilder:
         """Write the tape. strides: of each input along (batch, channel, y, x), in elements."""
         count = len(self.program.inputs)
         for value, stride in enumerate(strides):
+            self.tape.value = value
             self._load_input(value, stride)
         self.remaining = [count + number for number in range(len(self.program.steps))]
         while self.remaining:
             chain = self._next_chain()
+            self.tape.value = chain[0]
+            self.chains |= dict.fromkeys(chain, chain[0])
             if len(chain) == 1:
                 self._write_step(self.step(chain[0]), chain[0])
             else:
                 self._write_chain(chain)
             self.remaining = [value for value in self.remaining if value not in chain]
         for number, value in enumerate(self.program.outputs):
+            self.tape.value = value
             self._store_output(value, 1 + count + number)
+
+    def rows(self) -> list[PlanRow]:
+        """What the tape does for each value."""
+        rows = []
+        for value, (grid, size) in enumerate(zip(self.grids, self.shapes, strict=True)):
+            step = self.moved.step(value)
+            first = self.chains.get(value, value)
+            owner = owner_of(self.parts, value)[0]
+            kernels = tuple((phase, name, n) for (phase, name), n in self.tape.kernels.get(first, {}).items())
+            reads = () if step is None else step.reads
+            op = "input" if step is None else step.op if step.act is None else f"{step.op}, {step.act[0]}"
+            name = "" if step is None else step.name
+            rows.append(PlanRow(value, op, reads, name, size, grid, kernels, None if first == value else first, owner))
+        return rows
 
     def step(self, value: int) -> AnyStep:
         """The step that computes a value."""
@@ -383,8 +402,7 @@ class TapeBuilder:
             sources = [self.main(n.value) if n.value in earlier else self.buffer(n) for n in needs]
             window_pieces += self.layer_windows(value, sources, self._output_buffer(value, earlier))
         self.tape.phase()
-        tilings = emit_chain(self.tape, self.isa, window_pieces)
-        self.cuts += [(p.step.name, tiling) for p, tiling in zip(window_pieces, tilings, strict=True)]
+        emit_chain(self.tape, self.isa, window_pieces)
         for piece in window_pieces:
             Moves(self.tape, self.isa).borders(piece.out)
 
@@ -539,11 +557,10 @@ def _write_layer(call: StepCall) -> list[Buffer]:
     layer_pieces = builder.layer_windows(value, call.sources, call.out)
     block = builder.layers.filtered_block(value)
     if block is None:
-        cuts = emit_alone(tape, isa, layer_pieces)
+        emit_alone(tape, isa, layer_pieces)
     else:
-        cuts = emit_winograd(tape, isa, layer_pieces[0], block)
+        emit_winograd(tape, isa, layer_pieces[0], block)
         builder.is_exact = False
-    builder.cuts += [(call.step.name, cut) for cut in cuts]
     return [call.out]
 
 

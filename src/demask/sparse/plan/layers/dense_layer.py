@@ -24,7 +24,7 @@ from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.layer_windows import OutputWindow, positions_of, written
 from demask.sparse.plan.layers.narrow_layer import compacted, is_narrow
 from demask.sparse.plan.layers.pack_weights import DenseBlock
-from demask.sparse.plan.layers.tiling import Tiling, rect_counts
+from demask.sparse.plan.layers.tiling import rect_counts
 from demask.sparse.plan.layers.window_piece import (
     Share,
     WindowPiece,
@@ -266,7 +266,7 @@ class LaneChoice:
     cost: float
 
 
-def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
+def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
     """Write a dense layer as a phase of its own; returns the tiling of its first block.
 
     Lanes are tiles of positions, or output channels where many lanes would be empty; all of them,
@@ -306,7 +306,7 @@ def _block_rows(block: DenseBlock, begin: int, end: int) -> DenseBlock:
     return DenseBlock(block.rows[begin:end], block.channels, block.weight[begin:end])
 
 
-def _emit_tiles(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Share]) -> Tiling:
+def _emit_tiles(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Share]) -> None:
     """The same with tiles of positions in lanes."""
     packs: dict[tuple[int, ...], PackedBlock] = {}
     for thread, areas, block in shares:
@@ -316,8 +316,6 @@ def _emit_tiles(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Share
             packs[key] = PackedBlock(block, tiling, pack(block.weight, tiling))
         for size, tiles in tiles_by_size(areas, packs[key].tiling.tile):
             tape.add(thread, _tile_call(piece, packs[key], tiles, size, isa))
-    first = next(iter(packs.values())).tiling
-    return Tiling(first.tile, first.inner, first.rows, len(piece.shape.parts) != tape.threads)
 
 
 def _thread_shares(tape: Tape, piece: WindowPiece, blocks: Sequence[DenseBlock], step: int) -> Iterator[Share]:
@@ -437,7 +435,7 @@ class PackedRows:
     arrays: dict[str, np.ndarray]
 
 
-def emit_channels(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Share]) -> Tiling:
+def emit_channels(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Share]) -> None:
     """Write a dense layer as a phase of its own; returns the tiling of its first block."""
     packs: dict[tuple[int, ...], PackedRows] = {}
     for thread, areas, block in shares:
@@ -453,8 +451,6 @@ def emit_channels(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Sha
             buffers = {**call.buffers, "x": (x, 0)}
             call = replace(call, buffers=buffers, fields={**call.fields, **fields})
         tape.add(thread, call)
-    first = next(iter(packs.values())).tiling
-    return Tiling((1, first.most), first.inner, first.vectors * isa.lanes, len(piece.shape.parts) != tape.threads)
 
 
 def _pack_rows(piece: WindowPiece, block: DenseBlock, tiling: ChannelTiling, isa: Isa) -> PackedRows:

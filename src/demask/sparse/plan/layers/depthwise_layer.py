@@ -11,7 +11,7 @@ import numpy as np
 from demask.kernels.cpu.tiles.depthwise_tile import CALL, DepthwiseTileKernel, Edge
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.layer_windows import first_position, reach
-from demask.sparse.plan.layers.tiling import Tiling, rects
+from demask.sparse.plan.layers.tiling import rects
 from demask.sparse.plan.layers.window_piece import Size, WindowPiece, shares, tile_lines, tiles_by_size
 from demask.sparse.plan.tape import KernelCall, Tape
 from demask.sparse.plan.tile_layout import At, Border, GridLayout, TileGrid, at_array, permutations, widened
@@ -40,8 +40,8 @@ def permutes_edges(window: Window, x: GridLayout, out: TileGrid) -> bool:
     return positions * math.prod(window.kernel) <= EDGE_PRODUCTS and edges >= EDGE_SHARE * lines
 
 
-def emit_depthwise(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
-    """Write a depthwise layer as a phase of its own; returns its tiling.
+def emit_depthwise(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
+    """Write a depthwise layer as a phase of its own.
 
     Threads share positions where the layout has a part for each, otherwise channels.
     """
@@ -63,7 +63,6 @@ def emit_depthwise(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
             kernel = _depthwise_kernel(piece, (height, width), block)
             kernel = replace(kernel, edges=edges, lanes=lanes)
             tape.add(thread, _depthwise_call(kernel, piece, weight, share, [(part, 0, 0)], isa))
-    return Tiling(block, 1, 1, len(piece.shape.parts) != tape.threads)
 
 
 def _depthwise_block(size: Size, taps: int, isa: Isa) -> Size:

@@ -96,21 +96,19 @@ BARRIER = 3000.0  # cycles of a barrier
 CACHE = 128 * 1024  # bytes that the layers of a chain compute for one strip of positions
 
 
-def emit_alone(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> list[Tiling]:
-    """Write a layer as a phase of its own; returns the tiling of each window."""
-    tilings = []
+def emit_alone(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> None:
+    """Write a layer as a phase of its own."""
     for piece in window_pieces:
         if piece.layer.blocks:
-            tilings.append(emit_dense(tape, isa, piece))
+            emit_dense(tape, isa, piece)
             continue
         if is_narrow(piece):
             emit_narrow(tape, isa, piece)
             continue
         if piece.layer.depthwise:
-            tilings.append(emit_depthwise(tape, isa, piece))
+            emit_depthwise(tape, isa, piece)
             continue
         tiling = best(piece.shape, tape.threads, isa)[1]
-        tilings.append(tiling)
         areas = [(0, 0, *part) for part in piece.shape.parts]
         if not tiling.by_rows:
             stream = _stream_of_rows(piece, np.arange(piece.weight.count), tiling, isa)
@@ -121,11 +119,10 @@ def emit_alone(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> li
             if len(rows):
                 stream = _stream_of_rows(piece, rows, tiling, isa)
                 _emit_areas(tape, thread, piece, tiling, stream, dict(enumerate(areas)))
-    return tilings
 
 
-def emit_chain(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> list[Tiling]:
-    """Write layers of one grid as one phase, strip by strip; returns their tilings."""
+def emit_chain(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> None:
+    """Write layers of one grid as one phase, strip by strip."""
     tilings = [best(piece.shape, tape.threads, isa, by_rows=False)[1] for piece in window_pieces]
     streams = [
         _stream_of_rows(piece, np.arange(piece.weight.count), tiling, isa)
@@ -136,7 +133,6 @@ def emit_chain(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> li
         for area in strips(*size, CACHE // position_bytes, max(tiling.tile[0] for tiling in tilings)):
             for piece, tiling, stream in zip(window_pieces, tilings, streams, strict=True):
                 _emit_areas(tape, part, piece, tiling, stream, {part: area})
-    return tilings
 
 
 def chain_pays(shapes: Sequence[TilingProblem], threads: int, isa: Isa) -> bool:

@@ -29,7 +29,6 @@ from demask.sparse.plan.layers.dense_layer import (
     split_outputs,
 )
 from demask.sparse.plan.layers.pack_weights import DenseBlock
-from demask.sparse.plan.layers.tiling import Tiling
 from demask.sparse.plan.layers.window_piece import StepWeight, WindowPiece, shares, tap_lines, tile_lines
 from demask.sparse.plan.tape import INEXACT, Buffer, KernelCall, Tape, aligned
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, TileGrid, grid_for
@@ -154,9 +153,9 @@ def pack_winograd(weight: np.ndarray, rows: int) -> np.ndarray:
     return aligned(np.concatenate(blocks, axis=1))
 
 
-def emit_winograd(tape: Tape, isa: Isa, piece: WindowPiece, block: DenseBlock) -> list[Tiling]:
+def emit_winograd(tape: Tape, isa: Isa, piece: WindowPiece, block: DenseBlock) -> None:
     """Write a layer as a phase of its own: this block by minimal filtering, rows of zeros by the
-    dense kernel. Returns the tilings."""
+    dense kernel."""
     packs: dict[tuple[int, int], tuple[WinogradTiling, np.ndarray]] = {}
     for thread, areas, share in shares(tape, piece, len(block.rows)):
         squares = [
@@ -170,14 +169,10 @@ def emit_winograd(tape: Tape, isa: Isa, piece: WindowPiece, block: DenseBlock) -
             tiling = best_winograd(len(squares), len(own.channels), len(own.rows), isa)
             packs[share] = tiling, pack_winograd(own.weight, tiling.rows)
         tape.add(thread, _thread_call(piece, own, squares, packs[share], isa))
-    tiling = next(iter(packs.values()))[0]
-    is_shared = len(piece.shape.parts) != tape.threads
-    tilings = [Tiling((SIDE, SIDE * tiling.group), len(block.channels), tiling.rows, is_shared)]
     rest = [other for other in piece.layer.blocks if other is not block]
     if rest:
         layer = replace(piece.layer, blocks=rest)
-        tilings.append(emit_dense(tape, isa, replace(piece, layer=layer)))
-    return tilings
+        emit_dense(tape, isa, replace(piece, layer=layer))
 
 
 def _thread_call(
