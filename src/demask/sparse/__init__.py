@@ -4,6 +4,7 @@ from demask.sparse.functional import DCSR, sddmm, spmm
 from demask.sparse.modules import SparseConv1d, SparseConv2d, SparseConvTranspose1d, SparseConvTranspose2d, SparseLinear
 from demask.sparse.packed_linear import PackedLinear
 from demask.sparse.prepared import PreparedMatrix, prepare
+from demask.sparse.products.keep import keep
 from demask.sparse.segment.segment_plans import segment_plans
 from demask.sparse.sparsified import LayerChange, Sparsified, sparsify
 
@@ -18,6 +19,7 @@ __all__ = [
     "SparseConvTranspose2d",
     "SparseLinear",
     "Sparsified",
+    "keep",
     "prepare",
     "sddmm",
     "segment_plans",

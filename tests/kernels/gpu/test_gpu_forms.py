@@ -19,6 +19,7 @@ from demask.sparse.products import gpu_formats as gpu_forms
 from demask.sparse.products import gpu_products
 from demask.sparse.products.gpu_formats import bitmap_of, deal_tasks, formats_of, full, snake, transpose_of
 from demask.sparse.products.gpu_products import KernelChoice, candidates, fastest, kind_of
+from demask.sparse.products.keep import keep
 from sparse_cases import csr
 from sparse_cases import matrix as random
 
@@ -31,6 +32,46 @@ def rows_of(w: torch.Tensor) -> CsrMatrix:
 @pytest.mark.parametrize("module", [gpu_forms, gpu_products, matrix], ids=lambda m: m.__name__)
 def test_examples_run(module):
     assert doctest.testmod(module).failed == 0
+
+
+def test_a_dense_matrix_is_kept_while_values_stay() -> None:
+    m = rows_of(random(6, 40, 0.4, dtype=torch.float32))
+    formats, made = formats_of(m), []
+
+    def decompress() -> torch.Tensor:
+        made.append(csr_dense(m))
+        return made[-1]
+
+    first, second = formats.dense(m, decompress), formats.dense(m, decompress)
+    assert len(made) == 2 and formats.dense(m, decompress) is second is not first
+    m.values.mul_(2)  # in place: seen, and kept again from the second call on
+    for count in (3, 4, 4):
+        assert torch.equal(formats.dense(m, decompress), csr_dense(m)) and len(made) == count
+    assert copy.deepcopy(formats)._dense is None
+    for _ in range(20):  # other values, perhaps at the address of those that were freed
+        m = m._replace(values=torch.randn_like(m.values))
+        assert torch.equal(formats.dense(m, decompress), csr_dense(m))
+
+
+def csr_dense(m: CsrMatrix) -> torch.Tensor:
+    return torch.sparse_csr_tensor(m.crow, m.col, m.values, m.size).to_dense()
+
+
+@pytest.mark.parametrize(
+    ("n", "what", "kind"), [(128, "speed", "cached"), (127, "speed", "dense"), (512, "memory", "dense")]
+)
+def test_what_is_kept(n: int, what: str, kind: str) -> None:
+    m = rows_of(random(6, 40, 0.4, dtype=torch.float32))
+    with keep(what):
+        for task in ("spmm", "transposed"):
+            assert {c.kind for c in candidates(task, m, n, True, 4)} == {"rows", "bitmap", kind}
+        assert "cached" not in {c.kind for c in candidates("sddmm", m, n, True, 4)}
+    assert keep.now() == "speed"
+    with pytest.raises(BadInput, match="speed"):
+        keep("all")
+    cached = KernelChoice("cached")
+    assert gpu_products._in_graph(cached) == KernelChoice("dense")
+    assert gpu_products._in_graph(cached._replace(kind="rows")).kind == "rows"
 
 
 def uneven(count: int, most: int, seed: int = 0) -> np.ndarray:
@@ -221,10 +262,11 @@ def test_the_dense_product_is_always_a_candidate(task, n, dtype):
     m = rows_of(random(500, 300, 0.1))
     m = m._replace(values=m.values.to(dtype))
     found = candidates(task, m, n, True, 132)
-    assert found.count(KernelChoice("dense")) == 1
+    dense = KernelChoice("cached" if n >= 128 and task != "sddmm" else "dense")
+    assert found.count(dense) == 1
     assert len(set(found)) == len(found)
-    assert {c.kind for c in found} == {"rows", "bitmap", "dense"}
+    assert {c.kind for c in found} == {"rows", "bitmap", dense.kind}
     for c in found:
-        if c.kind != "dense":
+        if c != dense:
             assert c.height & (c.height - 1) == 0 < c.height
             assert c.width & (c.width - 1) == 0 < c.width

@@ -90,7 +90,10 @@ def test_a_row_that_several_tasks_share(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("choice", [ROWS[0], TILES[0], KernelChoice("dense")], ids=str)
+DENSE = KernelChoice("dense"), KernelChoice("cached")
+
+
+@pytest.mark.parametrize("choice", [ROWS[0], TILES[0], *DENSE], ids=str)
 def test_narrow_types(device, dtype, choice):
     run_on(device, check, "odd", dtype, 5, choice, ("gelu", ()))
 
@@ -185,7 +188,9 @@ def check_turned(device, name, dtype, choice):
 
 
 @pytest.mark.parametrize("name", ["odd", "no nonzeros", "one element", "no columns"])
-@pytest.mark.parametrize("choice", [ROWS[0], TILES[0], TILES[1], KernelChoice("dense")], ids=str)
+@pytest.mark.parametrize(
+    "choice", [ROWS[0], TILES[0], TILES[1], KernelChoice("dense"), KernelChoice("cached")], ids=str
+)
 def test_the_transposed_product(device, name, choice):
     run_on(device, check_turned, name, torch.float32, choice)
 

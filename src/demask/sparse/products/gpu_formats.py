@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from demask.errors import BadInput
 from demask.kernels.plan_cache import TensorCache, identity, version
@@ -180,8 +181,13 @@ class MatrixFormats:
             if not 0 <= smallest <= largest < m.size[0]:
                 raise BadInput(f"expected rows below {m.size[0]}, got {smallest} to {largest}")
         self._tasks: dict[tuple[int, int | None], Tasks] = {}
+        self._dense: tuple[StorageWeakRef, Hashable, Tensor | None] | None = None
         self._derived: dict[str, Any] = {}
         self._cached: dict[Hashable, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, whose values are others."""
+        return {**self.__dict__, "_dense": None}
 
     def tasks(self, m: CsrMatrix, together: int, longest: int | None = None) -> Tasks:
         """Tasks of `spmm_rows` in groups of `together`."""
@@ -211,6 +217,22 @@ class MatrixFormats:
         if "bitmap" not in self._derived:
             self._derived["bitmap"] = bitmap_of(m)
         return self._derived["bitmap"]
+
+    def dense(self, m: CsrMatrix, decompress: Callable[[], Tensor]) -> Tensor:
+        """The dense matrix, cached from the second call with the same values on until they change: values in training,
+        which change from call to call, are never cached."""
+        values = m.values
+        storage = StorageWeakRef(values.untyped_storage())
+        state = storage.cdata, values.storage_offset(), version(values), values.dtype
+        known = self._dense
+        if known is None or known[0].expired() or known[1] != state:
+            self._dense = storage, state, None
+            return decompress()
+        if known[2] is not None:
+            return known[2]
+        dense = decompress()
+        self._dense = storage, state, dense
+        return dense
 
     def transposed(self, m: CsrMatrix) -> TransposedMatrix:
         """The transpose.

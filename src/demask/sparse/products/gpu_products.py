@@ -8,7 +8,8 @@ zeros, too: where x is infinite, they return NaN as a dense product does.
 
 Candidates of a product are measured once, and the fastest is used. Measurements are stored in the file
 of `machine.cost`, by device, sizes, density and dtype. Decompression followed by the dense library is
-always a candidate, so a sparse matrix is slower than a dense one by at most its decompression."""
+always a candidate, so a sparse matrix is slower than a dense one by at most its decompression; and with many
+columns the dense matrix is cached, unless in `keep("memory")`, so that it is not slower at all."""
 
 from __future__ import annotations
 
@@ -25,18 +26,21 @@ from demask.machine.cost import Costs, Question
 from demask.ops.activations import Act, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix, like, row_of
 from demask.sparse.products.gpu_formats import ALIGNED, TILE, MatrixFormats, formats_of, processors_of
+from demask.sparse.products.keep import keep
 
 TRANSPOSED = "transposed"  # name of the transposed product in cost files
 CALLS = 12  # per measurement
 COPIES = 8  # most copies of a matrix, so that it is read from memory and not from the cache
 WIDEST = 128  # columns of a tile
+CACHED_FROM = 128  # columns of x from which a dense matrix is cached
 FEW_COLUMNS = ((8, 1), (16, 2), (32, 1), (8, 4))  # lanes that share a row, and warps, for at most 8 columns
 Run = Callable[["KernelChoice", CsrMatrix, MatrixFormats], object]
 
 
 class KernelChoice(NamedTuple):
-    """kind: "rows", "bitmap" or "dense". height, width: of a tile; for SDDMM, entries (or rows) and
-    the step of the sum. split: parts of the sum; for "rows", the lanes that share a row.
+    """kind: "rows", "bitmap", "dense" (decompressed in each call) or "cached". height, width: of a tile;
+    for SDDMM, entries (or rows) and the step of the sum. split: parts of the sum; for "rows", the lanes
+    that share a row.
     """
 
     kind: str
@@ -58,7 +62,8 @@ def candidates(task: str, m: CsrMatrix, n: int, bits: bool, processors: int) -> 
     else:
         rows, tiles = _row_kernels(n), _bitmap_kernels(task, m, n, processors)
     tiles = tiles if bits else []
-    dense = [KernelChoice("dense")]
+    is_cached = task != "sddmm" and n >= CACHED_FROM and keep.now() == "speed"
+    dense = [KernelChoice("cached" if is_cached else "dense")]
     if m.values.dtype == torch.float32 or density < 0.03:
         order = [rows, tiles, dense] if density < 0.2 else [dense, rows, tiles]
     else:
@@ -112,16 +117,22 @@ def choose(task: str, m: CsrMatrix, formats: MatrixFormats, x: Tensor, run: Run)
     """
     n = x.shape[1]
     kind = kind_of(task, m, x)
-    key = (x.device, kind)
+    key = (x.device, kind, keep.now())
+    is_recorded = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if key in _CHOSEN:
-        return _CHOSEN[key]
+        return _in_graph(_CHOSEN[key]) if is_recorded else _CHOSEN[key]
     options = candidates(task, m, n, formats.bitmap(m) is not None, processors_of(x.device))
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
-        return options[0]
+    if not x.is_cuda or is_recorded:
+        return _in_graph(options[0]) if is_recorded else options[0]
     device_and_kind = f"{torch.cuda.get_device_name(x.device)} {kind}"
     with torch.cuda.device(x.device):
         _CHOSEN[key] = fastest(device_and_kind, options, lambda c: recorded(c, m, formats, run), costs())
     return _CHOSEN[key]
+
+
+def _in_graph(choice: KernelChoice) -> KernelChoice:
+    """The choice for a CUDA graph that is recorded: a cached matrix would not follow values that change later."""
+    return choice._replace(kind="dense") if choice.kind == "cached" else choice
 
 
 def kind_of(task: str, m: CsrMatrix, x: Tensor) -> str:
@@ -166,7 +177,7 @@ def recorded(choice: KernelChoice, m: CsrMatrix, formats: MatrixFormats, run: Ru
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for matrix, matrix_formats in copies:
+        for matrix, matrix_formats in [*copies, *copies]:  # the second call keeps a dense matrix
             run(choice, matrix, matrix_formats)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -275,6 +286,14 @@ def densified(m: CsrMatrix, formats: MatrixFormats | None = None) -> Tensor:
     return dense
 
 
+def dense_of(m: CsrMatrix, formats: MatrixFormats | None = None) -> Tensor:
+    """The dense matrix, cached for later calls unless `keep` says otherwise or a graph is recorded."""
+    formats = formats or formats_of(m)
+    if keep.now() == "memory" or (m.values.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return densified(m, formats)
+    return formats.dense(m, lambda: densified(m, formats))
+
+
 def run(
     m: CsrMatrix,
     formats: MatrixFormats,
@@ -287,8 +306,8 @@ def run(
     """`spmm` with one kernel, into `out`."""
     if not m.col.numel():
         return _fill_empty_rows(out, bias, act)
-    if choice.kind == "dense":
-        return _dense_product(densified(m, formats), x, bias, act, out)
+    if choice.kind in DENSE:
+        return _dense_product(DENSE[choice.kind](m, formats), x, bias, act, out)
     if choice.kind == "bitmap":
         return _by_bitmap(m, formats, x, bias, act, choice, out, False)
     return _by_rows(m, formats, x, bias, act, choice, out)
@@ -298,14 +317,21 @@ def run_transposed(m: CsrMatrix, formats: MatrixFormats, x: Tensor, choice: Kern
     """`spmm_transposed` with one kernel, into `out`."""
     if not m.col.numel():
         return out.zero_()
-    if choice.kind == "dense":
-        return _dense_product(densified(m, formats).t(), x, None, None, out)
+    if choice.kind in DENSE:
+        return _dense_product(DENSE[choice.kind](m, formats).t(), x, None, None, out)
     if choice.kind == "bitmap":
         return _by_bitmap(m, formats, x, None, None, choice, out, True)
     transpose = formats.transposed(m)
     size = (m.size[1], m.size[0])
     transposed = CsrMatrix(transpose.crow, transpose.col, m.values[transpose.order], None, size)
     return _by_rows(transposed, formats_of(transposed), x, None, None, choice, out)
+
+
+def _cached(m: CsrMatrix, formats: MatrixFormats) -> Tensor:
+    return formats.dense(m, lambda: densified(m, formats))
+
+
+DENSE: dict[str, Callable[[CsrMatrix, MatrixFormats], Tensor]] = {"dense": densified, "cached": _cached}
 
 
 def run_sddmm(m: CsrMatrix, formats: MatrixFormats, a: Tensor, b: Tensor, choice: KernelChoice, out: Tensor) -> Tensor:

@@ -64,4 +64,4 @@ def _dense_matrix(step: Layer, weights: Sequence[Tensor], columns: int, dtype: t
     gpu = kernels(values)
     if gpu is None or not gpu.takes(m, values):
         return stored.scattered(step, weights, columns, dtype)
-    return gpu.densified(m).to(dtype or values.dtype)
+    return gpu.dense_of(m).to(dtype or values.dtype)
