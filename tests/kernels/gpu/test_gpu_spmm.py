@@ -19,6 +19,7 @@ from sparse_cases import matrix
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 nightly = pytest.mark.nightly
 ROWS = [KernelChoice("rows", 8, 32, 1), KernelChoice("rows", 1, 128, 1), KernelChoice("rows", 32, 8, 2)]
+DENSE = KernelChoice("dense"), KernelChoice("cached")
 FEW = {n: KernelChoice("rows", *shape) for n, shape in {1: (1, 1, 1, 32), 2: (4, 2, 2, 16), 4: (4, 4, 1, 8)}.items()}
 FEW[8] = KernelChoice("rows", 16, 8, 4, 8)
 TILES = [KernelChoice("bitmap", 128, 32, 4), KernelChoice("bitmap", 64, 16, 4, 3)]
@@ -90,9 +91,6 @@ def test_a_row_that_several_tasks_share(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-DENSE = KernelChoice("dense"), KernelChoice("cached")
-
-
 @pytest.mark.parametrize("choice", [ROWS[0], TILES[0], *DENSE], ids=str)
 def test_narrow_types(device, dtype, choice):
     run_on(device, check, "odd", dtype, 5, choice, ("gelu", ()))
