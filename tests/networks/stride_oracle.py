@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -215,11 +216,12 @@ class Cell:
 class Truth:
     """selected: what the stride keeps of the wide value, after each function. finite: rows and
     channels whose inputs and wide values are all finite. large: rows with the largest number.
-    strided: by the strided convolution."""
+    greatest: of the wide values of a channel, in float64. strided: by the strided convolution."""
 
     selected: tuple[Tensor, ...]
     finite: Tensor
     large: Tensor
+    greatest: Tensor
     strided: tuple[Tensor, ...]
 
 
@@ -247,7 +249,8 @@ def truth(cell: Cell, site: StridedConv, call: FormInputs, write: Eager) -> Trut
     large = (call.x.abs() == MOST[cell.dtype]).flatten(1).any(1)[:, None]
     flat = (..., *[None] * rank)
     selected = tuple(v[picks] for v in values)
-    return Truth(selected, finite[flat], large[flat], tuple(strided))
+    greatest = values[0].double().abs().flatten(2).amax(2)
+    return Truth(selected, finite[flat], large[flat], greatest[flat], tuple(strided))
 
 
 def holds(
@@ -271,7 +274,12 @@ def holds(
     if output.shape != wanted.shape or output.dtype != wanted.dtype:
         return False
     if target.finite:
-        output = torch.where(expected.finite, output, wanted)
+        # Declared finite, also times the masks, which a form may take where nothing bounds the values.
+        counts = expected.finite
+        known = site.ranges[place]
+        if form.name == "two_masks" and known.high == math.inf and (known.low >= 0 or not site.drops):
+            counts = counts & (expected.greatest * max(target.masks) <= MOST[cell.dtype])
+        output = torch.where(counts, output, wanted)
     if anew and cell.dtype is FLOAT:  # which sums of the largest numbers overflow is the kernel's
         output = torch.where(expected.large, wanted, output)
     if exact:

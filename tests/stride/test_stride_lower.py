@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,24 @@ def test_two_masks_are_taken_where_numbers_are_bounded() -> None:
     ops = frozenset({"max_pool", "multiply"})
     goal = Target("two", ops, finite=True, forms=("two_masks",))
     assert choices(stem(nn.ReLU6()), (1, 3, 8, 8), goal) == ["two_masks"]
+    assert choices(stem(nn.ReLU()), (1, 3, 8, 8), goal) == ["two_masks"]  # declared finite, times the mask too
     with pytest.raises(NoSoundForm, match="may overflow"):
-        choices(stem(nn.ReLU()), (1, 3, 8, 8), goal)
+        choices(stem(nn.ReLU()), (1, 3, 8, 8), replace(goal, finite=False, ops=ops | {"select"}))
+
+
+@pytest.mark.parametrize("mask", [2.0, (2.0, 4.0, 2.0**60), (1.0, 8.0)])
+def test_two_masks_have_respective_values(mask) -> None:
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU()).eval(), torch.randn(2, 3, 15, 16)
+    goal = Target("two", frozenset({"max_pool", "multiply"}), finite=True, forms=("two_masks",), mask=mask)
+    plain = lower(net, (x,), target=goal)
+    assert torch.equal(plain(x), net(x))
+    values = [
+        plain.get_parameter(n) if n in dict(plain.named_parameters()) else t
+        for n, t in plain.named_buffers()
+        if "mask" in n
+    ]
+    factors = set(mask if isinstance(mask, tuple) else (mask,))
+    assert {*values[0].unique().tolist()} == {0.0, *factors}
 
 
 @pytest.mark.parametrize(("stride", "expected"), [(2, "phase_split"), (1, None)])

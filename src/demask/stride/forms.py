@@ -3,7 +3,7 @@
     y: the convolution of stride 1; m: mask of selected (1) and dropped (0) positions; s: the stride
 
     mask_max_pool   max_pool(m y)                       where y >= 0
-    two_masks       max_pool(a m y) (1 / a)             where y >= 0, for a power of two a
+    two_masks       max_pool(a m y) (1 / a)             where y >= 0, for powers of two a, one or several
     select_max_pool max_pool(y where m, else -inf)
     pool_1x1        max_pool(y), windows of one position
     slice           y[::s]
@@ -271,16 +271,17 @@ def _largest_pool(site: StridedConv, target: Target, known: Range) -> str | None
 
 
 def _two_masks(site: StridedConv, target: Target, known: Range) -> str | None:
-    a = target.mask
-    if site.integral:
-        return f"integers of {site.dtype} have no 1 / {a:g}"
-    if math.frexp(a)[0] != 0.5:
-        return f"a product with {a:g} rounds: only powers of two and their inverses do not"
     most = max(abs(known.low), abs(known.high))
-    if a < 1:
-        return f"small numbers times {a:g} lose bits"
-    if a > 1 and not a * most <= torch.finfo(site.dtype).max:
-        return f"{a:g} times values from {known} may overflow"
+    for a in target.masks:
+        if site.integral:
+            return f"integers of {site.dtype} have no 1 / {a:g}"
+        if math.frexp(a)[0] != 0.5:
+            return f"a product with {a:g} rounds: only powers of two and their inverses do not"
+        if a < 1:
+            return f"small numbers times {a:g} lose bits"
+        is_declared = target.finite and most == math.inf  # products with masks are values of the target, too
+        if a > 1 and not is_declared and not a * most <= torch.finfo(site.dtype).max:
+            return f"{a:g} times values from {known} may overflow"
     multiplies = Target("", target.ops - {"select"}, finite=target.finite)
     return _largest_pool(site, target, known) or _reason_against_product(site, multiplies)
 
@@ -375,13 +376,7 @@ def _masked(write: FormWriter, site: StridedConv, target: Target, y: Any, fill: 
     if "select" in target.ops:
         other = write.constant("fill", torch.tensor(fill, dtype=site.dtype))
         return write.call(aten.where.self, write.constant("mask", selected(site)), y, other)
-    return _scale_selected(write, site, y, 1)
-
-
-def _scale_selected(write: FormWriter, site: StridedConv, y: Any, factor: float) -> Any:
-    """The value times `factor` at selected positions, times 0 elsewhere."""
-    mask = (selected(site) * factor).to(site.dtype)
-    return write.call(aten.mul.Tensor, y, write.constant("mask", mask))
+    return write.call(aten.mul.Tensor, y, write.constant("mask", selected(site).to(site.dtype)))
 
 
 def _pool_windows(
@@ -407,9 +402,16 @@ def _build_mask_max_pool(write: FormWriter, site: StridedConv, target: Target, c
 
 
 def _build_two_masks(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
-    y = _scale_selected(write, site, write_dense(write, site, call, functions), target.mask)
+    y = write_dense(write, site, call, functions)
+    sizes = [axis.out for axis in site.axes]
+    numbers = itertools.islice(itertools.cycle(target.masks), math.prod(sizes))
+    factors = torch.tensor(list(numbers), dtype=site.dtype).reshape(sizes)
+    mask = torch.zeros(site.wide, dtype=site.dtype)
+    mask[tuple(slice(None, None, axis.stride) for axis in site.axes)] = factors
+    y = write.call(aten.mul.Tensor, y, write.constant("mask", mask))
     y = _pool_windows(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
-    return write.call(aten.mul.Tensor, y, 1 / target.mask)
+    is_one = len(target.masks) == 1
+    return write.call(aten.mul.Tensor, y, 1 / target.masks[0] if is_one else write.constant("inverse", 1 / factors))
 
 
 def _build_select(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:

@@ -72,10 +72,10 @@ class Target:
             axis; integers of at least 1. Default: inf, no limit.
         pool_windows: "any" (default), or "stride" if each window must be as large as its stride.
         pool_ceil: whether the last window may extend beyond the input (`ceil_mode`). Default: True.
-        finite: whether no value is Inf or NaN, so that 0 * x is 0. Default: False.
+        finite: whether no value is Inf or NaN, also not times `mask`, so that 0 * x is 0. Default: False.
         largest: upper bound of absolute values, a number above 0. Default: inf, no bound.
-        mask: the factor a of the form "two_masks", which multiplies by a and later by 1 / a; above
-            0. Default: 2.
+        mask: the factor a of the form "two_masks", which multiplies by a and later by 1 / a, above 0; or a
+            tuple of factors, one after another for the outputs of the strided convolution. Default: 2.
         forms: a tuple of names of forms (ways to write a convolution without its stride) in order
             of preference: the first exact one is used. Names: "mask_max_pool", "two_masks",
             "select_max_pool", "pool_1x1", "slice", "mask_sum_pool", "mask_avg_pool", "split",
@@ -107,7 +107,7 @@ class Target:
     pool_ceil: bool = True
     finite: bool = False
     largest: float = inf
-    mask: float = 2.0
+    mask: float | tuple[float, ...] = 2.0
     forms: tuple[str, ...] = ()
     forbidden: tuple[str, ...] = ()
 
@@ -130,11 +130,18 @@ class Target:
         for what, size in sizes.items():
             if not is_number(size) or size < 1 or size not in (inf, size // 1):
                 raise BadInput(f"target {self.name!r}: expected a {what} of 1 or more, an integer, got {size!r}")
-        bounds = self.mask, self.largest
-        if not all(map(is_number, bounds)) or not 0 < self.mask < inf or self.largest <= 0:
+        if isinstance(self.mask, list):
+            object.__setattr__(self, "mask", tuple(self.mask))
+        are_numbers = bool(self.masks) and all(map(is_number, (*self.masks, self.largest)))
+        if not are_numbers or not all(0 < a < inf for a in self.masks) or self.largest <= 0:
             raise BadInput(
                 f"target {self.name!r}: expected mask and largest above 0, got {self.mask!r} and {self.largest!r}"
             )
+
+    @property
+    def masks(self) -> tuple[float, ...]:
+        """The factors of the form "two_masks"."""
+        return self.mask if isinstance(self.mask, tuple) else (self.mask,)
 
 
 def _named(name: str, ops: str, **more: Any) -> Target:
