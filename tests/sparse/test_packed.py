@@ -172,7 +172,7 @@ def test_rows_that_an_instruction_expands(dtype: torch.dtype, monkeypatch) -> No
             assert float((linear(packed, x) - expected).abs().amax()) <= 1e-6 * float(expected.abs().amax())
 
 
-@pytest.mark.parametrize("form", ["dense", "bitmap"])
+@pytest.mark.parametrize("form", FORMS)
 def test_many_vectors_in_bfloat16(form: str, monkeypatch) -> None:
     """Where torch multiplies bfloat16 faster than float32: its products, of decoded rows."""
     monkeypatch.setattr(packed_product, "multiplies_in_bfloat16", lambda threads: True)
@@ -182,7 +182,9 @@ def test_many_vectors_in_bfloat16(form: str, monkeypatch) -> None:
         weight, bias = to_dense(packed, torch.bfloat16), torch.randn(rows).bfloat16()
         if packed_product.has_bitmap(torch.bfloat16) and form == "bitmap":
             assert torch.equal(packed_kernels.decode(packed, 0, rows, torch.bfloat16), weight)
-        x = torch.randn(3, 40, columns).bfloat16()
+        if form == "columns":
+            assert torch.equal(packed_kernels.decode_columns(packed, 0, rows), weight)
+        x = torch.randn(3, 50, columns).bfloat16()
         exact = F.linear(x.double(), weight.double(), bias.double())
         found = linear(packed, x, bias)
         assert found.dtype == torch.bfloat16 and found.shape == exact.shape and found.is_contiguous()

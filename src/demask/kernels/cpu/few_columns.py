@@ -262,6 +262,32 @@ class BitmapDecode:
                     b.store(values, e.at(line, b.add(b.mul(k, I64(size)), I64(size * BITS * unit))), align=size)
 
 
+@dataclass(frozen=True, slots=True)
+class ColumnsDecode:
+    """The nonzeros of rows in CSR in their columns of `out`, rows of zeros of as many bits, from row `first` on.
+
+    Of a call, weights are the nonzeros, bits their columns, and starts (int32) those of rows; begin, end and first are
+    rows. narrow: whether columns are 16-bit numbers without sign, or int32.
+    """
+
+    numbers: str
+    narrow: bool
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        """Write k(call, arena)."""
+        f, b, size = Fields(e, CALL.names), e.b, I64(SIZES[self.numbers])
+        kind = TYPES[self.numbers]
+        with e.loop(f["begin"], f["end"]) as row:
+            line = e.at(f.pointer("out"), b.mul(b.sub(row, f["first"]), f["out_pitch"]))
+            ends = [e.load_long(I32, f.pointer("starts"), b.add(row, I64(k))) for k in range(2)]
+            with e.loop(*ends) as k:
+                column = e.load(I16 if self.narrow else I32, f.pointer("bits"), k)
+                number = b.load(e.at(f.pointer("weights"), b.mul(k, size)), typ=kind, align=1)
+                b.store(number, e.at(line, b.mul(b.zext(column, I64), size)), align=SIZES[self.numbers])
+
+
 class BitmapPair:
     """Two rows of a bitmap, whose columns are read once, in ascending order."""
 

@@ -16,6 +16,7 @@ from demask.kernels.cpu.few_columns import (
     MOST,
     BitmapDecode,
     BitmapRows,
+    ColumnsDecode,
     DenseRows,
     is_bitmap_supported,
     permutations,
@@ -127,6 +128,23 @@ def decode(packed: PackedMatrix, first: int, last: int, dtype: torch.dtype = tor
     task.job.run(threads)
     TASKS.put(key, task)
     return out[: last - first, : packed.size[1]]
+
+
+def decode_columns(packed: PackedMatrix, first: int, last: int) -> Tensor:
+    """Rows of nonzeros with columns, in the dtype of the matrix, not scaled."""
+    values, crow, col = packed.tensors
+    out = torch.zeros(last - first, packed.size[1], dtype=values.dtype)
+    threads = threads_for(out.numel())
+    key = (ColumnsDecode(NUMBERS[packed.dtype], col.dtype == torch.int16),), threads, CALL
+    task = TASKS.take(key, lambda: KernelCalls(*key))
+    for name, tensor in (("weights", values), ("bits", col), ("starts", crow), ("out", out)):
+        task.structures[name] = tensor.data_ptr()
+    task.structures["out_pitch"], task.structures["first"] = out.element_size() * out.shape[1], first
+    task.structures["begin"] = [first + (last - first) * k // threads for k in range(threads)]
+    task.structures["end"] = [first + (last - first) * k // threads for k in range(1, threads + 1)]
+    task.job.run(threads)
+    TASKS.put(key, task)
+    return out
 
 
 MATRIX = Struct(f"={1 + (CALL.names or ()).index('end')}q")  # fields of a call that are of the matrix

@@ -21,6 +21,9 @@ from demask.machine.clock import race
 from demask.sparse.products.packed import BLOCK, PackedMatrix, column_numbers
 
 TOKENS, WIDTH = 128, 512  # of the products that are timed
+#: Vectors and density from which decoded rows take less time than nonzeros with columns, in bfloat16 where torch
+#: multiplies that faster (Zen 4, 30 % of 5,632 x 2,048, one thread: 256 vectors 36 and 52 ms, 64 vectors 13 and 10).
+MANY, DENSE_FROM = 128, 0.2
 
 
 def has_bitmap(dtype: torch.dtype) -> bool:
@@ -44,10 +47,13 @@ def linear(packed: PackedMatrix, x: Tensor, bias: Tensor | None = None) -> Tenso
     rows, columns = packed.size
     is_compiled = packed.dtype != torch.float64 and packed.tensors[0].is_cpu and x.is_cpu
     kernels = _kernels() if is_compiled else None
-    if kernels is not None and x.numel() and rows and (out := kernels.linear(packed, x, bias)) is not None:
-        return out
-    is_narrow = is_compiled and x.dtype == packed.dtype == torch.bfloat16 and packed.form != "columns"
-    if is_narrow and x.numel() and rows and multiplies_in_bfloat16(torch.get_num_threads()):
+    has_products = x.numel() > 0 and rows > 0
+    is_narrow = is_compiled and has_products and x.dtype == packed.dtype == torch.bfloat16
+    if kernels is not None and has_products and not (is_narrow and _decodes_columns(packed, x)):
+        out = kernels.linear(packed, x, bias)
+        if out is not None:
+            return out
+    if is_narrow and multiplies_in_bfloat16(torch.get_num_threads()):
         return _linear_in_bfloat16(packed, x, bias)
     tokens = x.to(_wide(packed)).reshape(-1, columns) if columns else x.new_zeros(math.prod(x.shape[:-1]), 0)
     out = x.new_zeros(len(tokens), rows, dtype=_wide(packed))
@@ -55,6 +61,13 @@ def linear(packed: PackedMatrix, x: Tensor, bias: Tensor | None = None) -> Tenso
         out[:, first:last] = tokens @ decode_rows(packed, first, last).t()
     out = out if bias is None else out + bias
     return out.to(x.dtype).reshape(*x.shape[:-1], rows)
+
+
+def _decodes_columns(packed: PackedMatrix, x: Tensor) -> bool:
+    """Whether nonzeros with columns are decoded for products in bfloat16."""
+    rows, columns = packed.size
+    is_many = x.numel() >= MANY * columns and packed.tensors[0].numel() >= DENSE_FROM * rows * columns
+    return packed.form == "columns" and is_many and multiplies_in_bfloat16(torch.get_num_threads())
 
 
 def _linear_in_bfloat16(packed: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -66,9 +79,11 @@ def _linear_in_bfloat16(packed: PackedMatrix, x: Tensor, bias: Tensor | None) ->
     tokens = x.reshape(-1, packed.size[1])
     for first, last in _blocks(packed):
         if kernels is None:
-            block = packed.decode_bits(first, last).to(x.dtype)
-        else:
+            block = decode_rows(packed, first, last).to(x.dtype)
+        elif packed.form == "bitmap":
             block = kernels.decode(packed, first, last, x.dtype)
+        else:
+            block = kernels.decode_columns(packed, first, last)
         out[:, first:last] = F.linear(tokens, block, None if bias is None else bias[first:last])
     return out.view(*x.shape[:-1], packed.size[0])
 
