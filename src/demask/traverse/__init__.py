@@ -1,6 +1,7 @@
 """Depth-first execution of networks within a memory budget, with equal results."""
 
 from demask.traverse.batching.batch import batch, traffic
+from demask.traverse.device import Device
 from demask.traverse.halo import Halo, halo
 from demask.traverse.normalization import FrozenStatistics, calibrate
 from demask.traverse.planning.plan import Segment
@@ -9,6 +10,7 @@ from demask.traverse.stream import Streamed, stream
 from demask.traverse.tile import plan, tile
 
 __all__ = [
+    "Device",
     "FrozenStatistics",
     "Halo",
     "Plan",

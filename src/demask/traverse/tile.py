@@ -22,9 +22,10 @@ from demask.ops.regions import region_rule
 from demask.traverse.analysis.flow import Flow, capture_at_sizes, flow_of
 from demask.traverse.analysis.split_global_ops import with_moments
 from demask.traverse.axes import Axes, axes_of
+from demask.traverse.device import Device
 from demask.traverse.execution.tiled_module import Tiled, tiled
 from demask.traverse.planning.plan import TilePlan
-from demask.traverse.planning.plan_memory import WORKERS, MemoryLayout
+from demask.traverse.planning.plan_memory import LIBRARIES, WORKERS, MemoryLayout
 from demask.traverse.planning.planner import plan_flow
 
 
@@ -93,6 +94,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     memory: str | int = BUDGET,
+    device: Device | None = None,
     workers: int = 1,
     table: Table = TABLE,
 ) -> TilePlan:
@@ -105,7 +107,9 @@ def plan(
         args: tuple of example inputs, as in `tile`. Only shapes and dtypes of tensors matter, so an
             image larger than memory can be passed as `torch.empty(1).expand(1, 3, 16384, 16384)`.
         kwargs: mapping of example keyword inputs; default None, no keyword inputs.
-        memory: budget in bytes, an int or a text such as "256MiB"; default "512MiB".
+        memory: budget in bytes, an int or a text such as "256MiB"; default "512MiB". Below 8 MiB, which
+            libraries take, it is the memory of a `Device`: such a plan cannot be executed by `tile`.
+        device: the memory to plan for in place of `memory`; default None, this process.
         workers: number of threads that compute strips of the image in parallel, 1 to 64; default 1.
         table: op table, as in `tile`; default `demask.ops.TABLE`.
 
@@ -125,11 +129,20 @@ def plan(
         >>> tiles.segments[0].mode, tiles.peak < 32 * 2**20, tiles.recompute
         ('bands', True, 1.0)
     """
-    return _plan_model(model, args, kwargs, parse_memory(memory), workers, table)[2]
+    if device is None and parse_memory(memory) <= LIBRARIES:
+        device = Device(memory)
+    budget = parse_memory(memory) if device is None else device.bytes
+    return _plan_model(model, args, kwargs, budget, workers, table, device)[2]
 
 
 def _plan_model(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, budget: int, workers: int, table: Table
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    budget: int,
+    workers: int,
+    table: Table,
+    device: Device | None = None,
 ) -> tuple[Program, Flow, TilePlan, MemoryLayout]:
     if not is_integer(workers) or not 1 <= workers <= WORKERS:
         raise BadInput(f"expected 1 to {WORKERS} workers, got {workers!r}")
@@ -143,6 +156,8 @@ def _plan_model(
     flow = flow_of(program, table)
     if not flow.axes:
         raise BadInput("no input has rows to cut: expected images (N, C, H, W), volumes or sequences")
+    if device is not None:
+        flow = replace(flow.without_compiler, device=device)
     flow, tile_plan, layout = plan_flow(flow, budget, workers=workers)
     return program, flow, replace(tile_plan, images=has_several), layout
 

@@ -31,6 +31,7 @@ from demask.shrink.program_size import count_macs
 from demask.traverse.analysis.partial_reductions import Reduction, reduction
 from demask.traverse.analysis.split_global_ops import split_global_calls, with_moments
 from demask.traverse.axes import Axes, axes_of, full_window, image_axes, length
+from demask.traverse.device import Device
 from demask.traverse.local.dispatch import Local, local
 
 Rule = Callable[[int, int], Interval]  # positions of an output -> those of an operand
@@ -54,7 +55,8 @@ class Flow:
     """A program, and how each of its calls runs.
 
     axes: of the values that are cut. local, gathers: how cut and gathered calls run. refusals:
-    reasons why other calls that read rows run uncut.
+    reasons why other calls that read rows run uncut. device: whose memory plans are for; None for
+    this process.
     """
 
     program: Program
@@ -63,6 +65,7 @@ class Flow:
     gathers: Mapping[fx.Node, Reduction]
     refusals: Mapping[fx.Node, str]
     relations: Mapping[fx.Node, Relation | Declined]
+    device: Device | None = None
 
     def macs(self, node: fx.Node) -> int:
         """Multiply-adds of a call on all of its operands."""

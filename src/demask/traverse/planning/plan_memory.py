@@ -148,7 +148,8 @@ def plan_stage_memory(
         peaks.add(step)
     owner = _owners(stage, peaks)
     lives = _lifetimes(stage, peaks, owner)
-    scratch = {k: n for k, n in peaks.scratch.items() if n}
+    device = stage.flow.device
+    scratch = {} if device is not None else {k: n for k, n in peaks.scratch.items() if n}
     blocks = [Block(align_size(peaks.block[v]), *life) for v, life in lives.items()]
     blocks += [Block(align_size(n), k, k) for k, n in scratch.items()]
     arena = ArenaPlan((0,) * len(blocks), peak_bytes(blocks)) if estimate else plan_arena(blocks)
@@ -162,9 +163,19 @@ def plan_stage_memory(
     packed = sum(packed_sizes) + max(packed_sizes, default=0)  # packing one weight needs a copy
     kernels = frozenset(peaks.kernels - {None})
     block_offsets = dict(zip(lives, arena.offsets, strict=False))
+    if device is not None:  # nothing is torch's, and weights are not packed
+        weights = device.weight_bytes(_weights_of(stage))
+        return StageMemory(block_offsets, tails, scratch_blocks, owner, size, 0, weights, frozenset())
     large = frozenset(k for k, n in peaks.allocated.items() if n >= LARGE)
     allocated = max(peaks.allocated.values(), default=0)
     return StageMemory(block_offsets, tails, scratch_blocks, owner, size, allocated, packed, kernels, large)
+
+
+def _weights_of(stage: Stage) -> list[Tensor]:
+    """The captured tensors that the calls of a stage read, each once."""
+    constants = stage.flow.constants
+    nodes = {n for unit in stage.units for node in unit.nodes for n in node.all_input_nodes if n in constants}
+    return [constants[node] for node in nodes]
 
 
 def _lifetimes(stage: Stage, peaks: _PeakSizes, owner: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, tuple[int, int]]:
@@ -280,7 +291,9 @@ class MemoryLayout:
 
     @property
     def overhead(self) -> int:
-        """Bytes of libraries and oneDNN's kernels."""
+        """Bytes of libraries and oneDNN's kernels; 0 of a device."""
+        if any(placed.stage.flow.device is not None for placed in self.segments):
+            return 0
         kernels = frozenset[Any]().union(*(placed.memory.kernels for placed in self.segments))
         return LIBRARIES + KERNEL * min(len(kernels), KERNELS)
 

@@ -26,6 +26,7 @@ from demask.machine.cost import TWO_CORES
 from demask.ops.schema import fake
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.analysis.partial_reductions import can_stream_keys
+from demask.traverse.device import Device
 from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment, TilePlan
 from demask.traverse.planning.plan_memory import (
     LIBRARIES,
@@ -445,7 +446,7 @@ def plan_tiles(
                 spills=spills,
                 tiles=tiles,
                 workers=workers,
-                smallest=2**20 if cut is None else 0,
+                smallest=2**20 if cut is None and flow.device is None else 0,
                 cut=cut,
             )
             for recompute in (False, True)
@@ -467,10 +468,19 @@ def plan_tiles(
     )
 
 
+def _device_note(device: Device) -> str:
+    words = {"dense": "as they are", "compressed": "as nonzeros and a bit for each element", "outside": "outside"}
+    return (
+        f"the memory is that of a device, in which this process is not counted; weights of a segment are "
+        f'{words[device.weights]}; "on disk" is outside of that memory'
+    )
+
+
 def _find_fitting(planner: Planner, available: int) -> tuple[float, MemoryLayout] | None:
     """The seconds and the exact layout of the fastest segments that fit; None where none fit. The
     limit is lowered where an estimate of memory was too low."""
-    limit = float(available - LIBRARIES)
+    libraries = LIBRARIES if planner.flow.device is None else 0
+    limit = float(available - libraries)
     for _ in range(8):
         fastest = planner.search(limit)
         if fastest is None:
@@ -480,7 +490,7 @@ def _find_fitting(planner: Planner, available: int) -> tuple[float, MemoryLayout
             return exact
         limit -= exact[1].peak - available
     size, seconds, segments = planner.least()
-    exact = _seconds_and_layout(planner, (seconds, segments)) if size + LIBRARIES <= available else None
+    exact = _seconds_and_layout(planner, (seconds, segments)) if size + libraries <= available else None
     return exact if exact is not None and exact[1].peak <= available else None
 
 
@@ -508,5 +518,8 @@ def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, reserved: int) ->
         untiled,
         sum(s.traffic for s in exact),
         sizes,
-        notes=tuple(f"{node.name} runs whole: {text}" for node, text in flow.refusals.items()),
+        notes=(
+            *(f"{node.name} runs whole: {text}" for node, text in flow.refusals.items()),
+            *([] if flow.device is None else [_device_note(flow.device)]),
+        ),
     )

@@ -1,0 +1,77 @@
+"""Plans for the memory of a device: rows and weights in it, and nothing of this process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from demask.errors import BadInput, BudgetTooSmall
+from demask.traverse import Device, Plan, plan, tile
+
+ROW = 4 * 64 * 4  # bytes of a row of four channels of 64 columns
+
+
+def stack(layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(4 if k else 3, 4, 3, padding=1) for k in range(layers)]
+    return nn.Sequential(*(module for conv in convolutions for module in (conv, nn.ReLU()))).eval()
+
+
+X = torch.zeros(1, 3, 64, 64)
+
+
+@pytest.mark.parametrize("memory", ["32KiB", "128KiB", "1MiB", "8MiB"])
+def test_small_memories(memory: str) -> None:
+    net = stack()
+    tiles = plan(net, (X,), memory=memory)
+    assert tiles == plan(net, (X,), device=Device(memory)) and Plan.from_dict(tiles.to_dict()) == tiles
+    assert tiles.overhead == 0 and tiles.peak == tiles.live <= tiles.budget == Device(memory).bytes
+    assert tiles.recompute == 1.0
+    assert "this process is not counted" in str(tiles)
+    weights = sum(p.numel() * 4 for p in net.parameters())
+    if memory == "32KiB":
+        assert {segment.mode for segment in tiles.segments} == {"bands"}
+        rows = max(segment.bytes for segment in tiles.segments)
+        assert tiles.live <= rows + weights and all(segment.rows < 16 for segment in tiles.segments)
+    else:
+        assert tiles.live >= weights / len(tiles.segments)
+
+
+def test_the_least_memory_holds_what_layers_need() -> None:
+    """Of one layer at least: three rows of its input, one of its output, and its weight."""
+    net = stack(2)
+    with pytest.raises(BudgetTooSmall, match="libraries and kernels take 0 B") as error:
+        plan(net, (X,), device=Device(512))
+    least = error.value.least
+    weights = [p.numel() * 4 for p in net.parameters()]
+    assert ROW <= least <= 3 * (3 * ROW) + sum(weights)
+    assert plan(net, (X,), device=Device(int(least * 1.01) + 1)).peak <= least * 1.01 + 1
+    outside = plan(net, (X,), device=Device(int(least * 1.01) + 1, weights="outside"))
+    assert outside.live < least
+
+
+def test_weights_take_what_they_are_stored_in() -> None:
+    net = nn.Conv2d(8, 64, 3, padding=1, bias=False).eval()
+    x = torch.zeros(1, 8, 32, 32)
+    net.weight.data *= torch.rand_like(net.weight) < 0.1
+    nonzeros, count = int(net.weight.count_nonzero()), net.weight.numel()
+    live = {
+        weights: plan(net, (x,), device=Device("1MiB", weights=weights)).live  # type: ignore[arg-type]
+        for weights in ("dense", "compressed", "outside")
+    }
+    assert live["dense"] - live["outside"] == 4 * count
+    assert live["compressed"] - live["outside"] == 4 * nonzeros + count // 8
+    net.weight.data.fill_(1.0)  # the bits would be added
+    full = plan(net, (x,), device=Device("1MiB", weights="compressed"))
+    assert full.live == live["dense"]
+
+
+def test_bad_devices_and_what_runs() -> None:
+    for bad in (0, -1, "much", 1.5):
+        with pytest.raises(BadInput):
+            Device(bad)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="outside"):
+        Device("1MiB", weights="none")  # type: ignore[arg-type]
+    with pytest.raises(BudgetTooSmall):
+        tile(stack(), (X,), memory="32KiB")  # the process itself takes more
