@@ -16,10 +16,12 @@ from demask.errors import BadInput
 from demask.kernels.cpu.csr import isa_of_sums, pieces, vector
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
 from demask.kernels.llvm.jit import assembly
+from demask.machine.clock import set_threads
 from demask.ops.activations import activation_module, presets
 from demask.sparse import DCSR, spmm
 from demask.sparse.csr_matrix import CSR_NUMBERS
-from demask.sparse.products.cpu_products import CsrMatrix, Options, SpmmTask, multiplied, shares
+from demask.sparse.products import cpu_products
+from demask.sparse.products.cpu_products import CsrMatrix, Options, SpmmTask, multiplied, shares, split_rows
 from guarded import guarded
 from night import at_night
 from sparse_cases import as_csr, csr, matrix
@@ -322,6 +324,44 @@ def test_shares_of_threads_have_about_as_many_nonzeros():
         sums = [counts[a:b].sum() for a, b in pairwise(ends)]
         assert max(sums) <= counts.sum() / threads + counts.max()
     assert shares(torch.tensor([0, 9, 2, 40, 3]), 3)[-1] == 4  # invalid, but every row is in a share
+
+
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_parts_of_long_rows_are_added(n: int, monkeypatch) -> None:
+    """With the same bits for any number of threads, and gradients; rows that are renumbered, too."""
+    w, x, bias = uneven(40, 129, 0.1), torch.randn(129, n), torch.randn(40)
+    unsplit = spmm(as_csr(w), x, bias, "silu")
+    monkeypatch.setattr(cpu_products, "LONG", 4)
+    monkeypatch.setattr(cpu_products, "WORK", 16)
+    values, crow, col = csr(w)
+    split = split_rows(CsrMatrix(crow, col, values, None, (40, 129)))
+    assert split is not None and int(split.parts.crow.diff().max()) <= 4 and int(split.counts.max()) == 33
+    results = []
+    for threads in (1, 2, 3):
+        with set_threads(threads):
+            results.append(spmm(as_csr(w), x, bias, "silu"))
+            torch.testing.assert_close(results[-1], unsplit, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(spmm(DCSR.from_csr(as_csr(w)), x, bias, "silu"), unsplit, rtol=1e-5, atol=2e-5)
+    assert all(torch.equal(result, results[0]) for result in results)
+    y = x.clone().requires_grad_()
+    spmm(as_csr(w), y).sum().backward()
+    torch.testing.assert_close(y.grad, w.sum(0)[:, None].expand_as(x), rtol=1e-5, atol=2e-5)
+    rows = torch.tensor([0, 9, 2, 40], dtype=torch.int32)  # do not rise
+    with pytest.raises(BadInput):
+        multiplied(CsrMatrix(rows, torch.zeros(40, dtype=torch.int32), torch.ones(40), None, (3, 129)), x, None, None)
+
+
+def test_threads_share_a_row_that_is_far_longer_than_others():
+    counts = (np.random.default_rng(0).pareto(0.9, 20_000) * 100).astype(np.int64).clip(0, 3_000_000)
+    crow = torch.tensor([0, *counts.cumsum()], dtype=torch.int32)
+    col = torch.zeros(int(crow[-1]), dtype=torch.int32)
+    split = split_rows(CsrMatrix(crow, col, col, None, (20_000, 1)))
+    assert split is not None and len(split.parts.crow) < 20_000 + 300
+    loads = []
+    for starts in (crow, split.parts.crow):
+        ends = shares(starts, 16)
+        loads.append(max(int(starts[b] - starts[a]) for a, b in pairwise(ends)) / (int(crow[-1]) / 16))
+    assert loads[0] > 1.8 and loads[1] <= 1.13  # of the mean: a part is 1/128 of all
 
 
 @pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)

@@ -23,6 +23,7 @@ from demask.sparse.csr_matrix import CSR_NUMBERS, CsrMatrix
 
 WORK = 1 << 19  # products of a thread for which another one pays: starting it takes about 0.1 ms where cores are shared
 FULL = 8  # columns: products with fewer take as long for each nonzero
+LONG, PARTS = 2**15, 128  # nonzeros of a part of a row, at least; parts of all nonzeros, about
 OFTEN = 8  # reads of a row of x for which a padded copy pays
 
 
@@ -144,6 +145,8 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
         names = names.contiguous()
     if crow.numel() <= 1 or not n:
         return out
+    if entries > 2 * LONG and (split := split_rows(m)) is not None:
+        return _multiplied_by_parts(m, split, x, bias, act)
     numbers = CSR_NUMBERS[values.dtype]
     x, padded = _pad_rows(x, entries, vector(n, isa_of_sums(host(), numbers)))
     values = values.contiguous()
@@ -158,6 +161,54 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
     if valid:
         return out
     raise BadInput(f"expected row starts that rise to {entries} and columns below {size[1]}")
+
+
+class SplitRows(NamedTuple):
+    """A matrix whose rows are parts of the rows of another, which has so many parts of each row from a first one on."""
+
+    parts: CsrMatrix
+    firsts: Tensor
+    counts: Tensor
+
+
+def split_rows(m: CsrMatrix) -> SplitRows | None:
+    """The matrix with rows that are far longer than others in parts, so that threads share them; None if there are no
+    such rows, or row starts do not rise. The parts do not depend on threads, so that sums do not.
+
+    >>> from demask.sparse.csr_matrix import CsrMatrix
+    >>> split_rows(CsrMatrix(torch.tensor([0, 2]), torch.tensor([0, 1]), torch.ones(2), None, (1, 2))) is None
+    True
+    """
+    lengths, most = m.crow.diff(), max(LONG, m.col.numel() // PARTS)
+    if int(lengths.max()) <= 2 * most or int(lengths.min()) < 0:
+        return None
+    counts = ((lengths + most - 1) // most).clamp(min=1).long()
+    firsts = counts.cumsum(0) - counts
+    row = torch.arange(len(counts)).repeat_interleave(counts)
+    starts = m.crow[row] + (torch.arange(len(row)) - firsts[row]) * most
+    crow = torch.cat([starts, m.crow[-1:]]).to(m.crow.dtype)
+    return SplitRows(CsrMatrix(crow, m.col, m.values, None, (len(row), m.size[1])), firsts, counts)
+
+
+def _multiplied_by_parts(m: CsrMatrix, split: SplitRows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
+    """`multiplied`, with the parts of each row added in their order."""
+    sums = multiplied(split.parts, x, None, None)
+    y = sums[split.firsts]
+    for row in (split.counts > 1).nonzero().flatten().tolist():
+        first, count = int(split.firsts[row]), int(split.counts[row])
+        for part in range(first + 1, first + count):
+            y[row] += sums[part]
+    rows = m.names
+    if rows is not None and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < m.size[0]:
+        raise BadInput(f"expected rows below {m.size[0]}, got {int(rows.min())} to {int(rows.max())}")
+    shift = None if bias is None else bias if rows is None else bias[rows.long()]
+    y = apply_activation(y if shift is None else y + shift[:, None], act)
+    if rows is None:
+        return y
+    out = x.new_empty(m.size[0], x.shape[1])
+    _fill_empty_rows(out, bias, act)
+    out[rows.long()] = y
+    return out
 
 
 def threads_for(products: int) -> int:
