@@ -25,7 +25,7 @@ from demask.traverse.axes import Axes, axes_of
 from demask.traverse.device import Device
 from demask.traverse.execution.tiled_module import Tiled, tiled
 from demask.traverse.planning.plan import TilePlan
-from demask.traverse.planning.plan_memory import LIBRARIES, WORKERS, MemoryLayout
+from demask.traverse.planning.plan_memory import WORKERS, MemoryLayout
 from demask.traverse.planning.planner import plan_flow
 
 
@@ -107,9 +107,9 @@ def plan(
         args: tuple of example inputs, as in `tile`. Only shapes and dtypes of tensors matter, so an
             image larger than memory can be passed as `torch.empty(1).expand(1, 3, 16384, 16384)`.
         kwargs: mapping of example keyword inputs; default None, no keyword inputs.
-        memory: budget in bytes, an int or a text such as "256MiB"; default "512MiB". Below 8 MiB, which
-            libraries take, it is the memory of a `Device`: such a plan cannot be executed by `tile`.
-        device: the memory to plan for in place of `memory`; default None, this process.
+        memory: budget in bytes, an int or a text such as "256MiB"; default "512MiB".
+        device: the memory of an accelerator, or a cache, to plan for in place of `memory`, which need not hold this
+            process: 32 KiB may do. `tile` does not execute such a plan. Default: None, this process.
         workers: number of threads that compute strips of the image in parallel, 1 to 64; default 1.
         table: op table, as in `tile`; default `demask.ops.TABLE`.
 
@@ -129,8 +129,6 @@ def plan(
         >>> tiles.segments[0].mode, tiles.peak < 32 * 2**20, tiles.recompute
         ('bands', True, 1.0)
     """
-    if device is None and parse_memory(memory) <= LIBRARIES:
-        device = Device(memory)
     budget = parse_memory(memory) if device is None else device.bytes
     return _plan_model(model, args, kwargs, budget, workers, table, device)[2]
 
