@@ -132,7 +132,7 @@ def _step(entry: dict[str, Any]) -> AnyStep:
     fields = row.fields(**{key: values[key] for key in row.fields._fields if key in values})
     weight = {"weight": SparseWeight(*values["weight"]), "bias": values["bias"]} if "weight" in row.keys else {}
     rest = {key: values[key] for key in ("index", "act", "kind", "name") if key in values}
-    return Step(op, (*reads, *added), fields, **weight, **rest, adds=bool(added) or op == "add")
+    return Step(op, (*reads, *added), fields, **weight, **rest, adds=bool(added) or row.adds)
 
 
 def _tupled(value: Any) -> Any:

@@ -70,7 +70,8 @@ class Row:
     the result in ATen ops, before the sum and the activation, from the operands and constants. check
     raises BadInput for fields that are invalid for all sizes, check_stored for constants that are
     invalid for all inputs. constants: of a step, for an operand of this shape and dtype. keeps_sign:
-    whether the result is not negative if the operands are not. called: of a call of an ATen op.
+    whether the result is not negative if the operands are not. activates, adds: whether its steps always
+    have an activation, or add their last operand. called: of a call of an ATen op.
     """
 
     lowering: str
@@ -84,6 +85,8 @@ class Row:
     check_stored: Callable[[Any, Sequence[Tensor]], None] = lambda step, weights: None
     constants: Callable[[Any, str, Sequence[int], torch.dtype, Sequence[Tensor]], Constants] = _no_constants
     keeps_sign: bool = False
+    activates: bool = False
+    adds: bool = False
     called: CalledOp | None = None
 
     @property
@@ -135,10 +138,9 @@ def check_step(step: AnyStep, known: int) -> None:
     if type(step.name) is not str:
         raise BadInput(f"expected a name, got {step.name!r:.40}")
     row.check(step)
-    is_activation = step.op == "map"
-    if step.act is not None or is_activation:
+    if step.act is not None or row.activates:
         _check_act(step.act)
-    if (step.act is not None and "act" not in row.keys) or (step.adds and "add" not in row.keys and step.op != "add"):
+    if (step.act is not None and "act" not in row.keys) or (step.adds and not row.adds and "add" not in row.keys):
         raise BadInput(f"expected {step.op} without activation and sum, got {step!r:.200}")
 
 
@@ -530,8 +532,8 @@ ROWS: dict[str, Row] = {
     "flat": Row(
         FLAT, _flat_shape, lambda step, kind, operands, constants: operands[0].flatten(1), kinds=IMAGE,
         makes=lambda step, kind: "tokens", keeps_sign=True),
-    "map": Row(ELEMENTWISE, _same_shape, _first, ("x", "act")),
-    "add": Row(ELEMENTWISE, _same_shape, _first, ("x", "z", "act"), keeps_sign=True),
+    "map": Row(ELEMENTWISE, _same_shape, _first, ("x", "act"), activates=True),
+    "add": Row(ELEMENTWISE, _same_shape, _first, ("x", "z", "act"), keeps_sign=True, adds=True),
     "scale": Row(
         SCALE, _scaled_shape, lambda step, kind, operands, constants: operands[0] * operands[1],
         ("x", "z", "act"), kinds=IMAGE, keeps_sign=True),

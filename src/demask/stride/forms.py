@@ -407,7 +407,7 @@ def _build_two_masks(write: FormWriter, site: StridedConv, target: Target, call:
     numbers = itertools.islice(itertools.cycle(target.masks), math.prod(sizes))
     factors = torch.tensor(list(numbers), dtype=site.dtype).reshape(sizes)
     mask = torch.zeros(site.wide, dtype=site.dtype)
-    mask[tuple(slice(None, None, axis.stride) for axis in site.axes)] = factors
+    mask[selected(site)] = factors.flatten()
     y = write.call(aten.mul.Tensor, y, write.constant("mask", mask))
     y = _pool_windows(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
     is_one = len(target.masks) == 1

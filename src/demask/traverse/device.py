@@ -42,7 +42,7 @@ class Device:
     weights: Literal["dense", "compressed", "outside"] = "dense"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "memory", parse_memory(self.memory))
+        parse_memory(self.memory)  # raises BadInput
         if self.weights not in WEIGHTS:
             raise BadInput(f"expected weights of {WEIGHTS}, got {self.weights!r:.40}")
 

@@ -42,9 +42,9 @@ def plans(threads: int) -> list[SegmentPlan]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_plan_prints_all_that_its_tape_does(threads: int) -> None:
-    found = plans(threads)
-    assert len(found) == 1
-    for plan in found:
+    every = plans(threads)
+    assert len(every) == 1
+    for plan in every:
         rows = plan.rows
         assert [row.value for row in rows] == list(range(len(rows)))
         assert sum(n for row in rows if row.together is None for *_, n in row.kernels) == len(
@@ -57,9 +57,9 @@ def test_a_plan_prints_all_that_its_tape_does(threads: int) -> None:
         for row in rows:
             (line,) = [line for line in lines if line.split()[:1] == [str(row.value)]]
             assert row.op.split(",")[0] in line and row.where in line
-    names = {row.name for plan in found for row in plan.rows}
+    names = {row.name for plan in every for row in plan.rows}
     assert {"stem", "wide", "gate", "head"} <= names
-    kernels = str(found[0])
+    kernels = str(every[0])
     assert "depthwise tile" in kernels and "pool" in kernels and "softmax" in kernels
 
 

@@ -22,7 +22,7 @@ from demask.sparse.products.packed import BLOCK, PackedMatrix, column_numbers
 
 TOKENS, WIDTH = 128, 512  # of the products that are timed
 #: Vectors and density from which decoded rows take less time than nonzeros with columns, in bfloat16 where torch
-#: multiplies that faster (Zen 4, 30 % of 5,632 x 2,048, one thread: 256 vectors 36 and 52 ms, 64 vectors 13 and 10).
+#: multiplies that faster. Measured with AVX512-BF16: rows of the page `language_model.md`.
 MANY, DENSE_FROM = 128, 0.2
 
 
