@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from demask.exec.analysis.split_global_ops import BROADCAST, SINGLE_OUTPUTS, STATISTICS
 from demask.ops.entry import op_name
 from demask.rewrites.activations import ACTIVATIONS
 from demask.rewrites.normalize import NORMALIZE
@@ -12,7 +13,6 @@ from demask.shrink.stack_border_maps import SEPARATE, STACKED
 from demask.stride.average_pools import POOLS_AS_CONVOLUTIONS, SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS
 from demask.stride.raise_strides import ABSORBED
 from demask.stride.subsampling_as_slices import SUBSAMPLING_AS_SLICES
-from demask.traverse.analysis.split_global_ops import BROADCAST, SINGLE_OUTPUTS, STATISTICS
 from demask.tune.candidates import TUNE
 from demask.tune.fold_affine import FOLD
 from docs.generate import DOCS

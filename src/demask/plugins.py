@@ -35,7 +35,7 @@ PUBLIC_MODULES = {
 
 CUSTOM_OPS.declare("chain", "demask.pilot.chains.chain_op")
 CUSTOM_OPS.declare("dequantize", "demask.ops.quantization")
-CUSTOM_OPS.declare("moments", "demask.traverse.analysis.split_global_ops")
+CUSTOM_OPS.declare("moments", "demask.exec.analysis.split_global_ops")
 CUSTOM_OPS.declare("packed_linear", "demask.sparse.lower_packed")
 CUSTOM_OPS.declare("quantize", "demask.ops.quantization")
 CUSTOM_OPS.declare("segment", "demask.sparse.segment.inline")

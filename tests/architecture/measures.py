@@ -40,7 +40,7 @@ RULE_TABLES = {
     "sparse.segment.match_calls",
     "stride.accelerator.emit_compute",
     "stride.accelerator.emit_layout",
-    "traverse.local.carried",
+    "exec.local.carried",
     "tune.fold_affine",
     "tune.join_as_sum",
 }

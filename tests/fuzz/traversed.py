@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from demask.exec.analysis.flow import Flow, capture_at_sizes, flow_of
+from demask.exec.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment
+from demask.exec.planning.plan_memory import lay_out
+from demask.exec.planning.planner import Planner, packed_plan
 from demask.ops import TABLE
-from demask.traverse.analysis.flow import Flow, capture_at_sizes, flow_of
 from demask.traverse.execution.tiled_module import Tiled, tiled
-from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment
-from demask.traverse.planning.plan_memory import lay_out
-from demask.traverse.planning.planner import Planner, packed_plan
 
 
 def executed(

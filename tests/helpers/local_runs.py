@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from demask.exec import axes as parts
+from demask.exec.axes import Axes, Window
+from demask.exec.local.dispatch import Local, local
 from demask.machine.arena import ALIGNMENT
 from demask.ops import TABLE, Declined, Relation, bind, regions
 from demask.ops.entry import Shape as S
 from demask.ops.laws import call_node, draw_tensor, target_of
-from demask.traverse import axes as parts
-from demask.traverse.axes import Axes, Window
-from demask.traverse.local.dispatch import Local, local
 
 DRAWS = settings(
     derandomize=True, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)

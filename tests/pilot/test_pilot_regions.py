@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demask import BadInput
+from demask.exec.analysis.flow import capture_at_sizes, flow_of
 from demask.ops import TABLE
 from demask.pilot.conditions.base import parsed, text
 from demask.pilot.conditions.regions import InRegions, Regions, contrast, per_tile
-from demask.traverse.analysis.flow import capture_at_sizes, flow_of
 from demask.traverse.execution import region_runner as windows
 from demask.traverse.execution.region_runner import MANY, Rectangle, RegionNetwork, fit_cost, rectangles, refusals, runs
 from demask.traverse.storage.sources_and_sinks import tensor_source

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from demask.errors import BadInput, BudgetTooSmall
+from demask.exec.analysis.flow import capture_at_sizes, flow_of
+from demask.exec.planning.plan_memory import lay_out, lay_out_checked
+from demask.exec.planning.planner import packed_plan
+from demask.ops import TABLE
 from demask.traverse import Device, Plan, plan, tile
+from demask.traverse.execution.tiled_module import tiled
+from fuzz.traversed import BANDS, difference, told
 
 ROW = 4 * 64 * 4  # bytes of a row of four channels of 64 columns
 
@@ -77,3 +85,31 @@ def test_bad_devices_and_what_runs() -> None:
         tile(stack(), (X,), memory="32KiB")  # the process itself takes more
     with pytest.raises(BudgetTooSmall):
         plan(stack(), (X,), memory="32KiB")
+
+
+def test_a_row_of_a_deep_layer_in_several_steps() -> None:
+    """A row of the result needs 16 of the input, and what the layers are ahead: steps of a part of a row take less."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(4 if k else 3, 4, 3, 2, 1) for k in range(4)]
+    model, x = nn.Sequential(*layers).double().eval(), torch.randn(1, 3, 256, 64).double()
+    flow = flow_of(capture_at_sizes(model, (x,)), TABLE)
+    (whole,) = told(flow, BANDS, 1)
+    sizes = []
+    for steps in (1, 4, 16):
+        layout = lay_out(flow, [replace(whole, row_steps=steps)])
+        module = tiled(flow.program, packed_plan(flow, layout, 2**40, 0), flow, layout, TABLE)
+        assert difference(model, x, module) < 1e-13
+        sizes.append(layout.segments[0].bytes)
+        assert layout.segments[0].segment.macs == whole.macs
+    assert sizes[0] > 1.5 * sizes[1] > sizes[2]
+    row = Device(sizes[2] * 2, weights="outside")
+    small = plan(model, (x,), device=row)
+    assert small.peak <= row.bytes and small.recompute == 1.0
+    assert Plan.from_dict(small.to_dict()) == small
+
+
+def test_a_row_in_no_step_is_refused() -> None:
+    flow = flow_of(capture_at_sizes(stack(), (X,)), TABLE)
+    (segment,) = told(flow, BANDS, 2)
+    with pytest.raises(BadInput, match="in no step"):
+        lay_out_checked(flow, [replace(segment, row_steps=0)])

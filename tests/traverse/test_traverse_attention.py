@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BudgetTooSmall
+from demask.exec.planning.plan import BANDS, FRUSTUMS, LAYERWISE
 from demask.traverse import plan, tile
-from demask.traverse.planning.plan import BANDS, FRUSTUMS, LAYERWISE
 from fuzz.traversed import difference, executed
 
 

@@ -113,7 +113,7 @@ def child(code, tmp_path):
     start = """
         import os, resource, sys, time
         import numpy as np, torch
-        from demask.traverse.axes import empty, part
+        from demask.exec.axes import empty, part
         from demask.traverse.storage.sources_and_sinks import spill, tensor_source
         from demask.traverse.storage.stored_ends import StoredSource
         from demask.traverse.storage.store import SliceStore

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from demask.errors import BadInput
-from demask.traverse.axes import empty, part
+from demask.exec.axes import empty, part
 from demask.traverse.storage import boxes, stored_ends
 from demask.traverse.storage import sources_and_sinks as ends
 from demask.traverse.storage.sources_and_sinks import spill, tensor_sink, tensor_source

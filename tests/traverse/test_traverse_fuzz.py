@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from demask.exec.planning import plan_memory as layout
+from demask.exec.planning import schedule
 from demask.traverse.execution import segment_executor as sweep
-from demask.traverse.planning import plan_memory as layout
-from demask.traverse.planning import schedule
 from fuzz.images import Images
 from fuzz.traversed import BANDS, FRUSTUMS, LAYERWISE, difference, executed
 from night import at_night

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import demask
+from demask.exec.analysis.split_global_ops import global_calls, split_global_calls
+from demask.exec.axes import axes_of
 from demask.facts.analysis import Analysis
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
@@ -19,8 +21,6 @@ from demask.ops import TABLE
 from demask.ops.laws import check_scatter_law, law_cases
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
-from demask.traverse.analysis.split_global_ops import global_calls, split_global_calls
-from demask.traverse.axes import axes_of
 from night import at_night
 from test_traverse_reductions import EXACT, ROWS_AND_COLUMNS, SPLIT, gap, in_parts
 

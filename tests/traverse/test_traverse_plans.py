@@ -10,8 +10,8 @@ import pytest
 
 import demask
 from demask.errors import BadInput
+from demask.exec.planning import plan as plans
 from demask.records import decode
-from demask.traverse.planning import plan as plans
 from fuzz.traversed import executed
 from tiled_networks import build, same
 

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from demask.exec.analysis import partial_reductions as reductions
+from demask.exec.analysis.partial_reductions import Reduction, attention, reduction
+from demask.exec.analysis.split_global_ops import with_moments
+from demask.exec.axes import Axes, empty, part
 from demask.ops import TABLE, Declined, bind
 from demask.ops.laws import call_node
-from demask.traverse.analysis import partial_reductions as reductions
-from demask.traverse.analysis.partial_reductions import Reduction, attention, reduction
-from demask.traverse.analysis.split_global_ops import with_moments
-from demask.traverse.axes import Axes, empty, part
 from night import at_night
 
 aten, own = torch.ops.aten, torch.ops.demask

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import demask
 import traverse_networks as networks
 from demask.errors import BadInput, BudgetTooSmall
+from demask.exec.local import kernels
 from demask.traverse import plan, tile
 from demask.traverse.execution import run
 from demask.traverse.execution.segment_executor import SegmentExecutor
-from demask.traverse.local import kernels
 from night import at_night
 from tiled_networks import EPS, MIB, NETWORKS, build, least, same
 

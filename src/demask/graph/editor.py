@@ -109,6 +109,13 @@ class GraphEditor:
         read.meta = {"val": self.values.like(self.constants[name].tensor)}
         return read
 
+    def constant(self, name: str, tensor: Tensor, *, parameter: bool = False, separator: str = "_") -> fx.Node:
+        """A new node that reads a new constant, named `name`, with a number if taken."""
+        numbered = (f"{name}{separator}{k}" if k else name for k in range(len(self.constants) + 1))
+        unused = next(candidate for candidate in numbered if candidate not in self.constants)
+        self.constants[unused] = Constant(tensor.contiguous(), unused, parameter)
+        return self.read_constant(unused)
+
     def sizes(self, node: Any) -> list[Any]:
         """The sizes of a node's value as call arguments: numbers, or nodes that read them."""
         return [
@@ -149,11 +156,8 @@ class GraphEditor:
     ) -> fx.Node:
         """A node before `reader` that reads a new constant, named `name`, with a number if
         taken."""
-        numbered = (f"{name}{separator}{k}" if k else name for k in range(len(self.constants) + 1))
-        unused = next(candidate for candidate in numbered if candidate not in self.constants)
-        self.constants[unused] = Constant(tensor.contiguous(), unused, parameter)
         with self.graph.inserting_before(reader):
-            return self.read_constant(unused)
+            return self.constant(name, tensor, parameter=parameter, separator=separator)
 
     def replace_constant(self, read: fx.Node, tensor: Tensor, reader: fx.Node) -> fx.Node:
         """A node that reads `tensor` for `reader` in place of the constant that `read` reads. The

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+Value = TypeVar("Value", bound=Hashable)
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 
@@ -61,19 +64,42 @@ def plan_arena(blocks: Sequence[Block]) -> ArenaPlan:
     ArenaPlan(offsets=(0, 64, 0), size=128)
     """
     offsets = [0] * len(blocks)
-    placed: list[int] = []
-    for k in sorted(range(len(blocks)), key=lambda k: (-blocks[k].size, blocks[k].start)):
+    placed = sorted(range(len(blocks)), key=lambda k: (-blocks[k].size, blocks[k].start))
+    starts, ends = (np.array([getattr(blocks[k], name) for k in placed]) for name in ("start", "end"))
+    for count, k in enumerate(placed):
         new = blocks[k]
-        live = [j for j in placed if blocks[j].start <= new.end and new.start <= blocks[j].end]
+        live = [placed[j] for j in np.flatnonzero((starts[:count] <= new.end) & (ends[:count] >= new.start))]
         offset = 0
         for j in sorted(live, key=lambda j: offsets[j]):
             if offset + new.size <= offsets[j]:
                 break
             offset = max(offset, align_size(offsets[j] + blocks[j].size))
         offsets[k] = offset
-        placed.append(k)
-    ends = (offset + block.size for offset, block in zip(offsets, blocks, strict=True))
-    return ArenaPlan(tuple(offsets), align_size(max(ends, default=0)))
+    size = max((offset + block.size for offset, block in zip(offsets, blocks, strict=True)), default=0)
+    return ArenaPlan(tuple(offsets), align_size(size))
+
+
+def owners(
+    calls: Sequence[tuple[Value, Sequence[Value]]], may_overwrite: Callable[[int, Value], bool], *, last: bool = False
+) -> dict[Value, Value]:
+    """The value whose memory each value uses: itself, or an operand of its call that no later call reads.
+
+    calls: the value that each call writes, and those that it reads, in order; a value may be written by several.
+    may_overwrite: whether call k may write its result over an operand. last: the owner of values that share memory is
+    the last of them, not the first.
+
+    >>> owners([("x", ""), ("y", "x"), ("z", "yx")], lambda call, operand: True)
+    {'x': 'x', 'y': 'y', 'z': 'y'}
+    """
+    last_reads = {value: k for k, (_, operands) in enumerate(calls) for value in operands}
+    first: dict[Value, Value] = {}
+    for k, (value, operands) in enumerate(calls):
+        if value not in first:
+            over = (v for v in operands if last_reads[v] == k and may_overwrite(k, v))
+            base = next(over, value)
+            first[value] = first.get(base, base)
+    latest = {base: value for value, base in first.items()}
+    return {value: latest[base] for value, base in first.items()} if last else first
 
 
 def peak_bytes(blocks: Sequence[Block]) -> int:

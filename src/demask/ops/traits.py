@@ -51,6 +51,8 @@ ADAPTIVE_AVERAGE_POOLS = _by_axes("adaptive_avg_pool")
 ADAPTIVE_MAX_POOLS = _by_axes("adaptive_max_pool")
 # Pools with one output, which is zero where the input is.
 POOLS = {**ADAPTIVE_AVERAGE_POOLS, **AVERAGE_POOLS, **MAX_POOLS}
+# Sums, means and maxima over axes, which parts of a value have, too.
+SUMS, MEANS, MAXIMA = _ops("sum.default sum.dim_IntList"), _ops("mean.default mean.dim"), _ops("amax.default")
 # Layers and norms of vectors along the last axis; products of two values.
 OVER_LAST_AXIS = _ops("linear.default layer_norm.default rms_norm.default")
 PRODUCTS_OF_VALUES = _ops("matmul.default bmm.default")

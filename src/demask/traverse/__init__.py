@@ -1,11 +1,11 @@
 """Depth-first execution of networks within a memory budget, with equal results."""
 
+from demask.exec.device import Device
+from demask.exec.planning.plan import Segment
+from demask.exec.planning.plan import TilePlan as Plan
 from demask.traverse.batching.batch import batch, traffic
-from demask.traverse.device import Device
 from demask.traverse.halo import Halo, halo
 from demask.traverse.normalization import FrozenStatistics, calibrate
-from demask.traverse.planning.plan import Segment
-from demask.traverse.planning.plan import TilePlan as Plan
 from demask.traverse.stream import Streamed, stream
 from demask.traverse.tile import plan, tile
 

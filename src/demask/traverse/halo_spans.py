@@ -32,6 +32,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.compat.dispatch import OpOverload, TorchDispatchMode, base_name, is_mutable, overload_name
+from demask.exec.analysis.flow import capture_at_sizes
 from demask.failures import is_strict
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.demasked_module import to_exportable
@@ -41,7 +42,6 @@ from demask.ops.flow import Part, follow
 from demask.ops.regions import needed_interval
 from demask.ops.relation import Relation, bind
 from demask.ops.schema import fake
-from demask.traverse.analysis.flow import capture_at_sizes
 
 PERIODS = 64  # the longest period that is searched for
 WINDOW = 16  # positions per query: more than a transposed convolution leaves out in a row

@@ -33,7 +33,7 @@ from demask.graph.program import Program
 from demask.ops import schema, traits
 from demask.ops.schema import fake
 from demask.records import decode, encode
-from demask.traverse.analysis.captured_size import captured, network_of
+from demask.traverse.captured_size import captured, network_of
 from demask.traverse.storage.dtype_conversion import assign
 
 aten = torch.ops.aten

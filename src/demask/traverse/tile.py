@@ -10,6 +10,13 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.exec.analysis.flow import Flow, capture_at_sizes, flow_of
+from demask.exec.analysis.split_global_ops import with_moments
+from demask.exec.axes import Axes, axes_of
+from demask.exec.device import Device
+from demask.exec.planning.plan import TilePlan
+from demask.exec.planning.plan_memory import WORKERS, MemoryLayout
+from demask.exec.planning.planner import plan_flow
 from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.isolation import in_isolation
@@ -19,14 +26,7 @@ from demask.numerics import is_integer
 from demask.ops import TABLE, Table
 from demask.ops.flow import axis_of
 from demask.ops.regions import region_rule
-from demask.traverse.analysis.flow import Flow, capture_at_sizes, flow_of
-from demask.traverse.analysis.split_global_ops import with_moments
-from demask.traverse.axes import Axes, axes_of
-from demask.traverse.device import Device
 from demask.traverse.execution.tiled_module import Tiled, tiled
-from demask.traverse.planning.plan import TilePlan
-from demask.traverse.planning.plan_memory import WORKERS, MemoryLayout
-from demask.traverse.planning.planner import plan_flow
 
 
 @in_isolation

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from demask.errors import BadInput
+from demask.errors import BadInput, BudgetTooSmall
 from demask.stride.accelerator.instructions import _check_inputs, instructions
 from demask.stride.accelerator.machine import ACTIVATIONS, HOST, WEIGHTS, BufferOperand, Instruction, Machine
 from demask.stride.accelerator.units import unit_of
@@ -171,11 +171,15 @@ def test_dynamic_sizes_are_refused():
 def test_a_buffer_that_is_too_small_is_refused_with_what_is_needed():
     model, x = drawn(lenet()), images(2, 1, 28, 28)
     needed = plain(model, (x,)).sizes
-    for name, buffer in (("activation_bytes", ACTIVATIONS), ("weight_bytes", WEIGHTS)):
-        enough = Machine(**{name: needed[buffer]})
-        assert plain(model, (x,), enough).sizes == needed
-        with pytest.raises(BadInput, match=f"{name}={needed[buffer]}"):
-            plain(model, (x,), Machine(**{name: needed[buffer] - 1}))
+    assert plain(model, (x,), Machine(weight_bytes=needed[WEIGHTS])).sizes == needed
+    with pytest.raises(BudgetTooSmall, match=f"weight_bytes={needed[WEIGHTS]}"):
+        plain(model, (x,), Machine(weight_bytes=needed[WEIGHTS] - 1))
+    assert plain(model, (x,), Machine(activation_bytes=needed[ACTIVATIONS])).plan is None
+    with pytest.raises(BudgetTooSmall, match="activation_bytes=") as refusal:
+        plain(model, (x,), Machine(activation_bytes=64))
+    enough = plain(model, (x,), Machine(activation_bytes=refusal.value.least))
+    assert enough.plan is not None
+    assert enough.sizes[ACTIVATIONS] <= refusal.value.least < needed[ACTIVATIONS]
 
 
 def test_other_inputs_are_refused():

@@ -12,12 +12,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from demask.exec import axes as parts
+from demask.exec.axes import Axes
+from demask.exec.local.kernels import CompiledDepthwise, CompiledPool, faster_kind, fused
 from demask.kernels.cpu.window import WindowRunner
 from demask.ops import Declined
 from demask.ops.entry import Shape as S
-from demask.traverse import axes as parts
-from demask.traverse.axes import Axes
-from demask.traverse.local.kernels import CompiledDepthwise, CompiledPool, faster_kind, fused
 from demask.tune.epilogue import Epilogue
 from local_runs import DRAWS, IMAGE, Placed, Scratch, assert_close, exact_result, image_call, run, values_of, windows
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from demask.exec import axes as parts
+from demask.exec.local.call import Sliding
+from demask.exec.local.dispatch import Local, local
 from demask.machine.arena import ALIGNMENT
 from demask.ops import TABLE, Declined, Relation, regions
 from demask.ops.entry import Case
 from demask.ops.entry import Shape as S
 from demask.ops.laws import check_region_law
-from demask.traverse import axes as parts
-from demask.traverse.local.call import Sliding
-from demask.traverse.local.dispatch import Local, local
 from demask.tune.epilogue import Epilogue
 from local_runs import CONV, DRAWS, IMAGE, Placed, Scratch, check, holds, image_call, related, run, values_of, windows
 from test_laws import ONE_OF_EACH
@@ -281,7 +281,7 @@ def test_padding_inside_the_image_breaks_the_law(monkeypatch):
 
 
 def test_weights_of_other_positions_break_the_law(monkeypatch):
-    from demask.traverse.local import resize as local_resize
+    from demask.exec.local import resize as local_resize
 
     call = ("aten.upsample_bilinear2d.vec", S((1, 3, 7, 6)), [15, 9], False, None)
     plain = local_resize.resample

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from demask.errors import BudgetTooSmall
+from demask.exec import axes as parts
+from demask.exec.analysis.flow import flow_of
+from demask.exec.axes import Axes
+from demask.exec.local import kernels as local_kernels
+from demask.exec.local.kernels import CompiledWinograd
+from demask.exec.planning.planner import lay_out_plan, plan_flow, plan_tiles
 from demask.kernels.cpu import winograd
 from demask.kernels.cpu.winograd import WinogradKernel, WinogradRunner, WinogradSizes
 from demask.kernels.llvm.isa import host
 from demask.ops import TABLE
 from demask.ops.entry import Shape as S
-from demask.traverse import axes as parts
 from demask.traverse import tile
-from demask.traverse.analysis.captured_size import captured, network_of
-from demask.traverse.analysis.flow import flow_of
-from demask.traverse.axes import Axes
-from demask.traverse.local import kernels as local_kernels
-from demask.traverse.local.kernels import CompiledWinograd
-from demask.traverse.planning.planner import lay_out_plan, plan_flow, plan_tiles
+from demask.traverse.captured_size import captured, network_of
 from demask.tune.epilogue import Epilogue, apply_activation
 from local_runs import DRAWS, IMAGE, Placed, Scratch, assert_close, exact_result, image_call, run, values_of, windows
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from demask.errors import BudgetTooSmall
+from demask.exec.analysis.flow import flow_of
+from demask.exec.planning.plan_memory import lay_out
+from demask.exec.planning.planner import Planner
 from demask.ops import TABLE
 from demask.traverse import stream
-from demask.traverse.analysis.captured_size import captured, network_of
-from demask.traverse.analysis.flow import flow_of
+from demask.traverse.captured_size import captured, network_of
 from demask.traverse.execution.stream_job import StreamOptions, prepare_stream
-from demask.traverse.planning.plan_memory import lay_out
-from demask.traverse.planning.planner import Planner
 from demask.traverse.stream import prepare
 from tiled_networks import NETWORKS, decoder
 

@@ -25,12 +25,12 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
+from demask.exec.analysis.flow import Flow
 from demask.numerics import is_integer, is_number
 from demask.ops import TABLE, Table
 from demask.ops.schema import fake
 from demask.pilot.conditions.base import Args, Conditioned, Decision, Kwargs
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
-from demask.traverse.analysis.flow import Flow
 from demask.traverse.execution.region_runner import Rectangle, RegionNetwork, fit_cost, rectangles, refusals
 from demask.traverse.execution.segment_executor import Counter
 from demask.traverse.execution.tiled_module import Prepared, Tiled, call_by_image, constants, empty_result, run_image

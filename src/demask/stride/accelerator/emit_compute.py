@@ -20,7 +20,7 @@ from demask.ops import traits
 from demask.ops.activations import ACTIVATIONS
 from demask.ops.schema import fake
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
-from demask.stride.accelerator.emit_layout import SHAPES, every_step, rows_of, undo_rows
+from demask.stride.accelerator.emit_layout import SHAPES, every_step, rows_of, undo_rows, unpadded
 from demask.stride.accelerator.emitter import CannotEmit, InstructionEmitter, NodeRefs, Rule, ValueRef, shape_of
 
 aten = torch.ops.aten
@@ -143,9 +143,10 @@ def affine(e: InstructionEmitter, y: ValueRef, a: Arguments, axes: int) -> Value
 
 
 def max_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
-    x, y = e.ref(a["self"]), shape_of(node)
-    axes = _AXES[node.target]
-    window, before = each(a["kernel_size"], axes), each(a["padding"], axes)
+    axes, y = _AXES[node.target], shape_of(node)
+    source, borders = unpadded(a["self"], axes, -math.inf)
+    x, window = e.ref(source), each(a["kernel_size"], axes)
+    before = tuple(n + low for n, (low, _) in zip(each(a["padding"], axes), borders, strict=True))
     step, dilation = each(a["stride"] or window, axes), each(a["dilation"], axes)
     return pool(e, "max_pool", x, y, window, step, before, dilation)
 
@@ -255,7 +256,9 @@ Arguments = dict[str, Any]
 def convolution(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     """A convolution of stride 1 by the matrix unit; the vector unit adds the bias."""
     w = e.ref(a["weight"])
-    axes, x = len(w.shape) - 2, e.ref(a["input"])
+    axes = len(w.shape) - 2
+    source, borders = unpadded(a["input"], axes, 0.0)
+    x = e.ref(source)
     if any(step != 1 for step in a["stride"]):
         raise CannotEmit(f"its stride is {list(a['stride'])}; the matrix unit only has steps of one")
     dilation = each(a["dilation"], axes)
@@ -266,6 +269,8 @@ def convolution(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
         after = tuple(span - span // 2 for span in spans)
     elif a["padding"] != "valid":
         before = after = each(a["padding"], axes)
+    before = tuple(n + low for n, (low, _) in zip(before, borders, strict=True))
+    after = tuple(n + high for n, (_, high) in zip(after, borders, strict=True))
     x = x.view(1, *x.shape) if len(x.shape) == axes + 1 else x
     sizes = shape_of(node)[-axes:]
     y = e.put(

@@ -16,8 +16,17 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops.schema import fake
-from demask.ops.traits import IDENTITIES, RESHAPES
-from demask.stride.accelerator.emitter import CannotEmit, InstructionEmitter, NodeRefs, Rule, ValueRef, shape_of
+from demask.ops.traits import IDENTITIES, PADS, RESHAPES
+from demask.stride.accelerator.emitter import (
+    CannotEmit,
+    HostBlock,
+    InstructionEmitter,
+    NodeRefs,
+    Rule,
+    ValueRef,
+    arguments,
+    shape_of,
+)
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -122,12 +131,32 @@ def cat(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     return result
 
 
+def pad_ends(node: fx.Node) -> list[tuple[int, int]]:
+    """The positions that a pad adds before and after each axis."""
+    pads = list(arguments(node)["pad"])
+    axes = len(shape_of(node))
+    ends = [(pads[2 * k], pads[2 * k + 1]) if 2 * k < len(pads) else (0, 0) for k in range(axes)]
+    return ends[::-1]
+
+
+def unpadded(value: Any, axes: int, number: float) -> tuple[Any, list[tuple[int, int]]]:
+    """The operand of pads of the last `axes` axes by a number, and the positions that these add before and after each:
+    the units read them as positions outside of the image."""
+    total = [(0, 0)] * axes
+    while isinstance(value, fx.Node) and value.target in PADS:
+        a = arguments(value)
+        ends = pad_ends(value)
+        is_border = all(min(pair) >= 0 for pair in ends) and not any(map(any, ends[:-axes]))
+        if a.get("mode", "constant") != "constant" or float(a.get("value") or 0) != number or not is_border:
+            break
+        total = [(low + more[0], high + more[1]) for (low, high), more in zip(total, ends[-axes:], strict=True)]
+        value = a["self"]
+    return value, total
+
+
 def pad(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     """A pad: a block is moved into a value filled with one number. Negative padding crops."""
-    x, shape = e.ref(a["self"]), shape_of(node)
-    axes, pads = len(shape), list(a["pad"])
-    ends = [(pads[2 * k], pads[2 * k + 1]) if 2 * k < len(pads) else (0, 0) for k in range(axes)]
-    ends.reverse()
+    x, shape, ends = e.ref(a["self"]), shape_of(node), pad_ends(node)
     if a.get("mode", "constant") != "constant":
         return pad_by_mode(e, x, ends, a["mode"])
     start = [max(0, -low) for low, _ in ends]
@@ -166,9 +195,13 @@ def every_step(e: InstructionEmitter, x: ValueRef, axis: int, step: int) -> Valu
 
 
 def slice_axis(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+    on_host = e.refs.get(a["self"])
+    shape = on_host.size if isinstance(on_host, HostBlock) else e.ref(a["self"]).shape
+    axis = a["dim"] % len(shape)
+    start, end, _ = slice(a["start"], a["end"]).indices(shape[axis])
+    if isinstance(on_host, HostBlock) and a["step"] == 1:
+        return on_host.narrow(axis, start, end)
     x = e.ref(a["self"])
-    axis = a["dim"] % len(x.shape)
-    start, end, _ = slice(a["start"], a["end"]).indices(x.shape[axis])
     return every_step(e, block(e, x, axis, start, end), axis, a["step"])
 
 
@@ -310,7 +343,7 @@ SHAPES: dict[Any, Rule] = {
     aten.mT.default: matrix_transpose, aten.movedim.int: movedim,
     aten.movedim.intlist: movedim, aten.narrow.default: narrow, aten.flip.default: flip,
 
-    aten.cat.default: cat, aten.constant_pad_nd.default: pad, aten.pad.default: pad,
+    aten.cat.default: cat, **dict.fromkeys(PADS, pad),
     aten.slice.Tensor: slice_axis, aten.select.int: select, aten.split.Tensor: split,
     aten.split_with_sizes.default: split, aten.chunk.default: split, aten.unbind.int: split,
     aten.index_select.default: index_select, aten.roll.default: roll,

@@ -17,6 +17,8 @@ from torch import Tensor, fx
 
 from demask.compat.dispatch import has_schema
 from demask.errors import BadInput
+from demask.exec.device import Device
+from demask.exec.parts import PartsProgram
 from demask.graph.program import Program
 from demask.graph.queries import input_dependent
 from demask.ops import schema
@@ -28,11 +30,12 @@ MOST = 5  # refused calls that an error names
 
 @dataclass(frozen=True, slots=True)
 class ValueRef:
-    """A value, its buffer, and the shape with which it is read or written."""
+    """A value, its buffer, and the shape with which it is read or written. compressed: see `BufferOperand`."""
 
     value: str
     buffer: str
     shape: tuple[int, ...]
+    compressed: int = 0
 
     def view(self, *shape: int) -> ValueRef:
         """The same value with another shape."""
@@ -41,7 +44,26 @@ class ValueRef:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * WORD
+        return self.compressed or math.prod(self.shape) * WORD
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlock:
+    """A block of a value of the host: from position `start` on, of shape `size`. It is loaded where a step reads it."""
+
+    value: ValueRef
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @staticmethod
+    def of(name: str, shape: tuple[int, ...]) -> HostBlock:
+        """All of a value."""
+        return HostBlock(ValueRef(name, HOST, shape), (0,) * len(shape), shape)
+
+    def narrow(self, axis: int, start: int, end: int) -> HostBlock:
+        """Positions start, ..., end - 1 of one axis."""
+        starts = tuple(n + start if k == axis else n for k, n in enumerate(self.start))
+        return HostBlock(self.value, starts, tuple(end - start if k == axis else n for k, n in enumerate(self.size)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +91,19 @@ class CannotEmit(Exception):
     """Why the machine cannot run a call; the text completes "node: "."""
 
 
-NodeRefs = ValueRef | tuple[ValueRef, ...]
+NodeRefs = ValueRef | HostBlock | tuple[ValueRef, ...]
 Rule = Callable[["InstructionEmitter", fx.Node, dict[str, Any]], NodeRefs]
 
 
 class InstructionEmitter:
     """Writes the steps of a program. Rules call `put`, `move` and `constant`.
 
-    refs: values of live nodes. fixed: results of nodes that depend on no input.
+    device: says how weights are stored. parts: of tiled execution; None for a program that runs in one piece. refs:
+    values of live nodes. fixed: results of nodes that depend on no input.
     """
 
-    def __init__(self, program: Program):
-        self.program, self.graph = program, program.graph
+    def __init__(self, program: Program, device: Device, parts: PartsProgram | None = None):
+        self.program, self.graph, self.parts, self.device = program, program.graph, parts, device
         self.live = input_dependent(program.graph)
         self.steps: list[UnitStep] = []
         self.weights: dict[str, Tensor] = {}
@@ -119,6 +142,26 @@ class InstructionEmitter:
         shape = [settings["size"][axis] for axis in settings["order"]]
         return self.put("move", [x], shape, into, **settings)
 
+    def _load(self, block: HostBlock) -> ValueRef:
+        """A block of a value of the host, as a value of the device."""
+        is_all = block.size == block.value.shape
+        settings: dict[str, Any] = {} if is_all else {"start": block.start, "size": block.size}
+        return self.put("load", [block.value], block.size, **settings)
+
+    def write_part(self, node: fx.Node) -> None:
+        """Write a part to its positions in the values that consist of parts."""
+        for join, at in () if self.parts is None else self.parts.writes.get(node, ()):
+            if join not in self.refs:
+                name, shape = self._fresh("join", join), shape_of(join)
+                is_outside = self.parts is not None and join in self.parts.outside
+                self.refs[join] = HostBlock.of(name, shape) if is_outside else ValueRef(name, ACTIVATIONS, shape)
+            result, part = self.refs[join], self.ref(node)
+            if isinstance(result, HostBlock):
+                self.put("store", [part], result.size, result.value, at=at)
+            else:
+                assert isinstance(result, ValueRef)
+                self.move(part, into=result, at=at)
+
     def constant(self, name: str, tensor: Tensor) -> ValueRef:
         """A tensor in the weights buffer, shared if the same one is there already."""
         value = tensor.detach().to("cpu", torch.float32).contiguous()
@@ -128,7 +171,9 @@ class InstructionEmitter:
                 continue
             stored = self.weights.setdefault(free, value)
             if stored is value or (stored.shape == value.shape and torch.equal(stored, value)):
-                return ValueRef(free, WEIGHTS, tuple(value.shape))
+                size = self.device.weight_bytes([value])
+                compressed = size if self.device.weights == "compressed" and size < value.numel() * WORD else 0
+                return ValueRef(free, WEIGHTS, tuple(value.shape), compressed)
         raise AssertionError("there are more candidate names than names in use")
 
     def number(self, value: float) -> ValueRef:
@@ -140,6 +185,8 @@ class InstructionEmitter:
         if isinstance(value, bool | int | float):
             return self.number(value)
         known = self.refs.get(value)
+        if isinstance(known, HostBlock):
+            known = self.refs[value] = self._load(known)
         if isinstance(known, ValueRef):
             return known
         tensor = self.fixed.get(value)
@@ -153,26 +200,33 @@ class InstructionEmitter:
         """Whether an argument is a tensor known before the run."""
         return isinstance(value, fx.Node) and isinstance(self.fixed.get(value), Tensor)
 
-    def _fresh(self, op: str) -> str:
-        """An unused name for the result of a step."""
-        assert self.node is not None
-        names = [self.node.name, f"{self.node.name}.{op}"]
+    def _fresh(self, op: str, node: fx.Node | None = None) -> str:
+        """An unused name for the result of a step of a node; default: of the current one."""
+        node = node or self.node
+        assert node is not None
+        names = [node.name, f"{node.name}.{op}"]
         numbered = (f"{names[1]}.{k}" for k in range(2, len(self.names) + 4))
         name = next(n for n in (*names, *numbered) if n not in self.names)
         self.names.add(name)
         return name
 
 
-def emit(program: Program, rules: Mapping[Any, Rule]) -> Listing:
-    """The steps of a program with static sizes. Raises BadInput if the machine lacks an op."""
-    emitter = InstructionEmitter(program)
+def emit(program: Program, rules: Mapping[Any, Rule], device: Device, parts: PartsProgram | None = None) -> Listing:
+    """The steps of a program with static sizes. device: says how weights are stored. parts: if it is one of parts.
+
+    Raises BadInput if the machine lacks an op.
+    """
+    emitter = InstructionEmitter(program, device, parts)
     refused: list[str] = []
     inputs = [n for n in program.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), Tensor)]
     _check_sizes(inputs)
     for node in program.graph.nodes:
         emitter.node = node
+        if parts is not None and node in parts.joins:
+            continue
         try:
             _emit(emitter, node, rules)
+            emitter.write_part(node)
         except CannotEmit as reason:
             kind = "" if node.op == "placeholder" else f" ({node.target})"
             refused.append(f"{node.name}{kind}: {reason}")
@@ -186,16 +240,38 @@ def emit(program: Program, rules: Mapping[Any, Rule]) -> Listing:
             + more
             + "; run these parts elsewhere, or rewrite them in other ops"
         )
-    loads = [_load(name, tuple(tensor.shape), WEIGHTS) for name, tensor in emitter.weights.items()]
-    loads += [_load(node.name, shape_of(node), ACTIVATIONS) for node in inputs]
     outputs = list(zip(_unused_names(results, emitter), results, strict=True))
     stores = [UnitStep("store", (ref,), ValueRef(name, HOST, ref.shape), {}) for name, ref in outputs]
+    stored = {ref.value: name for name, ref in outputs if ref.buffer == HOST}
+    steps = [*(_with_result(step, stored) for step in emitter.steps)]
+    steps = _read_steps([*steps, *(step for step in stores if step.reads[0].buffer != HOST)])
+    read = {ref.value: ref for step in steps for ref in step.reads if ref.buffer == WEIGHTS}
+    weights = {name: tensor for name, tensor in emitter.weights.items() if name in read}
+    loads = [_load(replace(read[name], shape=tuple(tensor.shape))) for name, tensor in weights.items()]
+    on_device = [node for node in inputs if parts is None or node not in parts.outside]
+    loads += [_load(ValueRef(node.name, ACTIVATIONS, shape_of(node))) for node in on_device]
     return Listing(
-        (*loads, *emitter.steps, *stores),
-        emitter.weights,
+        (*loads, *steps),
+        weights,
         tuple((node.name, shape_of(node)) for node in inputs),
         tuple((name, ref.shape) for name, ref in outputs),
     )
+
+
+def _with_result(step: UnitStep, names: Mapping[str, str]) -> UnitStep:
+    """The step, writing to the names of outputs."""
+    name = names.get(step.writes.value) if step.writes.buffer == HOST else None
+    return step if name is None else replace(step, writes=replace(step.writes, value=name))
+
+
+def _read_steps(steps: Sequence[UnitStep]) -> list[UnitStep]:
+    """The steps whose results are stored, or read by such steps: what a convolution reads as its padding is not."""
+    needed, result = set[tuple[str, str]](), list[UnitStep]()
+    for step in reversed(steps):
+        if step.writes.buffer == HOST or (step.writes.value, step.writes.buffer) in needed:
+            needed |= {(ref.value, ref.buffer) for ref in step.reads}
+            result.append(step)
+    return result[::-1]
 
 
 def _check_sizes(inputs: Sequence[fx.Node]) -> None:
@@ -224,7 +300,11 @@ def _results(program: Program, emitter: InstructionEmitter, refused: list[str]) 
             if not isinstance(value, fx.Node):
                 raise CannotEmit(f"it is {value!r:.40}; expected only tensors")
             _check(value)
-            outputs.append(emitter.ref(value).view(*shape_of(value)))
+            known = emitter.refs.get(value)
+            if isinstance(known, HostBlock) and value.op != "placeholder":
+                outputs.append(known.value)  # stored part by part
+            else:
+                outputs.append(emitter.ref(value).view(*shape_of(value)))
         except CannotEmit as reason:
             refused.append(f"output: {reason}")
     return outputs
@@ -243,7 +323,11 @@ def _emit(emitter: InstructionEmitter, node: fx.Node, rules: Mapping[Any, Rule])
         if isinstance(node.meta.get("val"), Tensor):
             _check(node)
             emitter.names.add(node.name)
-            emitter.refs[node] = ValueRef(node.name, ACTIVATIONS, shape_of(node))
+            is_outside = emitter.parts is not None and node in emitter.parts.outside
+            shape = shape_of(node)
+            emitter.refs[node] = (
+                HostBlock.of(node.name, shape) if is_outside else ValueRef(node.name, ACTIVATIONS, shape)
+            )
     elif node.op == "call_function" and node not in emitter.live:
         emitter.fixed[node] = _evaluated(emitter, node)
     elif node.op != "output":
@@ -300,5 +384,5 @@ def _placeholder_result(node: fx.Node) -> NodeRefs:
     return ValueRef(node.name, ACTIVATIONS, shape)
 
 
-def _load(name: str, shape: tuple[int, ...], buffer: str) -> UnitStep:
-    return UnitStep("load", (ValueRef(name, HOST, shape),), ValueRef(name, buffer, shape), {})
+def _load(result: ValueRef) -> UnitStep:
+    return UnitStep("load", (ValueRef(result.value, HOST, result.shape),), result, {})

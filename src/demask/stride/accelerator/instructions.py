@@ -1,9 +1,7 @@
 """Instruction lists of networks for an accelerator without strided convolutions.
 
-Only weights, inputs and outputs cross between host and device: a network with an op that the device
-does not have is refused.
-
-Assignment of addresses: each value is stored where its lifetime allows.
+Only weights, inputs, outputs, and values between parts of a network that does not fit cross between host and device: a
+network with an op that the device does not have is refused.
 
 The reference interpreter: buffers of float32 words, each tagged with the value it belongs to.
 
@@ -18,7 +16,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,22 +25,23 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from demask.errors import BadInput
+from demask.errors import BadInput, BudgetTooSmall
+from demask.exec.device import Device
+from demask.exec.planning.plan import TilePlan
 from demask.failures import public
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
-from demask.machine.arena import Block, align_size, plan_arena
+from demask.machine.arena import align_size
 from demask.machine.byte_sizes import format_bytes
 from demask.ops import TABLE, Table
 from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Span, TextTable, Timeline
 from demask.records import Limit, Stored, decode, encode
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
-from demask.stride.accelerator.emit_compute import RULES
-from demask.stride.accelerator.emitter import Listing, UnitStep, ValueRef, emit
+from demask.stride.accelerator.addresses import list_in_one_piece, list_in_parts
 from demask.stride.accelerator.machine import (
     ACTIVATIONS,
     HOST,
@@ -57,10 +56,12 @@ from demask.stride.accelerator.machine import (
     Setting,
     Shape,
     Text,
+    compress,
     count_work,
     crossing,
+    decompress,
 )
-from demask.stride.accelerator.units import ABILITIES, check_instruction, unit_of, work_of
+from demask.stride.accelerator.units import check_instruction, unit_of, work_of
 from demask.stride.lower import lowered
 from demask.stride.targets import Target
 from demask.tune.fold_affine import FOLD
@@ -105,17 +106,22 @@ def check(listing: Instructions) -> Instructions:
         is_valid = 0 <= size <= room[buffer] and size % WORD == 0
         _need(is_valid, f"at most {room[buffer]} bytes of {buffer}", size)
     host = {name: tuple(tensor.shape) for name, tensor in weights.items()} | dict(listing.inputs)
-    wanted = dict(listing.outputs)
+    outputs = dict(listing.outputs)
+    blocks = {row.writes.value for row in listing.instructions if row.writes.buffer == HOST and "at" in row.settings}
+    known, complete = host | outputs, list[str]()
     for k, row in enumerate(listing.instructions):
+        result = row.writes
         try:
-            for operand in row.reads:
-                _check_operand(operand, sizes, host)
-            _check_operand(row.writes, sizes, wanted)
+            if result.buffer == HOST:
+                _need(result.value not in host, "a result that is no input", result)
+                known.setdefault(result.value, result.shape)  # a value between parts of the network
+                complete += [result.value] if "at" not in row.settings else []
+            for operand in (*row.reads, result):
+                _check_operand(operand, sizes, known)
             check_instruction(row)
         except BadInput as error:
             raise BadInput(f"instruction {k}: {error}") from error
-    stored = [row.writes.value for row in listing.instructions if row.writes.buffer == HOST]
-    _need(sorted(stored) == sorted(wanted), f"each of {sorted(wanted)} stored once", stored)
+    _need(sorted(complete) == sorted(outputs.keys() - blocks), f"each of {sorted(outputs)} stored once", complete)
     return listing
 
 
@@ -141,6 +147,7 @@ class MachineMemory:
 
     def __init__(self, host: Mapping[str, Tensor], sizes: Mapping[str, int]):
         self.host = dict(host)
+        self.missing: dict[str, Tensor] = {}  # of values of the host that are stored block by block: what is not stored
         self.words = {name: torch.zeros(size // WORD, dtype=torch.float32) for name, size in sizes.items()}
         self.tags = {name: torch.zeros(size // WORD, dtype=torch.int32) for name, size in sizes.items()}
         self.numbers: dict[str, int] = {}
@@ -152,6 +159,10 @@ class MachineMemory:
         ability = check_instruction(instruction)
         _check_overlap(instruction, inplace=ability.inplace)
         reads = [self.read(operand) for operand in instruction.reads]
+        missing = [self.missing.get(operand.value) for operand in instruction.reads if operand.buffer == HOST]
+        for flags in (flags for flags in missing if flags is not None):
+            if bool(ability.run([flags], instruction.settings, instruction.writes.shape).any()):
+                raise BadInput(f"expected a block that is stored on the host, got {instruction.reads[0]}")
         result = ability.run(reads, instruction.settings, instruction.writes.shape)
         self.write(instruction, result)
 
@@ -175,27 +186,48 @@ class MachineMemory:
                 f"expected {operand.value} at {operand.buffer}+{operand.address}, {operand.bytes} "
                 f"bytes; byte {first * WORD} of them holds {self.names[int(tags[first])]}"
             )
-        return self._region(self.words, operand).view(operand.shape)
+        words = self._region(self.words, operand)
+        return decompress(words, operand.shape) if operand.compressed else words.view(operand.shape)
 
     def write(self, instruction: Instruction, result: Tensor) -> None:
         """Store the result of an instruction."""
         operand = instruction.writes
         if operand.buffer == HOST:
-            self.host[operand.value] = result.clone()
+            self._store(operand, result, instruction.settings.get("at"))
             return
         if operand.value not in self.numbers:
             self.numbers[operand.value] = len(self.names)
             self.names.append(operand.value)
-        for regions, value in ((self.words, result), (self.tags, self.numbers[operand.value])):
+        number = self.numbers[operand.value]
+        if operand.compressed:
+            words = compress(result)
+            if len(words) * WORD != operand.compressed:
+                raise BadInput(f"expected {len(words) * WORD} bytes of nonzeros, got {operand}")
+            self._region(self.words, operand)[...] = words
+            self._region(self.tags, operand)[...] = number
+            return
+        for regions, value in ((self.words, result), (self.tags, number)):
             region = self._region(regions, operand).view(operand.shape)
             if instruction.op == "move":
                 region = _written_block(region, instruction)
             region[...] = value
 
+    def _store(self, operand: BufferOperand, result: Tensor, at: Setting | None) -> None:
+        """Store a value on the host, or a block of it at a position."""
+        if not isinstance(at, tuple):
+            self.host[operand.value] = result.clone()
+            return
+        if operand.value not in self.missing:
+            self.missing[operand.value] = torch.ones(operand.shape, dtype=torch.bool)
+            self.host[operand.value] = torch.zeros(operand.shape)
+        block = tuple(slice(low, low + n) for low, n in zip(at, result.shape, strict=True))
+        self.host[operand.value][block] = result
+        self.missing[operand.value][block] = False
+
     def _region(self, regions: Mapping[str, Tensor], operand: BufferOperand) -> Tensor:
         """The words, or their tags, of an operand's buffer region."""
         buffer = regions.get(operand.buffer)
-        start, count = operand.address // WORD, math.prod(operand.shape)
+        start, count = operand.address // WORD, operand.bytes // WORD
         if buffer is None or operand.address % WORD or not 0 <= start <= len(buffer) - count:
             size = "no buffer" if buffer is None else f"{len(buffer) * WORD} bytes"
             raise BadInput(f"expected {operand.value} in a buffer, in words of {WORD} bytes, got {operand} of {size}")
@@ -213,6 +245,8 @@ def run_instructions(
                 memory.execute(instruction)
             except BadInput as error:
                 raise BadInput(f"instruction {number} ({instruction.op}): {error}") from error
+    if incomplete := [name for name, missing in memory.missing.items() if bool(missing.any())]:
+        raise BadInput(f"instruction list: expected all blocks of {incomplete[0]!r:.60}, some are not stored")
     return memory.host
 
 
@@ -235,88 +269,6 @@ def _written_block(region: Tensor, instruction: Instruction) -> Tensor:
     return region
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedInstructions:
-    """Instructions with addresses. sizes: used bytes of each buffer."""
-
-    instructions: tuple[Instruction, ...]
-    sizes: Mapping[str, int]
-
-
-def assign_addresses(listing: Listing, machine: Machine) -> PlacedInstructions:
-    """The steps of a network with addresses. Raises BadInput if a buffer is too small.
-
-    Weights are stored one after another, since every run needs all of them. Activations share
-    memory: a value is alive from the first step that writes it to the last that reads it. The
-    vector unit may write its result over an operand that no later step reads.
-    """
-    weights, end = dict[str, int](), 0
-    for name, tensor in listing.weights.items():
-        weights[name] = end
-        end += align_size(tensor.numel() * 4)
-    owners = _shared(listing.steps)
-    blocks = _blocks(listing.steps, owners)
-    plan = plan_arena([*blocks.values()])
-    offsets = dict(zip(blocks, plan.offsets, strict=True))
-    sizes = {WEIGHTS: end, ACTIVATIONS: plan.size}
-    _check_room(sizes, machine)
-
-    def operand(ref: ValueRef) -> BufferOperand:
-        address = 0
-        if ref.buffer == WEIGHTS:
-            address = weights[ref.value]
-        elif ref.buffer == ACTIVATIONS:
-            address = offsets[owners[ref.value]]
-        return BufferOperand(ref.value, ref.buffer, address, ref.shape)
-
-    instructions = (
-        Instruction(step.op, tuple(map(operand, step.reads)), operand(step.writes), step.settings)
-        for step in listing.steps
-    )
-    return PlacedInstructions(tuple(instructions), sizes)
-
-
-def _shared(steps: tuple[UnitStep, ...]) -> dict[str, str]:
-    """By value in the activations buffer, the value whose memory it uses: itself, or an operand."""
-    last = {ref.value: k for k, step in enumerate(steps) for ref in step.reads}
-    owners: dict[str, str] = {}
-    for k, step in enumerate(steps):
-        result = step.writes
-        if result.buffer != ACTIVATIONS or result.value in owners:
-            continue
-        over = [
-            ref
-            for ref in step.reads
-            if ref.buffer == ACTIVATIONS and last[ref.value] == k and ref.bytes == result.bytes
-        ]
-        inplace = over and ABILITIES[step.op].inplace
-        owners[result.value] = owners[over[0].value] if inplace else result.value
-    return owners
-
-
-def _blocks(steps: tuple[UnitStep, ...], owners: Mapping[str, str]) -> dict[str, Block]:
-    """Bytes and lifetime of the memory of each owner. owners: by value (`_shared`)."""
-    blocks: dict[str, Block] = {}
-    for k, step in enumerate(steps):
-        for ref in (*step.reads, step.writes):
-            if ref.buffer == ACTIVATIONS:
-                owner = owners[ref.value]
-                before = blocks.get(owner, Block(ref.bytes, k, k))
-                blocks[owner] = Block(before.size, before.start, k)
-    return blocks
-
-
-def _check_room(sizes: Mapping[str, int], machine: Machine) -> None:
-    for buffer, name in ((WEIGHTS, "weight_bytes"), (ACTIVATIONS, "activation_bytes")):
-        room = getattr(machine, name)
-        if sizes[buffer] > room:
-            raise BadInput(
-                f"the {buffer} buffer has {format_bytes(room)}, the network needs "
-                f"{format_bytes(sizes[buffer])} of it at once: pass "
-                f"machine=Machine({name}={sizes[buffer]}), or use a smaller batch or smaller images"
-            )
-
-
 @in_isolation
 @public
 def instructions(
@@ -326,12 +278,17 @@ def instructions(
     *,
     target: str | Path | Target = "matrix_unit",
     machine: Machine | None = None,
+    device: Device | None = None,
     table: Table = TABLE,
 ) -> Instructions:
     """The `Instructions` that compute `model(*args, **kwargs)` in eval mode on an accelerator.
 
     They are for the sizes of the example inputs. Batch norms are folded into weights, and strided
     convolutions are replaced as by `demask.stride.lower`. `model` is not changed.
+
+    Where the values of a network do not fit the buffer of activations at once, it runs in parts: bands of rows, or
+    tiles, of images are loaded, computed through several layers, and stored on the host, in the order of a plan of
+    `demask.traverse`. Results are the same; cycles are more, as the matrix unit fills and drains for every part.
 
     Args:
         model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`; all numbers are
@@ -342,6 +299,10 @@ def instructions(
             ("max_pool", "avg_pool", "slice", "no_pool", "space_to_depth", "fhe" or "matrix_unit"),
             path of a TOML file, or a `Target`. Default: "matrix_unit".
         machine: sizes and speeds of the accelerator. Default: `demask.stride.Machine()`.
+        device: one memory for weights, values and instructions (64 bytes each), in place of the machine's buffers, as
+            in `demask.traverse.plan`: `Device("64KiB", weights="compressed")` stores of weights only the nonzeros and
+            a bit for each element; with weights="outside", they are in the machine's buffer of weights, and not
+            counted. Default: None, the machine's buffers.
         table: the table of ops. Default: `demask.ops.TABLE`.
 
     Raises:
@@ -363,16 +324,43 @@ def instructions(
     """
     if not isinstance(machine, Machine | None):
         raise BadInput(f"expected demask.stride.Machine(...) as machine, got {type(machine).__name__}")
+    if not isinstance(device, Device | None):
+        raise BadInput(f"expected demask.traverse.Device(...) as device, got {type(device).__name__}")
     captured = rewrite(fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={}))), CANONICAL)
     program, choices = lowered(rewrite(captured, FOLD), target, table)
-    return listed(program, machine or Machine(), tuple(map(str, choices)))
+    return listed(program, machine or Machine(), tuple(map(str, choices)), device, table)
 
 
-def listed(program: Program, machine: Machine, notes: tuple[str, ...] = ()) -> Instructions:
-    """The instruction list of a program with static sizes and without strided convolutions."""
-    listing = emit(program, RULES)
-    plan = assign_addresses(listing, machine)
-    return Instructions(machine, listing.inputs, listing.outputs, listing.weights, plan.instructions, plan.sizes, notes)
+def listed(
+    program: Program, machine: Machine, notes: tuple[str, ...] = (), device: Device | None = None, table: Table = TABLE
+) -> Instructions:
+    """The instruction list of a program with static sizes and without strided convolutions. In parts, where the values
+    do not fit the buffer of activations, or the memory of a device."""
+    memory = device or Device(machine.activation_bytes, weights="outside")
+    one = list_in_one_piece(program, memory)
+    if one.bytes_in(memory) > memory.bytes and one.sizes[WEIGHTS] <= machine.weight_bytes:
+        one = list_in_parts(program, machine, memory, table) or one
+    if device is not None:
+        used, values = one.bytes_in(device), one.sizes[ACTIVATIONS]
+        if used > device.bytes:
+            raise BudgetTooSmall(
+                f"the device has {format_bytes(device.bytes)}, the network needs {format_bytes(used)} of it (values "
+                f"{format_bytes(values)}): pass device=Device({used}, ...), or use a smaller batch or smaller images",
+                used,
+            )
+        weights, others = max(one.sizes[WEIGHTS], 1), used - values
+        weights = machine.weight_bytes if device.weights == "outside" else weights
+        machine = replace(machine, weight_bytes=weights, activation_bytes=device.bytes - others)
+    for buffer, name in ((WEIGHTS, "weight_bytes"), (ACTIVATIONS, "activation_bytes")):
+        room, size = getattr(machine, name), one.sizes[buffer]
+        if size > room:
+            raise BudgetTooSmall(
+                f"the {buffer} buffer has {format_bytes(room)}, the network needs {format_bytes(size)} of it at once: "
+                f"pass machine=Machine({name}={size}), or use a smaller batch or smaller images",
+                size,
+            )
+    ends = one.listing.inputs, one.listing.outputs, one.listing.weights
+    return Instructions(machine, *ends, one.instructions, one.sizes, notes, one.plan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -392,6 +380,8 @@ class Instructions(PageSource):
             `address` (of the first byte) and `shape`.
         sizes: used bytes by buffer: "weights" and "activations".
         notes: texts that say how strided convolutions were replaced. Default: ().
+        plan: of the parts in which the network runs, a `demask.traverse.Plan`; None (default) if its values fit the
+            buffer of activations, so that it runs in one piece.
 
     Example:
         >>> import demask, torch
@@ -408,6 +398,7 @@ class Instructions(PageSource):
     instructions: Steps
     sizes: Mapping[str, int]
     notes: tuple[str, ...] = ()
+    plan: TilePlan | None = None
 
     def run(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The network's outputs, computed step by step on the CPU: one float32 tensor, or a tuple.
@@ -449,7 +440,8 @@ class Instructions(PageSource):
 
         Weights are base64 text of their little-endian float32 bytes.
         """
-        return {"format": FORMAT, **encode(Instructions, self)}
+        fields = encode(Instructions, self)
+        return {"format": FORMAT, **{name: value for name, value in fields.items() if name != "plan" or value}}
 
     @classmethod
     def from_dict(cls, data: Any) -> Instructions:
@@ -463,7 +455,7 @@ class Instructions(PageSource):
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise BadInput(f"instruction list: expected the format {FORMAT!r}, got {data!r:.80}")
-        fields = {name: value for name, value in data.items() if name != "format"}
+        fields = {"plan": None} | {name: value for name, value in data.items() if name != "format"}
         return check(decode(Instructions, fields, "instruction list", exact=True))
 
     def page(self) -> Page:

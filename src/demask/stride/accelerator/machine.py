@@ -14,6 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from demask.errors import BadInput
 from demask.records import Limit, Stored, decode
 
@@ -106,34 +110,60 @@ class Machine:
         return tiles * max(positions, self.rows) + self.rows + self.columns
 
 
+def compress(weight: Tensor) -> Tensor:
+    """The words of a float32 tensor in a buffer, float32 [words]: a bit for each element, 1 where it is not zero, in
+    words of 32 bits; then the nonzeros."""
+    flat = weight.detach().reshape(-1)
+    bits = np.zeros(-(-flat.numel() // 32) * 32, np.uint8)
+    bits[: flat.numel()] = (flat != 0).numpy()
+    words = np.packbits(bits, bitorder="little").view(np.float32)
+    return torch.cat([torch.from_numpy(words.copy()), flat[flat != 0]])
+
+
+def decompress(words: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The float32 tensor of a shape that `compress` wrote."""
+    count = math.prod(shape)
+    start = -(-count // 32)
+    bits = np.unpackbits(words[:start].numpy().view(np.uint8), bitorder="little")[:count].astype(bool)
+    weight = torch.zeros(count)
+    weight[torch.from_numpy(bits)] = words[start:]
+    return weight.reshape(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class BufferOperand:
     """A value in memory: its name, buffer, first byte and shape.
 
     Elements are in row-major order, so that a value of another shape with as many elements has the
-    same bytes. Values on the host are identified by name, at address 0.
+    same bytes. Values on the host are identified by name, at address 0. compressed: bytes of a weight of which the
+    buffer has only the nonzeros, after a bit for each element (`compress`); 0: all elements.
     """
 
     value: str
     buffer: str
     address: int
     shape: tuple[int, ...]
+    compressed: int = 0
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * WORD
+        return self.compressed or math.prod(self.shape) * WORD
 
     def __str__(self) -> str:
         place = HOST if self.buffer == HOST else f"{self.buffer}+{self.address}"
-        return f"{place} {self.value} ({', '.join(map(str, self.shape))})"
+        packed = f" in {self.compressed} bytes" if self.compressed else ""
+        return f"{place} {self.value} ({', '.join(map(str, self.shape))}){packed}"
 
 
 def _write_operand(operand: BufferOperand) -> list[Any]:
-    return [operand.value, operand.buffer, operand.address, list(operand.shape)]
+    row = [operand.value, operand.buffer, operand.address, list(operand.shape)]
+    return [*row, operand.compressed] if operand.compressed else row
 
 
 def _read_operand(data: Any) -> BufferOperand:
-    return BufferOperand(*decode(tuple[Text, Buffer, Address, Shape], data, "operand", exact=True))
+    is_compressed = isinstance(data, list | tuple) and len(data) == 5
+    kind: Any = tuple[Text, Buffer, Address, Shape, Address] if is_compressed else tuple[Text, Buffer, Address, Shape]
+    return BufferOperand(*decode(kind, data, "operand", exact=True))
 
 
 def _write_setting(value: Setting) -> Any:

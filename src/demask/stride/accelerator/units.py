@@ -317,21 +317,37 @@ _MOVE = ("start", "size", "order", "at")
 
 
 def _loads(i: Instruction) -> None:
-    _need(i, i.reads[0].buffer == HOST != i.writes.buffer, "an operand on the host")
-    _need(i, i.reads[0].shape == i.writes.shape, "one shape")
+    x, y, s = i.reads[0], i.writes, _ints(i)
+    _need(i, x.buffer == HOST != y.buffer, "an operand on the host")
+    start, size = s.get("start", (0,) * len(x.shape)), s.get("size", x.shape)
+    _need(i, len(start) == len(size) == len(x.shape) and size == y.shape, "a block of the result's shape")
+    is_inside = all(0 <= low < low + n <= m for low, n, m in zip(start, size, x.shape, strict=True))
+    _need(i, is_inside, "a block within the operand")
 
 
 def _stores(i: Instruction) -> None:
-    _need(i, i.reads[0].buffer != HOST == i.writes.buffer, "an operand on the device")
-    _need(i, i.reads[0].shape == i.writes.shape, "one shape")
+    x, y = i.reads[0], i.writes
+    at = _ints(i).get("at", (0,) * len(x.shape))
+    _need(i, x.buffer != HOST == y.buffer, "an operand on the device")
+    _need(i, len(at) == len(x.shape) == len(y.shape), "axes that fit")
+    _need(i, "at" in i.settings or x.shape == y.shape, "one shape, or the position of a block")
+    is_inside = all(0 <= low < low + n <= m for low, n, m in zip(at, x.shape, y.shape, strict=True))
+    _need(i, is_inside, "a block within the result")
 
 
-def _same(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+def _load_block(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+    block, settings = reads[0], _tuples(s)
+    for axis, start in enumerate(settings.get("start", ())):
+        block = block.narrow(axis, start, shape[axis])
+    return block
+
+
+def _store_block(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
     return reads[0]
 
 
 def _dma_work(i: Instruction, machine: Machine) -> InstructionWork:
-    amount = i.writes.bytes
+    amount = min(i.writes.bytes, i.reads[0].bytes)  # the block's
     return InstructionWork(-(-amount // machine.host_bytes), (amount,), amount)
 
 
@@ -344,8 +360,8 @@ def _tuples(settings: Settings) -> dict[str, tuple[int, ...]]:
 
 
 ABILITIES: Mapping[str, Ability] = {
-    "load": Ability("dma", (1,), _loads, _same, _dma_work),
-    "store": Ability("dma", (1,), _stores, _same, _dma_work),
+    "load": Ability("dma", (1,), _loads, _load_block, _dma_work, optional={"start": INTS, "size": INTS}),
+    "store": Ability("dma", (1,), _stores, _store_block, _dma_work, optional={"at": INTS}),
     "convolve": Ability(
         "matrix",
         (2,),

@@ -20,13 +20,13 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from demask.exec.analysis.flow import Flow
+from demask.exec.planning.plan_memory import plan_stage_memory, step_macs, tile_at, value_bytes
+from demask.exec.planning.schedule import Stage, Step, build_stage, full_step, target_rows, tile_bands
 from demask.machine.cost import TWO_CORES
 from demask.ops.schema import fake
-from demask.traverse.analysis.flow import Flow
 from demask.traverse.execution.run import new_memory
 from demask.traverse.execution.segment_executor import Counter, SegmentExecutor, SourcesAndSinks
-from demask.traverse.planning.plan_memory import plan_stage_memory, step_macs, tile_at, value_bytes
-from demask.traverse.planning.schedule import Stage, Step, build_stage, full_step, target_rows, tile_bands
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # Cost of rectangles by their heights and widths, in positions: arrays of one shape -> another.

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.exec.analysis.flow import Flow
+from demask.exec.axes import Window, cut_shape
+from demask.exec.planning.plan_memory import LARGE, MemoryLayout, PlacedSegment, steps_of
+from demask.exec.planning.schedule import Step, Strip, walk_bands
 from demask.failures import is_strict
 from demask.machine.allocator import release_free_memory
 from demask.machine.arena import ALIGNMENT, align_size
 from demask.machine.clock import set_threads
 from demask.ops.schema import fake
-from demask.traverse.analysis.flow import Flow
-from demask.traverse.axes import Window, cut_shape
 from demask.traverse.execution.segment_executor import BandBorder, Counter, SegmentExecutor, SourcesAndSinks, view_part
-from demask.traverse.planning.plan_memory import LARGE, MemoryLayout, PlacedSegment, steps_of
-from demask.traverse.planning.schedule import Step, Strip, walk_bands
 from demask.traverse.storage.sources_and_sinks import Spill, in_place, spill, tensor_source
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.exec.analysis.partial_reductions import Reduction, attend, keys_of
+from demask.exec.axes import Axes, RowSource, Window, cut_shape, empty, full_window, part, strides
+from demask.exec.planning.plan_memory import StageMemory
+from demask.exec.planning.schedule import LiveRows, Stage, Step, Unit
 from demask.machine.allocator import release_free_memory
 from demask.machine.arena import align_size
 from demask.ops import schema
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
-from demask.traverse.analysis.partial_reductions import Reduction, attend, keys_of
-from demask.traverse.axes import Axes, Window, cut_shape, empty, full_window, part, strides
-from demask.traverse.planning.plan_memory import StageMemory
-from demask.traverse.planning.schedule import LiveRows, Stage, Step, Unit
-from demask.traverse.storage.sources_and_sinks import RowSource, Sink, tensor_source
+from demask.traverse.storage.sources_and_sinks import Sink, tensor_source
 
 
 @dataclass(slots=True)

@@ -23,24 +23,24 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
+from demask.exec.analysis.flow import Flow, flow_of
+from demask.exec.analysis.partial_reductions import can_stream_keys
+from demask.exec.axes import NONE, Axes, Window
+from demask.exec.planning.plan import BANDS, FRUSTUMS, Segment, TilePlan
+from demask.exec.planning.plan_memory import MemoryLayout, PlacedSegment, lay_out, step_macs, stripes_of, tile_at
+from demask.exec.planning.planner import plan_flow
+from demask.exec.planning.schedule import Stage, target_rows
 from demask.machine.arena import strided_bytes
 from demask.machine.byte_sizes import BUDGET, format_bytes, parse_memory
 from demask.ops import Table
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
 from demask.pages import Lines, Page, PageSource
-from demask.traverse.analysis.captured_size import captured, network_of
-from demask.traverse.analysis.flow import Flow, flow_of
-from demask.traverse.analysis.partial_reductions import can_stream_keys
-from demask.traverse.axes import NONE, Axes, Window
+from demask.traverse.captured_size import captured, network_of
 from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
 from demask.traverse.execution.run import ImageRun, execute
 from demask.traverse.execution.tasks import RecordingStore, TaskMask, TaskRunner, is_intact
 from demask.traverse.normalization import IMAGE, Statistics, with_normalized_input, with_statistics
-from demask.traverse.planning.plan import BANDS, FRUSTUMS, Segment, TilePlan
-from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment, lay_out, step_macs, stripes_of, tile_at
-from demask.traverse.planning.planner import plan_flow
-from demask.traverse.planning.schedule import Stage, target_rows
 from demask.traverse.storage.dtype_conversion import check_conversion, name_of
 from demask.traverse.storage.open_ends import (
     FileTarget,

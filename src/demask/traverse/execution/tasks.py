@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.exec.axes import Window, cut_shape
+from demask.exec.planning.plan_memory import MemoryLayout, PlacedSegment, steps_of_stripe, stripes_of
+from demask.exec.planning.schedule import Step, target_rows
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
-from demask.traverse.axes import Window, cut_shape
 from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
 from demask.traverse.execution.segment_executor import Counter, SegmentExecutor, SourcesAndSinks
-from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment, steps_of_stripe, stripes_of
-from demask.traverse.planning.schedule import Step, target_rows
 from demask.traverse.storage.boxes import Box
 
 States = dict[str, tuple[Tensor, ...]]  # of reductions, by the name of the call

@@ -15,6 +15,10 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.compat.fx_internals import signature_of
+from demask.exec.analysis.flow import Flow, flow_of
+from demask.exec.planning.plan import TilePlan
+from demask.exec.planning.plan_memory import MemoryLayout
+from demask.exec.planning.planner import lay_out_plan
 from demask.graph.input_specs import input_specs
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
@@ -23,12 +27,8 @@ from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE, Table, schema
 from demask.ops.schema import fake
 from demask.registry import RESULT_KINDS
-from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.execution.run import ImageRun, OnStep, execute, rehearse
 from demask.traverse.execution.segment_executor import Counter
-from demask.traverse.planning.plan import TilePlan
-from demask.traverse.planning.plan_memory import MemoryLayout
-from demask.traverse.planning.planner import lay_out_plan
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # Runs an image of a call: module, its flow and layout, inputs, results to fill, index, count.

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from demask.exec.axes import Axes, Window
 from demask.ops.regions import Interval
-from demask.traverse.axes import Axes, Window
 
 Box = tuple[Interval, ...]  # one interval for each dimension
 LIMIT = 1 << 20  # bytes of pieces; 256 KiB read 10 % slower, 4 MiB no faster

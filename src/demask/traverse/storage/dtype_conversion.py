@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.traverse.axes import Axes, strides
+from demask.exec.axes import Axes, strides
 
 LARGEST = {torch.uint8: 255, torch.uint16: 65535}  # stored for 1.0
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
+from demask.exec.axes import NONE, Axes
 from demask.files.atomic_write import check_writable
-from demask.traverse.axes import NONE, Axes
 from demask.traverse.storage.dtype_conversion import check_conversion, name_of
 from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource, tensor_sink, tensor_source
 from demask.traverse.storage.store import ArrayInfo, Format, SliceStore, Store, backing_file, format_of, open_path

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.traverse.axes import Axes, Window, order, strides
+from demask.exec.axes import Axes, Window, order, strides
 from demask.traverse.storage.boxes import LIMIT, Box, box_of, elements, extents, pieces, view, within
 from demask.traverse.storage.dtype_conversion import assign, check_conversion, convert, scratch_size, work_dtype
 from demask.traverse.storage.store import torch_dtype
@@ -195,14 +195,6 @@ def _error_text(name: str, size: int, folder: Path, error: OSError) -> str:
             f"({error.strerror}): free some, or name a folder on another disk"
         )
     return f"{name}: {error.strerror or error}"
-
-
-class RowSource(Protocol):
-    """A value whose parts can be read."""
-
-    def read(self, window: Window, into: Tensor) -> None:
-        """Fill `into`, in the layout of parts, with the positions of a window."""
-        ...
 
 
 class Sink(Protocol):

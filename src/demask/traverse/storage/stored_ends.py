@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.traverse.axes import Axes, Window, empty, order
+from demask.exec.axes import Axes, Window, empty, order
 from demask.traverse.storage.boxes import (
     LIMIT,
     Box,

@@ -21,14 +21,11 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from demask.errors import BudgetTooSmall
-from demask.machine.byte_sizes import format_bytes
-from demask.machine.cost import TWO_CORES
-from demask.ops.schema import fake
-from demask.traverse.analysis.flow import Flow
-from demask.traverse.analysis.partial_reductions import can_stream_keys
-from demask.traverse.device import Device
-from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment, TilePlan
-from demask.traverse.planning.plan_memory import (
+from demask.exec.analysis.flow import Flow
+from demask.exec.analysis.partial_reductions import can_stream_keys
+from demask.exec.device import Device
+from demask.exec.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment, TilePlan
+from demask.exec.planning.plan_memory import (
     LIBRARIES,
     MemoryLayout,
     count_steps,
@@ -40,12 +37,16 @@ from demask.traverse.planning.plan_memory import (
     tile_at,
     value_bytes,
 )
-from demask.traverse.planning.schedule import Stage, Step, build_stage, full_step, middle_steps, target_rows
+from demask.exec.planning.schedule import Stage, Step, build_stage, full_step, middle_steps, target_rows, walk_bands
+from demask.machine.byte_sizes import format_bytes
+from demask.machine.cost import TWO_CORES
+from demask.ops.schema import fake
 
 Cut = Callable[[MemoryLayout], MemoryLayout]  # of the segments of a layout into tasks
 BANDS_TRIED = tuple(2**k for k in range(12))
 TILES_TRIED = (1024, 512, 256, 128, 64, 32, 16)
 CUTS, MANY = 12, 400  # optional cuts; a third of them in graphs of MANY calls or more
+FEW = 8  # bands of which all are measured: the first ones compute what all layers are ahead
 RECOMPUTED = 0.003  # largest share of multiply-adds to run twice to save maps
 
 
@@ -127,7 +128,7 @@ class Planner:
         self.outputs = {n for n in flow.outputs if isinstance(n, fx.Node)}
         self.forced = _forced_cuts(flow, self.calls)
         self.tiles, self.workers, self.cut = tiles, workers, cut
-        self.cache: dict[tuple[int, int, str, int, int], StageChoice] = {}
+        self.cache: dict[tuple[int, int, str, int, int, int], StageChoice] = {}
         self.stages: dict[tuple[int, int], Stage] = {}
         self.recomputed = frozenset[fx.Node]()
         self.last = self._last_reads()
@@ -217,15 +218,15 @@ class Planner:
             self.stages[low, high] = build_stage(self.flow, nodes, keeps)
         stage = self.stages[low, high]
 
-        def choice(mode: str, rows: int = 0, columns: int = 0) -> StageChoice:
-            key = low, high, mode, rows, columns
+        def choice(mode: str, rows: int = 0, columns: int = 0, row_steps: int = 1) -> StageChoice:
+            key = low, high, mode, rows, columns, row_steps
             if key not in self.cache:
-                self.cache[key] = self._build_choice(stage, nodes, (low, high), mode, rows, columns)
+                self.cache[key] = self._build_choice(stage, nodes, (low, high), mode, rows, columns, row_steps)
             return self.cache[key]
 
         choices = [choice(LAYERWISE)]
         if stage.is_streamable and target_rows(stage):
-            choices += _try_bands(stage, lambda rows: choice(BANDS, rows), budget)
+            choices += _try_bands(stage, lambda rows, steps=1: choice(BANDS, rows, 0, steps), budget)
         if self.tiles and self._has_columns(stage):
             width = max(stage.flow.columns(v) for v in target_rows(stage))
             sizes = [n for n in TILES_TRIED if n < width]
@@ -255,13 +256,20 @@ class Planner:
         return stage.is_streamable and bool(target_rows(stage)) and all(axes[v][1] is not None for v in values)
 
     def _build_choice(
-        self, stage: Stage, nodes: Sequence[fx.Node], cuts: tuple[int, int], mode: str, rows: int, columns: int
+        self,
+        stage: Stage,
+        nodes: Sequence[fx.Node],
+        cuts: tuple[int, int],
+        mode: str,
+        rows: int,
+        columns: int,
+        row_steps: int = 1,
     ) -> StageChoice:
         low, high = cuts
         names, keeps = (tuple(n.name for n in some) for some in (nodes, stage.targets))
         spills = tuple(v.name for v in stage.targets if self._is_spilled(v))
         count = self.workers if mode == BANDS else 1
-        segment = Segment(mode, names, keeps, spills, rows=rows, columns=columns, workers=count)
+        segment = Segment(mode, names, keeps, spills, rows=rows, columns=columns, workers=count, row_steps=row_steps)
         maps = frozenset(v for v in [*stage.enters, *stage.targets] if self._is_map(v))
         steps = _sample_steps(stage, segment)
         stage_memory = plan_stage_memory(stage, steps, maps, estimate=True)
@@ -340,13 +348,28 @@ class Planner:
         return best[len(self.calls)]
 
 
-def _try_bands(stage: Stage, choose: Callable[[int], StageChoice], budget: float) -> list[StageChoice]:
+def _try_bands(stage: Stage, choose: Callable[..., StageChoice], budget: float) -> list[StageChoice]:
     """The bands of least height, and the fastest that fit the budget.
 
     Memory is linear in the height of bands: two heights determine it, and other heights are tried
-    in the order of the estimated seconds.
+    in the order of the estimated seconds. Where a row does not fit, as the layers before it are
+    taller, it is computed in several steps.
     """
-    heights = [n for n in BANDS_TRIED if n < max(target_rows(stage).values())]
+    tallest = max(target_rows(stage).values())
+    choices = _try_heights(stage, choose, budget, [n for n in BANDS_TRIED if n < tallest])
+    values = [*stage.enters, *(u.value for u in stage.units if u.value in stage.flow.axes)]
+    finest = max(stage.flow.rows(v) for v in values) // tallest
+    if finest > 1 and not any(choice.bytes <= budget for choice in choices):
+        for steps in (2**k for k in range(1, finest.bit_length())):
+            choices.append(choose(1, steps))
+            if choices[-1].bytes <= budget:
+                break
+    return choices
+
+
+def _try_heights(
+    stage: Stage, choose: Callable[..., StageChoice], budget: float, heights: Sequence[int]
+) -> list[StageChoice]:
     if not heights:
         return []
     lowest, higher = choose(heights[0]), choose(heights[min(6, len(heights) - 1)])
@@ -393,6 +416,8 @@ def _forced_cuts(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
 
 def _sample_steps(stage: Stage, segment: Segment) -> list[Step]:
     """Representative steps: two in the middle of bands, or a tile in the middle."""
+    if (segment.mode == BANDS and count_steps(stage, segment) <= FEW) or segment.row_steps > 1:
+        return list(walk_bands(stage, segment.rows, row_steps=segment.row_steps))
     if segment.mode == BANDS:
         return middle_steps(stage, segment.rows)
     if segment.mode == FRUSTUMS:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from demask.exec.analysis.partial_reductions import moments_of
+from demask.exec.axes import NONE, Axes, axes_of, image_axes
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
@@ -28,8 +30,6 @@ from demask.registry import CUSTOM_OPS
 from demask.rewrites.driver import apply_rules
 from demask.rewrites.rule import Phase, case, rule
 from demask.rewrites.segment import split_as_slices
-from demask.traverse.analysis.partial_reductions import moments_of
-from demask.traverse.axes import NONE, Axes, axes_of, image_axes
 
 aten = torch.ops.aten
 X = (2, 4, 6, 5)  # the shape of most cases

@@ -18,6 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.exec import axes as parts
+from demask.exec.axes import COLUMNS, NONE, ROWS, Axes, Window
+from demask.exec.local.call import LocalCall, LocalKind, OperandCut, Scratch, activate, narrowed, nbytes, stepped
+from demask.exec.local.carried import LocalApply, LocalRearrange, is_rearranged
+from demask.exec.local.kernels import faster_kind
+from demask.exec.local.resize import LocalResize
+from demask.exec.local.windows import windowed
 from demask.ops import regions, schema
 from demask.ops.entry import Declined, op_name
 from demask.ops.flow import axis_of
@@ -25,13 +32,6 @@ from demask.ops.positions import IndexMap
 from demask.ops.regions import Interval, Rule
 from demask.ops.relation import Relation
 from demask.ops.schema import fake
-from demask.traverse import axes as parts
-from demask.traverse.axes import COLUMNS, NONE, ROWS, Axes, Window
-from demask.traverse.local.call import LocalCall, LocalKind, OperandCut, Scratch, activate, narrowed, nbytes, stepped
-from demask.traverse.local.carried import LocalApply, LocalRearrange, is_rearranged
-from demask.traverse.local.kernels import faster_kind
-from demask.traverse.local.resize import LocalResize
-from demask.traverse.local.windows import windowed
 from demask.tune.epilogue import Epilogue
 
 _MANY = 16  # more runs of one axis than that are selected by index, not copied one by one
@@ -134,7 +134,7 @@ class LocalMove(LocalKind):
         return LocalMove(call, tuple(axes))
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
-        for taken in itertools.product(*self._runs_within(window)):
+        for taken in itertools.product(*self.runs_within(window)):
             target, source = into, max(run.source for run in taken)
             for moved, run in zip(self.axes, taken, strict=True):
                 target = target.narrow(moved.axis, run.first, run.count)
@@ -144,7 +144,8 @@ class LocalMove(LocalKind):
             else:
                 self._copy(values[source], target, taken)
 
-    def _runs_within(self, window: Window) -> list[list[PositionRun]]:
+    def runs_within(self, window: Window) -> list[list[PositionRun]]:
+        """The runs of each moved axis within a window, relative to its start and to those of the operands' parts."""
         return [
             moved.within(self.call.window(moved.axis, window), self._part_starts(moved.axis, window))
             for moved in self.axes
@@ -183,7 +184,7 @@ class LocalMove(LocalKind):
     def allocated_bytes(self, window: Window) -> int:
         """The first of two selections, where indices select along two axes."""
         has_index = [
-            any(r.index is not None or r.step < 0 for r in axis_runs) for axis_runs in self._runs_within(window)
+            any(r.index is not None or r.step < 0 for r in axis_runs) for axis_runs in self.runs_within(window)
         ]
         return self.call.bytes(window) if sum(has_index) > 1 else 0
 

@@ -18,12 +18,8 @@ import torch
 from torch import Tensor
 
 from demask.compat.onednn import available, ops
-from demask.ops.entry import Declined, op_name
-from demask.ops.regions import Interval
-from demask.ops.schema import fake
-from demask.ops.traits import CONV_OF_AXES
-from demask.traverse.axes import Window
-from demask.traverse.local.call import (
+from demask.exec.axes import Window
+from demask.exec.local.call import (
     LocalCall,
     LocalKind,
     LocalWindows,
@@ -38,7 +34,11 @@ from demask.traverse.local.call import (
     write_result,
     writes_in_place,
 )
-from demask.traverse.local.carried import bind_arguments
+from demask.exec.local.carried import bind_arguments
+from demask.ops.entry import Declined, op_name
+from demask.ops.regions import Interval
+from demask.ops.schema import fake
+from demask.ops.traits import CONV_OF_AXES
 from demask.tune.epilogue import Epilogue
 
 aten = torch.ops.aten
@@ -145,13 +145,13 @@ class LocalAvgPool(LocalWindows):
         work = torch.float32 if x.dtype in _HALVES else x.dtype
         for s, interval in zip(self.axes, self.intervals(window), strict=True):
             x = x.narrow(s.axis, 0, s.margins(interval)[1])
-        x = padded(x, self.call.cuts[0].axes, self._margins(window), 0, scratch, work)
+        x = padded(x, self.call.cuts[0].axes, self.margins(window), 0, scratch, work)
         sums = into if work == into.dtype else scratch(into.shape, self.call.axes, work)
         override = self.call.bound.get("divisor_override")
         self._pool(x, sums, [0] * len(self.axes), False, override or 1)
         if not override:
             rounding = None if work.is_floating_point else "trunc"
-            sums.div_(self._counts(window, work), rounding_mode=rounding)
+            sums.div_(self.divisors(window, work), rounding_mode=rounding)
         if sums is not into:
             into.copy_(sums)
 
@@ -176,14 +176,7 @@ class LocalAvgPool(LocalWindows):
             borders.append("inside" if not before and not after else "all" if is_all else "")
         return borders
 
-    def _margins(self, window: Window) -> dict[int, Interval]:
-        margins = {}
-        for s, interval in zip(self.axes, self.intervals(window), strict=True):
-            before, _, after = s.margins(interval)
-            margins[s.axis] = (before, after)
-        return margins
-
-    def _counts(self, window: Window, dtype: torch.dtype) -> Tensor:
+    def divisors(self, window: Window, dtype: torch.dtype) -> Tensor:
         """Positions that each window counts: a tensor that broadcasts over the output."""
         counts = torch.ones([1] * len(self.axes), dtype=dtype)
         for k, (s, interval) in enumerate(zip(self.axes, self.intervals(window), strict=True)):
@@ -286,7 +279,7 @@ class LocalConv(LocalWindows):
     ) -> None:
         """Fill `into`, or add to its values; then apply the activation."""
         x, weight, bias = [*values, None][:3]
-        padding, margins = self._padding(window)
+        padding, margins = self.padding(window)
         if margins:
             x = padded(x, self.call.cuts[0].axes, margins, 0, scratch)
         if not available(x.dtype, x.device):
@@ -295,12 +288,12 @@ class LocalConv(LocalWindows):
         if not add:
             into.zero_()
         fused = "relu" if after is not None and after.name == "relu" else None
-        _add_onednn(into, x, weight, bias, (padding, *self._steps()), self.call.bound["groups"], fused)
+        _add_onednn(into, x, weight, bias, (padding, *self.steps()), self.call.bound["groups"], fused)
         if after is not None and fused is None:
             activate(after, into)
 
     def _run_aten(self, x, weight, bias, padding, into: Tensor, after: Epilogue | None, add) -> None:
-        stride, dilation = self._steps()
+        stride, dilation = self.steps()
         target = CONV_OF_AXES[len(self.axes)]
         result = target(x, weight, bias, stride, padding, dilation, self.call.bound["groups"])
         if add:
@@ -310,11 +303,12 @@ class LocalConv(LocalWindows):
         if after is not None:
             activate(after, into)
 
-    def _steps(self) -> tuple[list[int], list[int]]:
+    def steps(self) -> tuple[list[int], list[int]]:
+        """The stride and the dilation per axis."""
         stride = [s.geometry.step for s in self.axes]
         return stride, [s.geometry.number("dilation", 1) for s in self.axes]
 
-    def _padding(self, window: Window) -> tuple[list[int], dict[int, Interval]]:
+    def padding(self, window: Window) -> tuple[list[int], dict[int, Interval]]:
         """The op's padding per axis, and the borders of a padded copy."""
         padding, margins = [], {}
         for s, interval in zip(self.axes, self.intervals(window), strict=True):
@@ -329,7 +323,7 @@ class LocalConv(LocalWindows):
 
     def scratch_bytes(self, window: Window) -> int:
         value = fake(self.call.node.args[0])
-        margins = self._padding(window)[1]
+        margins = self.padding(window)[1]
         return nbytes(grown(self.operand(window), margins), value.dtype) if margins else 0
 
     def allocated_bytes(self, window: Window) -> int:
@@ -341,7 +335,7 @@ class LocalConv(LocalWindows):
         result, value = self.call.bytes(window), fake(self.call.node.args[0])
         channels = max(self.call.shape[-len(self.axes) - 1], 1)
         columns = math.prod(self.call.sizes(window)) // channels * math.prod(weight[1:])
-        margins = self._padding(window)[1]
+        margins = self.padding(window)[1]
         copy = nbytes(grown(self.operand(window), margins), value.dtype)
         return (1 + (groups > 1)) * result + nbytes((columns,), value.dtype) + copy
 
@@ -353,10 +347,10 @@ class LocalConv(LocalWindows):
         """The geometry of the call and the shapes of its operands."""
         if not available(self.call.dtype, fake(self.call.node).device):
             return None
-        padding, margins = self._padding(window)
+        padding, margins = self.padding(window)
         weight = tuple(fake(self.call.bound["weight"]).shape)
         shape = tuple(grown(self.operand(window), margins))
-        return weight, shape, tuple(padding), str(self._steps()), self.call.bound["groups"]
+        return weight, shape, tuple(padding), str(self.steps()), self.call.bound["groups"]
 
     @property
     def packed_bytes(self) -> int:
@@ -374,10 +368,10 @@ class LocalConv(LocalWindows):
         """The weight in oneDNN's layout for such windows, to be passed in place of `weight`."""
         if len(self.axes) == 1 or not available(weight.dtype, weight.device):
             return weight
-        padding, margins = self._padding(window)
+        padding, margins = self.padding(window)
         shape = list(grown(self.operand(window), margins))
         shape = [1] * (len(self.axes) + 2 - len(shape)) + shape
-        geometry = (padding, *self._steps(), self.call.bound["groups"])
+        geometry = (padding, *self.steps(), self.call.bound["groups"])
         return ops()._reorder_convolution_weight(weight, *geometry, shape)
 
 

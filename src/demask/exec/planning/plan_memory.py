@@ -20,14 +20,11 @@ from typing import Any
 from torch import Tensor, fx
 
 from demask.errors import BadInput
-from demask.machine.arena import ArenaPlan, Block, align_size, peak_bytes, plan_arena
-from demask.ops.regions import Interval
-from demask.ops.schema import fake
-from demask.traverse.analysis.flow import Flow
-from demask.traverse.analysis.partial_reductions import attention_scratch_bytes, can_stream_keys
-from demask.traverse.axes import cut_shape
-from demask.traverse.planning.plan import BANDS, FRUSTUMS, Segment
-from demask.traverse.planning.schedule import (
+from demask.exec.analysis.flow import Flow
+from demask.exec.analysis.partial_reductions import attention_scratch_bytes, can_stream_keys
+from demask.exec.axes import cut_shape
+from demask.exec.planning.plan import BANDS, FRUSTUMS, Segment
+from demask.exec.planning.schedule import (
     LiveRows,
     Stage,
     Step,
@@ -41,6 +38,9 @@ from demask.traverse.planning.schedule import (
     tile_step,
     walk_bands,
 )
+from demask.machine.arena import ArenaPlan, Block, align_size, owners, peak_bytes, plan_arena
+from demask.ops.regions import Interval
+from demask.ops.schema import fake
 
 WORKERS = 64  # at most, in parallel
 STEPS = 2**21  # at most, of a segment: a plan from a file must not run for ever
@@ -195,18 +195,19 @@ def _lifetimes(stage: Stage, peaks: _PeakSizes, owner: Mapping[fx.Node, fx.Node]
 def _owners(stage: Stage, peaks: _PeakSizes) -> dict[fx.Node, fx.Node]:
     """The last of the values that share a block: pointwise calls write over an operand that no
     other unit reads, sums over their addends."""
-    owner = {v: v for v in peaks.values}
-    for unit in reversed(stage.units):
-        if unit.value not in owner:
-            continue
-        for edge in unit.edges:
-            base = edge.source
-            local = stage.flow.local.get(unit.node)
-            writes_over = unit.addend is base or (local is not None and local.pointwise)
-            if writes_over and _is_only_reader(stage, peaks, unit, base):
-                owner[base] = owner[unit.value]
-                break
-    return owner
+    units = [None] * len(stage.enters) + list(stage.units)
+    calls = [(v, ()) for v in stage.enters]
+    calls += [(unit.value, tuple(e.source for e in unit.edges)) for unit in stage.units]
+
+    def may_overwrite(k: int, base: fx.Node) -> bool:
+        unit = units[k]
+        assert unit is not None
+        local = stage.flow.local.get(unit.node)
+        writes_over = unit.addend is base or (local is not None and local.pointwise)
+        return unit.value in peaks.block and writes_over and _is_only_reader(stage, peaks, unit, base)
+
+    shared = owners(calls, may_overwrite, last=True)
+    return {value: shared[value] for value in peaks.values}
 
 
 def _is_only_reader(stage: Stage, peaks: _PeakSizes, unit: Unit, base: fx.Node) -> bool:
@@ -318,9 +319,9 @@ def steps_of(stage: Stage, segment: Segment) -> Iterator[Step]:
             yield from steps_of_stripe(stage, segment, rows)
     elif segment.mode == BANDS and segment.workers > 1:
         for strip in cut_strips(stage, segment.workers):
-            yield from walk_bands(stage, segment.rows, strip)
+            yield from walk_bands(stage, segment.rows, strip, None, segment.row_steps)
     elif segment.mode == BANDS:
-        yield from walk_bands(stage, segment.rows)
+        yield from walk_bands(stage, segment.rows, row_steps=segment.row_steps)
     elif segment.mode == FRUSTUMS:
         yield from tiles(stage, segment.rows, segment.columns)
     else:
@@ -342,7 +343,7 @@ def steps_of_stripe(stage: Stage, segment: Segment, rows: Interval, columns: Int
     width = max(stage.flow.columns(v) for v in target_rows(stage))
     left, right = columns or (0, width)
     if segment.mode == BANDS:
-        yield from tile_bands(stage, tile_at(stage, rows, (left, right)), segment.rows)
+        yield from tile_bands(stage, tile_at(stage, rows, (left, right)), segment.rows, segment.row_steps)
         return
     for top in range(*rows, segment.rows):
         for first in range(left, right, segment.columns):
@@ -377,7 +378,7 @@ def count_steps(stage: Stage, segment: Segment) -> int:
     ends = target_rows(stage)
     if segment.mode not in (BANDS, FRUSTUMS) or not ends:
         return 1
-    down = -(-max(ends.values()) // segment.rows)
+    down = -(-max(ends.values()) * segment.row_steps // segment.rows)
     width = max(stage.flow.columns(v) for v in ends)
     return down if segment.mode == BANDS else down * -(-width // segment.columns)
 
@@ -399,6 +400,8 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
         stage = stage_of(flow, segment)
         if segment.mode in (BANDS, FRUSTUMS) and (not stage.is_streamable or segment.rows < 1):
             raise BadInput(f"the plan runs {segment.nodes[:1]} in {segment.mode}, which is not possible")
+        if segment.row_steps < 1:
+            raise BadInput(f"the plan computes a row of {segment.nodes[:1]} in no step")
         if not 1 <= segment.workers <= WORKERS:
             raise BadInput(f"the plan has {segment.workers} workers, expected 1 to {WORKERS}")
         if segment.mode == FRUSTUMS and segment.columns < 1:

@@ -63,6 +63,6 @@ def _dense_bytes(weight: Tensor) -> int:
 
 
 def _compressed_bytes(weight: Tensor) -> int:
-    """Of the nonzeros and a bit for each element, or of all elements."""
+    """Of the nonzeros and a bit for each element, in words of 32 bits, or of all elements."""
     nonzeros = int(weight.count_nonzero()) * weight.element_size()
-    return min(_dense_bytes(weight), nonzeros + -(-weight.numel() // 8))
+    return min(_dense_bytes(weight), nonzeros + -(-weight.numel() // 32) * 4)

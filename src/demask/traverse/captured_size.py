@@ -21,12 +21,12 @@ from torch.export import ExportedProgram
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.compat.symbolic_shapes import ShapeEnv
 from demask.errors import BadInput
+from demask.exec.analysis.flow import capture_at_sizes
 from demask.files.onnx.module import from_onnx
 from demask.files.pt2 import read_model
 from demask.graph.capture.capture import recorded_interface
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
-from demask.traverse.analysis.flow import capture_at_sizes
 from demask.traverse.storage.dtype_conversion import can_store, name_of
 
 Sizes = tuple[int | str, ...]

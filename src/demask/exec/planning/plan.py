@@ -37,6 +37,8 @@ class Segment:
             overwrites the value; default {}.
         rows: height of a band or tile, in rows of the tallest stored value; else 0 (default).
         columns: width of a tile in columns; 0 (default) in the other modes.
+        row_steps: number of steps of bands in which one row of the tallest stored value is computed: the rows of
+            layers before it, which are taller, do not fit the memory at once; default 1.
         steps: number of bands or tiles of one image; default 1.
         workers: number of threads, each of which computes a strip of the image; default 1.
         bytes: predicted memory of values inside the segment, in bytes; default 0.
@@ -69,6 +71,7 @@ class Segment:
     traffic: Count = 0
     stripe: Count = 0
     stored: Count = 0
+    row_steps: Count = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,8 @@ CLOSE = 3  # a budget of at most so many times the peak is drawn with it
 def _row(k: int, segment: Segment) -> tuple[str, ...]:
     tile = {BANDS: f"{segment.rows} rows", FRUSTUMS: f"{segment.rows} x {segment.columns}"}
     stored = ", ".join(f"{name} on disk" if name in segment.spills else name for name in segment.keeps)
+    if segment.row_steps > 1:
+        tile[BANDS] = f"{segment.rows} / {segment.row_steps} of a row"
     if segment.workers > 1:
         tile[BANDS] += f" x {segment.workers} strips"
     if segment.stripe:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from demask.compat.dispatch import schema_of
+from demask.exec.axes import COLUMNS, Axes, Window, cut_shape, strides
 from demask.machine.arena import align_size
 from demask.ops import regions, schema
 from demask.ops.regions import Geometry, Interval, Rule
 from demask.ops.relation import Relation
-from demask.traverse.axes import COLUMNS, Axes, Window, cut_shape, strides
 from demask.tune.epilogue import Epilogue, apply_activation
 
 Scratch = Callable[[Sequence[int], Axes, torch.dtype], Tensor]  # shape, axes, dtype -> memory
@@ -169,6 +169,11 @@ class LocalWindows(LocalKind):
     def intervals(self, window: Window) -> list[Interval]:
         rank = len(self.call.shape)
         return [self.call.window(rank + s.axis, window) for s in self.axes]
+
+    def margins(self, window: Window) -> dict[int, Interval]:
+        """The numbers of positions that a window reads before and after the operand, per axis."""
+        ends = ((s.axis, s.margins(i)) for s, i in zip(self.axes, self.intervals(window), strict=True))
+        return {axis: (before, after) for axis, (before, _, after) in ends}
 
     def operand(self, window: Window) -> tuple[int, ...]:
         """The shape of the first operand's part for a window."""

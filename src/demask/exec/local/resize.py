@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.ops.entry import Declined, op_name
-from demask.ops.regions import Geometry, Interval, Rule
-from demask.traverse.axes import COLUMNS, ROWS, Window
-from demask.traverse.local.call import (
+from demask.exec.axes import COLUMNS, ROWS, Window
+from demask.exec.local.call import (
     LocalCall,
     LocalKind,
     Scratch,
@@ -27,6 +25,8 @@ from demask.traverse.local.call import (
     write_result,
     writes_in_place,
 )
+from demask.ops.entry import Declined, op_name
+from demask.ops.regions import Geometry, Interval, Rule
 
 _PERIOD = 8  # of impulses; more than the taps of any position
 _PHASES = 8  # the longest period of positions that is searched for

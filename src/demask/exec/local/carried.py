@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from demask.compat.dispatch import OpOverload, base_name, overload_name, schema_of
+from demask.exec.axes import COLUMNS, Window, strides
+from demask.exec.local.call import LocalCall, LocalKind, Scratch, out_overload
 from demask.ops import regions
 from demask.ops.entry import Declined, op_name
 from demask.ops.schema import fake
-from demask.traverse.axes import COLUMNS, Window, strides
-from demask.traverse.local.call import LocalCall, LocalKind, Scratch, out_overload
 
 aten = torch.ops.aten
 # Ops that return their first operand, possibly in another dtype or at another address.
@@ -156,7 +156,7 @@ class LocalApply(LocalKind):
         if self.how == "copy":
             into.copy_(values[0])
             return
-        arguments = self.call.arguments(values, **self._size_arguments(tuple(into.shape)))
+        arguments = self.call.arguments(values, **size_arguments(self.call, tuple(into.shape)))
         if self.how == "write":
             self.target(arguments, into)
             return
@@ -170,14 +170,6 @@ class LocalApply(LocalKind):
         result = self.target(*args, **kwargs)
         if self.how != "inplace":
             into.copy_(result)
-
-    def _size_arguments(self, shape: tuple[int, ...]) -> dict[str, Any]:
-        """The arguments that are sizes or counts, for a part of this shape."""
-        entry = self.call.relation.entry
-        if entry.args is None:
-            return {}
-        local_arguments = entry.args(self.call.node, [list(shape)])  # type: ignore[arg-type]
-        return {name: value for name, value in local_arguments.items() if isinstance(value, (list, int))}
 
     def allocated_bytes(self, window: Window) -> int:
         computed = self.computed_window(window)
@@ -195,6 +187,15 @@ class LocalApply(LocalKind):
 
     def macs(self, window: Window) -> int:
         return self.count * math.prod(self.call.sizes(window)) // max(math.prod(self.call.shape), 1)
+
+
+def size_arguments(call: LocalCall, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The arguments of a call that are sizes or counts, for a part of this shape."""
+    entry = call.relation.entry
+    if entry.args is None:
+        return {}
+    local_arguments = entry.args(call.node, [list(shape)])  # type: ignore[arg-type]
+    return {name: value for name, value in local_arguments.items() if isinstance(value, (list, int))}
 
 
 def _select_writer(call: LocalCall, target: Any) -> tuple[str, Any]:

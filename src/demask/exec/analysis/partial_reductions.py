@@ -22,13 +22,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from demask.exec.axes import NONE, Axes, RowSource, Window, cut_shape, empty, length
 from demask.ops import schema
 from demask.ops.entry import Declined, op_name
 from demask.ops.regions import Interval
 from demask.ops.relation import Relation
 from demask.ops.schema import fake
-from demask.traverse.axes import NONE, Axes, Window, cut_shape, empty, length
-from demask.traverse.storage.sources_and_sinks import RowSource
 
 aten = torch.ops.aten
 SCORES = 2**22  # bytes of the scores of one block of keys

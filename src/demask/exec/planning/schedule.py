@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from demask.compat.onednn import available
+from demask.exec.analysis.flow import Flow, FlowEdge
+from demask.exec.axes import Window, full_window
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
 from demask.ops.traits import ADDS, CONVOLUTIONS
-from demask.traverse.analysis.flow import Flow, FlowEdge
-from demask.traverse.axes import Window, full_window
 from demask.tune.epilogue import Epilogue, epilogue_of
 
 
@@ -303,18 +303,23 @@ def _first_rows_of_strip(stage: Stage, rows: Mapping[fx.Node, int], share: float
 
 
 def walk_bands(
-    stage: Stage, band: int, strip: Strip | None = None, columns: Mapping[fx.Node, Interval] | None = None
+    stage: Stage,
+    band: int,
+    strip: Strip | None = None,
+    columns: Mapping[fx.Node, Interval] | None = None,
+    row_steps: int = 1,
 ) -> Iterator[Step]:
     """The steps of bands of `band` rows of the tallest target, down a strip or the full image.
 
-    columns: of each value; None: the full width.
+    columns: of each value; None: the full width. row_steps: a row of the tallest target counts as so many: with more
+    than one, layers before it advance in steps in which no row of it is completed.
     """
     strip = strip or _full_strip(stage)
     ends = target_rows(stage)
-    height = max(ends.values())
+    height = max(ends.values()) * row_steps
     top = min(strip.first[v] * height // n for v, n in ends.items())
     bottom = max(math.ceil(strip.last[v] * height / n) for v, n in ends.items())
-    ahead = _rows_ahead(stage, ends, height, band)
+    ahead = _rows_ahead(stage, ends, height, max(band, row_steps))
     largest_lead = max((n * height / stage.flow.rows(v) for v, n in ahead.items()), default=0.0)
     start = math.ceil(largest_lead / band) * band if band < bottom - top else 0
     columns = columns or {v: (0, stage.flow.columns(v)) for v in _cut_values(stage)}
@@ -358,14 +363,14 @@ def tile_step(stage: Stage, window: Mapping[fx.Node, Window]) -> Step:
     return steps
 
 
-def tile_bands(stage: Stage, frustum: Step, band: int) -> Iterator[Step]:
+def tile_bands(stage: Stage, frustum: Step, band: int, row_steps: int = 1) -> Iterator[Step]:
     """The steps that compute the rows and columns of `frustum` in bands, none of them twice."""
     values = _cut_values(stage)
     first = {v: frustum[v].first for v in values}
     last = {v: frustum[v].end for v in values}
     columns = {v: frustum[v].columns for v in values}
     counted = {u.node: (frustum[u.node].done, frustum[u.node].end) for u in stage.sinks}
-    return walk_bands(stage, band, Strip(first, last, last, last, {}, counted), columns)
+    return walk_bands(stage, band, Strip(first, last, last, last, {}, counted), columns, row_steps)
 
 
 def _single_step(window: Window) -> LiveRows:

@@ -21,6 +21,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, fx
 
+from demask.exec.axes import COLUMNS, NONE, ROWS, empty
+from demask.exec.axes import Window as Part
+from demask.exec.local.call import LocalCall, LocalKind, Scratch, Sliding, activate, nbytes
+from demask.exec.local.windows import LocalAvgPool, LocalConv, LocalMaxPool
 from demask.kernels.cpu.window import LARGEST_WINDOW, WindowKernel, WindowRunner, WindowSizes
 from demask.kernels.cpu.winograd import (
     UNROLLED,
@@ -38,10 +42,6 @@ from demask.ops.activations import Act, find_onednn_activation
 from demask.ops.entry import Declined, op_name
 from demask.ops.regions import Interval
 from demask.ops.schema import fake
-from demask.traverse.axes import COLUMNS, NONE, ROWS, empty
-from demask.traverse.axes import Window as Part
-from demask.traverse.local.call import LocalCall, LocalKind, Scratch, Sliding, activate, nbytes
-from demask.traverse.local.windows import LocalAvgPool, LocalConv, LocalMaxPool
 from demask.tune.epilogue import Epilogue
 
 # Bytes of memory of a Winograd call, which its threads share: about what fits in the L2 caches.

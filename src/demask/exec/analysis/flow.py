@@ -15,6 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from demask.exec.analysis.partial_reductions import Reduction, reduction
+from demask.exec.analysis.split_global_ops import split_global_calls, with_moments
+from demask.exec.axes import Axes, axes_of, full_window, image_axes, length
+from demask.exec.device import Device
+from demask.exec.local.dispatch import Local, local
 from demask.facts.analysis import Analysis
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
@@ -28,11 +33,6 @@ from demask.ops.schema import fake
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
 from demask.shrink.program_size import count_macs
-from demask.traverse.analysis.partial_reductions import Reduction, reduction
-from demask.traverse.analysis.split_global_ops import split_global_calls, with_moments
-from demask.traverse.axes import Axes, axes_of, full_window, image_axes, length
-from demask.traverse.device import Device
-from demask.traverse.local.dispatch import Local, local
 
 Rule = Callable[[int, int], Interval]  # positions of an output -> those of an operand
 
@@ -142,6 +142,11 @@ def flow_of(program: Program, table: Table) -> Flow:
     reads = (read for here in flow.local.values() for read in here.reads if read.all_rows)
     inputs_read_in_full = {read.node for read in reads if read.node.op == "placeholder"}
     return _flow(_copy_inputs(program, inputs_read_in_full), table) if inputs_read_in_full else flow
+
+
+def flow_of_calls(program: Program, table: Table) -> Flow:
+    """The flow of a program as it is: calls that need all rows of their operand run uncut."""
+    return _flow(_hoist_uncut_calls(program), table)
 
 
 def _flow(program: Program, table: Table) -> Flow:

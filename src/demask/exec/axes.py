@@ -8,6 +8,7 @@ one that is summed over ends.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +24,14 @@ ROWS, COLUMNS = 0, 1
 Axes = tuple[int | None, int | None]  # of a value: its axis of rows, its axis of columns
 Window = tuple[Interval, Interval]  # positions along rows and columns; (0, 1) where there are none
 NONE: Axes = (None, None)
+
+
+class RowSource(Protocol):
+    """A value whose parts can be read."""
+
+    def read(self, window: Window, into: Tensor) -> None:
+        """Fill `into`, in the layout of parts, with the positions of a window."""
+        ...
 
 
 def axes_of(
