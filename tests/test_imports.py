@@ -31,6 +31,7 @@ LAYOUT = (
     ("kernels",),
     ("pages",),
     ("report",),
+    ("exec",),
     ("sparse", "traverse", "stride", "prune", "pilot", "checkpoint"),
     ("optimize", "verify"),
     ("optimize_onnx",),

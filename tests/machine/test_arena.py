@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demask.machine import arena
-from demask.machine.arena import ALIGNMENT, ArenaPlan, Block, View, allocate, peak_bytes, plan_arena, strided_bytes
+from demask.machine.arena import (
+    ALIGNMENT,
+    ArenaPlan,
+    Block,
+    View,
+    allocate,
+    owners,
+    peak_bytes,
+    plan_arena,
+    strided_bytes,
+)
 
 
 @st.composite
@@ -117,3 +130,25 @@ def test_an_overlap_is_noticed(monkeypatch):
 @given(st.lists(block(), max_size=60))
 def test_many_plans(blocks):
     assert broken(blocks, plan_arena(blocks)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_values_that_share_memory_are_not_read_after_they_are_overwritten(seed: int) -> None:
+    """Drawn programs: of values with one owner, each is read for the last time by the call that writes the next."""
+    draw = Random(seed)
+    calls: list[tuple[int, list[int]]] = []
+    for value in range(20):
+        calls.append((value, draw.sample(range(value), min(value, draw.randint(0, 3)))))
+    allowed = {(k, v) for k, (_, operands) in enumerate(calls) for v in operands if draw.random() < 0.7}
+    shared = owners(calls, lambda k, v: (k, v) in allowed)
+    reads = {v: max((k for k, (_, operands) in enumerate(calls) if v in operands), default=v) for v in range(20)}
+    for owner in set(shared.values()):
+        chain = [v for v in range(20) if shared[v] == owner]
+        assert chain[0] == owner
+        for before, after in itertools.pairwise(chain):
+            assert reads[before] == after and (after, before) in allowed
+    last = owners(calls, lambda k, v: (k, v) in allowed, last=True)
+    assert {(v, w) for v in range(20) for w in range(20) if shared[v] == shared[w]} == {
+        (v, w) for v in range(20) for w in range(20) if last[v] == last[w]
+    }
+    assert all(owner == max(v for v in range(20) if last[v] == owner) for owner in last.values())
