@@ -55,6 +55,68 @@ def test_a_channel_is_measured_behind_its_norm_and_activation(residual, measure)
     torch.testing.assert_close(data.priorities("a"), data.magnitudes["a"].mean(0))
 
 
+@pytest.mark.parametrize("outputs", [4, 32, 200])
+def test_contributions_are_changes_of_the_outputs(outputs):
+    """Exact in a network that is linear in the channel; of many outputs estimated, to a fifth here."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(6 * 16, outputs)).eval()
+    x = torch.randn(5, 2, 6, 6)
+    data = collect(model, (x,), measure="contribution")
+    assert data.measure == "contribution" and str(data).splitlines()[-1].startswith("contribution per channel")
+    for channel in range(6):
+        ablated = model[:2](x).detach()
+        ablated[:, channel] = 0
+        change = (model[2:](ablated) - model(x)).norm(dim=1)
+        tolerance = 1e-5 if outputs <= 32 else 0.35
+        torch.testing.assert_close(data.magnitudes["0"][:, channel], change, rtol=tolerance, atol=1e-6)
+    exact = outputs <= 32
+    torch.testing.assert_close(
+        data.magnitudes["3"], model(x).abs(), rtol=1e-5 if exact else 1, atol=1e-6 if exact else 1
+    )
+
+
+def test_contributions_of_tiles_tokens_and_heads(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(2 * 5 * 7, 3)).eval()
+    x = torch.randn(2, 1, 5, 7)
+    data = collect(model, (x,), per="tile:4", measure="contribution")
+    assert data.grids["0"] == (2, 2)
+    values = model[0](x).detach()
+    for k, (rows, columns) in enumerate([(slice(0, 4), slice(0, 4)), (slice(4, 5), slice(4, 7))]):
+        ablated = values.clone()
+        ablated[:, :, rows, columns] = 0
+        change = (model[1:](ablated) - model(x)).norm(dim=1)
+        torch.testing.assert_close(data.magnitudes["0"][:, 3 * k], change)
+    data.save(tmp_path / "data.safetensors")
+    back = ExecutionData.load(tmp_path / "data.safetensors")
+    assert back.measure == "contribution" and torch.equal(back.priorities("0"), data.priorities("0"))
+
+
+def test_what_contributes_nothing_and_what_cannot():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.used, self.unused = nn.Embedding(9, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            y = self.words(x)
+            return self.used(y).relu().sum(1), self.unused(y).argmax(-1)
+
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.randint(0, 9, (4, 6))
+    data = collect(model, (x,), measure="contribution")
+    assert data.magnitudes["unused"].abs().max() == 0 < data.magnitudes["used"].min(0).values.max()
+    with pytest.raises(BadInput, match="leave memory and weights out"):
+        collect(model, (x,), measure="contribution", memory="1MiB")
+    with pytest.raises(BadInput, match="the network has none"):
+        collect(nn.Sequential(nn.Linear(2, 2), Argmax()), (torch.ones(1, 2),), measure="contribution")
+
+
+class Argmax(nn.Module):
+    def forward(self, x):
+        return x.argmax(-1)
+
+
 def test_units_are_those_of_linear_layers(residual):
     assert list(collect(*residual, per="unit").magnitudes) == ["head"]
 

@@ -96,7 +96,9 @@ def collect(
             "from a .demask file.",
         ),
     ] = None,
-    measure: Annotated[str, typer.Option(metavar="mean|max", help="Of |value|.")] = "mean",
+    measure: Annotated[
+        str, typer.Option(metavar="MEASURE", help="mean or max, of |value|; or contribution, to the outputs.")
+    ] = "mean",
     batch: Batch = 32,
     plot: Picture = None,
     *,
@@ -111,6 +113,7 @@ def collect(
     Examples:
       demask pilot collect model.pt2 images.npy -o data.safetensors --plot data.png
       demask pilot collect model.demask images.npy -o data.safetensors --memory 64MiB
+      demask pilot collect model.pt2 images.npy -o data.safetensors --measure contribution
     """
     check_output(output, suffixes=(".safetensors",))
     with progress("loading") as step:

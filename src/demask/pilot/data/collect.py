@@ -21,9 +21,19 @@ from demask.graph.program import Program
 from demask.graph.provenance import Cut, Provenance
 from demask.machine.byte_sizes import parse_memory
 from demask.ops import TABLE, Table
+from demask.pilot.data.contributions import contributions
 from demask.pilot.data.execution_data import MEASURES, ExecutionData
 from demask.pilot.data.measured_values import MeasuredValue, sites_of
-from demask.pilot.data.sliced_run import ConstantSource, LoadedConstants, each, flat, outlined, stored_source, walk
+from demask.pilot.data.sliced_run import (
+    ConstantSource,
+    LoadedConstants,
+    SlicedRun,
+    each,
+    flat,
+    outlined,
+    stored_source,
+    walk,
+)
 from demask.shrink.pipeline import capture_program
 
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
@@ -47,7 +57,8 @@ def collect(
     """An `ExecutionData`: how large the values of each channel of each layer are in a run.
 
     The magnitude of a channel is the mean of |value| (or the largest, as `measure` says) over the
-    channel, after the layer's norm and activation, for each input. For a network that demask cut,
+    channel, after the layer's norm and activation, for each input; or what it contributes to the outputs: how much
+    they change, to first order, if the channel is set to zero. For a network that demask cut,
     channels are those of the original network, and removed ones have magnitude 0.
 
     Args:
@@ -63,7 +74,9 @@ def collect(
             written to disk.
         weights: path of a .safetensors file with the module's names, for a module that may be on
             the meta device; default None: the module's own weights, or those of the .demask file.
-        measure: "mean" (the default) or "max".
+        measure: "mean" (the default) or "max" of |value|, or "contribution": the length (Euclidean norm) of the
+            change of all outputs if the part were zero, to first order, in the outputs' units. It takes a derivative
+            per output, of more than 32 outputs 32 derivatives by which it is estimated; the network is in memory.
         source: a description of the inputs; default None: "live input" for one call, "calibration
             set" for several.
         progress: function that is called with a line of text after each step; default None.
@@ -75,8 +88,8 @@ def collect(
 
     Raises:
         BadInput: there are no inputs, an input does not fit, `per` or `measure` is unknown, the
-            network has no such parts, a file cannot be read, or `memory` is less than the weights
-            of the largest layer.
+            network has no such parts, contributions are to be collected with `memory` or `weights`,
+            a file cannot be read, or `memory` is less than the weights of the largest layer.
         RefusedFile: a file is not safe to read.
         NotExportable: torch.export cannot capture the model.
 
@@ -96,11 +109,17 @@ def collect(
     calls = list(each(inputs))
     if not calls:
         raise BadInput("expected one input or more, got none")
+    if measure == "contribution" and (budget is not None or weights is not None):
+        raise BadInput("contributions need derivatives through the full network: leave memory and weights out")
     program, constants, cuts = _read(model, calls[0], budget, weights)
     sites = sites_of(Analysis(program, table), per, cuts)
     gathered = _Gathered(sites, measure)
     leaves = [flat(program, args, {}) for args in calls]
-    run = walk(program, constants, leaves, gathered.see, budget=budget, progress=progress)
+    if measure == "contribution":
+        run = SlicedRun(1)
+        contributions(program, gathered.sites, leaves, gathered.add, progress)
+    else:
+        run = walk(program, constants, leaves, gathered.see, budget=budget, progress=progress)
     single = isinstance(inputs, tuple)
     description = source or ("live input" if single else "calibration set")
     firsts = [next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1) for call in leaves]
@@ -147,9 +166,13 @@ class _Gathered:
 
     def see(self, k: int, node: fx.Node, value: Any) -> None:
         for site in self.sites.get(node, ()):
-            self.rows[site.name][k], grid = site.measured(value, self.measure)
-            if grid is not None:
-                self.grids[site.name] = grid
+            self.add(k, site, site.measured(value, self.measure))
+
+    def add(self, k: int, site: MeasuredValue, measured: tuple[Tensor, tuple[int, int] | None]) -> None:
+        """Add the magnitudes of a call, and the grid of tiles."""
+        self.rows[site.name][k], grid = measured
+        if grid is not None:
+            self.grids[site.name] = grid
 
     def magnitudes(self) -> dict[str, Tensor]:
         """float32 [inputs, positions]."""

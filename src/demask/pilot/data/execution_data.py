@@ -79,17 +79,18 @@ def _panel(axes: Axes, name: str, values: Tensor, grid: tuple[int, int] | None) 
 
 
 FORMAT = "demask execution data 1"
-MEASURES = ("mean", "max")
+MEASURES = ("mean", "max", "contribution")
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionData(PageSource):
     """Magnitudes of the values of each part of each layer, from one or several runs.
 
-    A magnitude is the mean or the largest of |value|, as `measure` says. Parts are channels, units,
-    heads, tokens or tiles, as `per` says. `collect` returns execution data; `condition` takes them
-    as a pilot (the cheap run that selects the work), `write_packets` and `Gate` as priorities.
-    `save` and `load` use the safetensors format, `plot` draws a picture, and `print` shows a table.
+    A magnitude is the mean or the largest of |value|, or the contribution to the outputs, as
+    `measure` says. Parts are channels, units, heads, tokens or tiles, as `per` says. `collect`
+    returns execution data; `condition` takes them as a pilot (the cheap run that selects the work),
+    `write_packets` and `Gate` as priorities. `save` and `load` use the safetensors format, `plot`
+    draws a picture, and `print` shows a table.
 
     Args:
         per: the part that is measured: "channel", "unit", "head", "token" or "tile:T" (T x T
@@ -97,7 +98,7 @@ class ExecutionData(PageSource):
         magnitudes: by layer name, float32 [inputs, positions], or [positions] for all inputs
             together.
         source: a description of the inputs.
-        measure: "mean" (the default) or "max": of |value| over each part.
+        measure: "mean" (the default) or "max": of |value| over each part; or "contribution".
         grids: by layer name, (rows, columns) of tiles; positions are in row-major order. Default
             empty.
         slices: number of slices in which the network ran; default 1.
@@ -136,6 +137,11 @@ class ExecutionData(PageSource):
     def held(self) -> int:
         """`peak_weight_bytes`, under its earlier name."""
         return self.peak_weight_bytes
+
+    @property
+    def quantity(self) -> str:
+        """What magnitudes are, in words: "mean |value|", "max |value|" or "contribution"."""
+        return self.measure if self.measure == "contribution" else f"{self.measure} |value|"
 
     def mean(self) -> ExecutionData:
         """An ExecutionData with the mean over all inputs: float32 [positions] per layer."""
@@ -211,7 +217,7 @@ class ExecutionData(PageSource):
             BadInput: the suffix is another one, there is no layer, matplotlib (the extra "plot") is
                 not installed, or the path cannot be written.
         """
-        title = f"{self.measure} |value| per {self.per}, {self.source}"
+        title = f"{self.quantity} per {self.per}, {self.source}"
         draw(self.magnitudes, self.grids, title, Path(path))
 
     def page(self) -> Page:
@@ -219,7 +225,7 @@ class ExecutionData(PageSource):
         heads = ("layer", "inputs", f"{self.per}s", "mean", "least", "most", "zero")
         rows = [(name, *_cells(values)) for name, values in self.magnitudes.items()]
         slices = f"; {self.slices} slices, weights in memory: {format_bytes(self.peak_weight_bytes)}"
-        words = f"{self.measure} |value| per {self.per}, of {self.source}"
+        words = f"{self.quantity} per {self.per}, of {self.source}"
         words += slices if self.slices > 1 else ""
         table = TextTable(heads, rows, "Layers", pad_edge=False)
         return Page("demask pilot collect", (table, Lines([words], is_close=True)))
@@ -243,7 +249,7 @@ def _about(text: str, tensors: Mapping[str, Tensor], path: Path) -> dict[str, An
             "format": "demask execution data 1",
             "per": str(),
             "source": str(),
-            "measure": "mean" | "max",
+            "measure": "mean" | "max" | "contribution",
             "grids": dict(grids),
             "slices": int(),
             "held": int(),

@@ -45,16 +45,17 @@ class MeasuredValue:
     tile: int = 0
 
     def measured(self, value: Tensor, measure: str) -> tuple[Tensor, tuple[int, int] | None]:
-        """Magnitudes float32 (inputs, parts) of a value, and the grid of its tiles."""
+        """Magnitudes float32 (inputs, parts) of a value, and the grid of its tiles. measure: "mean" or "max" of
+        |value|, or "sum" of the value."""
         # One copy in a dtype that sums; of images it is as large as the value.
-        wide = value.detach().abs().float()
+        wide = value.detach().float() if measure == "sum" else value.detach().abs().float()
         wide = wide.unsqueeze(0) if self.batch is None else wide.movedim(self.batch, 0)
         if self.axis is None:
             return _tiles(wide, self.tile, measure)
         shift = self.batch is None or self.batch > self.axis
         part_axis = self.axis + 1 if shift else self.axis
         parts = wide.movedim(part_axis, 1).flatten(2) if wide.ndim > 2 else wide.unsqueeze(2)
-        magnitudes = parts.amax(2) if measure == "max" else parts.mean(2)
+        magnitudes = parts.amax(2) if measure == "max" else parts.sum(2) if measure == "sum" else parts.mean(2)
         if self.remaining is None:
             return magnitudes, None
         full = magnitudes.new_zeros(len(magnitudes), self.size or 0)
@@ -63,6 +64,10 @@ class MeasuredValue:
 
 def _tiles(wide: Tensor, side: int, measure: str) -> tuple[Tensor, tuple[int, int]]:
     maps = wide.flatten(1, -3)  # (inputs, channels, rows, columns)
+    if measure == "sum":
+        rows, columns = (-n % side for n in maps.shape[2:])
+        tiles = F.avg_pool2d(F.pad(maps.sum(1, keepdim=True), (0, columns, 0, rows)), side, divisor_override=1)
+        return tiles.flatten(1), (tiles.shape[2], tiles.shape[3])
     maps = maps.amax(1, keepdim=True) if measure == "max" else maps.mean(1, keepdim=True)
     if measure == "max":
         tiles = F.max_pool2d(maps, side, ceil_mode=True)
