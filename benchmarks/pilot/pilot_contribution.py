@@ -1,4 +1,4 @@
-"""Do magnitudes and contributions rank channels as their removal does? Three trained networks.
+"""Do magnitudes and contributions rank channels as their removal does? Four trained networks.
 
 Each channel of each measured layer is set to zero in turn, and the length of the change of all outputs is measured, the
 mean over the inputs. Spearman's rank correlation of that with what `collect` measures, over the channels of a layer.
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.progress import track
+from sklearn.datasets import load_digits
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -51,8 +52,23 @@ def networks(images: int) -> dict[str, tuple[nn.Module, Tensor]]:
     return {
         "ResNet-20": (cifar.trained(20), x),
         "ResNet-56": (cifar.trained(56), x),
+        "perceptron": digits(images),
         "UltraFace": (demask.from_onnx(FACES), (scenes[:1] - 127) / 128),
     }
+
+
+def digits(images: int) -> tuple[nn.Module, Tensor]:
+    """A perceptron trained on most of the handwritten digits of scikit-learn, and some of the others."""
+    data, classes = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    x = data.float() / 16
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+    for _ in range(300):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[:1500]), classes[:1500]).backward()
+        optimizer.step()
+    return model, x[1500 : 1500 + images]
 
 
 class Removal:
@@ -128,8 +144,8 @@ def page(results: list[list[Any]], images: int) -> Page:
     text = f"""
 Spearman's rank correlation, over the channels of a layer, of what `collect` measures with what the removal of each
 channel alone does: the length of the change of all outputs, the mean over the inputs. CIFAR-10 (JPEG) test images for
-the ResNets, {images} of them; a photograph for the face detector, whose contributions are estimated (it has 26,520
-outputs). *mean*, *max*: of |value|; *contribution*: of first order, `collect(measure="contribution")`."""
+the ResNets and digits for the perceptron, {images} of them; a photograph for the face detector, whose contributions
+are estimated (it has 26,520 outputs) and whose outputs change by more than their first order. *mean*, *max*: of |value|; *contribution*: of first order, `collect(measure="contribution")`."""
     by_contribution = [row for row in results if row[3] == "contribution"]
     summary = "contribution: median " + ", ".join(f"{row[4]:.2f} ({row[0]})" for row in by_contribution)
     return Page("Channels ranked by magnitude and by contribution", [text, Table(HEAD, results, 4)], summary)
@@ -139,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=32)
     parser.add_argument("--layers", type=int, default=0, help="the first ones only; 0: all")
-    parser.add_argument("--networks", nargs="+", default=["ResNet-20", "ResNet-56", "UltraFace"])
+    parser.add_argument("--networks", nargs="+", default=["ResNet-20", "ResNet-56", "perceptron", "UltraFace"])
     parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
     before, results, text = load_average(), [], ""

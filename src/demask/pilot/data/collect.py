@@ -76,7 +76,7 @@ def collect(
             the meta device; default None: the module's own weights, or those of the .demask file.
         measure: "mean" (the default) or "max" of |value|, or "contribution": the length (Euclidean norm) of the
             change of all outputs if the part were zero, to first order, in the outputs' units. It takes a derivative
-            per output, of more than 32 outputs 32 derivatives by which it is estimated; the network is in memory.
+            per output, of more than 64 outputs 64 derivatives by which it is estimated; the network is in memory.
         source: a description of the inputs; default None: "live input" for one call, "calibration
             set" for several.
         progress: function that is called with a line of text after each step; default None.

@@ -24,7 +24,7 @@ from demask.graph.program import Program
 from demask.ops import schema
 from demask.pilot.data.measured_values import MeasuredValue, batch_axis
 
-DIRECTIONS = 32  # derivatives of one run
+DIRECTIONS = 64  # derivatives of one run
 Measured = tuple[Tensor, tuple[int, int] | None]  # contributions, and the grid of tiles
 
 
