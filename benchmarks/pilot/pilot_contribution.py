@@ -144,8 +144,9 @@ def page(results: list[list[Any]], images: int) -> Page:
     text = f"""
 Spearman's rank correlation, over the channels of a layer, of what `collect` measures with what the removal of each
 channel alone does: the length of the change of all outputs, the mean over the inputs. CIFAR-10 (JPEG) test images for
-the ResNets and digits for the perceptron, {images} of them; a photograph for the face detector, whose contributions
-are estimated (it has 26,520 outputs) and whose outputs change by more than their first order. *mean*, *max*: of |value|; *contribution*: of first order, `collect(measure="contribution")`."""
+the ResNets and digits for the perceptron, {images} of them; a photograph for the face detector, whose contributions are
+estimated (it has 26,520 outputs) and whose outputs change by more than their first order. *mean*, *max*: of |value|;
+*contribution*: of first order, `collect(measure="contribution")`."""
     by_contribution = [row for row in results if row[3] == "contribution"]
     summary = "contribution: median " + ", ".join(f"{row[4]:.2f} ({row[0]})" for row in by_contribution)
     return Page("Channels ranked by magnitude and by contribution", [text, Table(HEAD, results, 4)], summary)

@@ -50,7 +50,7 @@ def has_only_finite(x: Tensor) -> bool:
     >>> has_only_finite(torch.tensor([1.0, 2.0])), has_only_finite(torch.tensor([1.0, torch.nan]))
     (True, False)
     """
-    x = to_computable(x)
+    x = to_computable(without_repeats(x))
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     if not (x.is_floating_point() and x.numel()):
         return True
@@ -134,9 +134,9 @@ def is_all(mask: Tensor) -> bool:
     return not mask.numel() or bool(without_repeats(mask).view(torch.uint8).amin())
 
 
-def without_repeats(mask: Tensor, axes: Sequence[int] | None = None) -> Tensor:
-    """The mask with size 1 for those of some axes (None: of all) along which it is expanded."""
-    for axis in range(mask.ndim) if axes is None else axes:
-        if mask.shape[axis] > 1 and not mask.stride(axis):
-            mask = mask.narrow(axis, 0, 1)
-    return mask
+def without_repeats(tensor: Tensor, axes: Sequence[int] | None = None) -> Tensor:
+    """The tensor with size 1 for those of some axes (None: of all) along which it is expanded."""
+    for axis in range(tensor.ndim) if axes is None else axes:
+        if tensor.shape[axis] > 1 and not tensor.stride(axis):
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from demask.numerics import all_along, any_along, has_only_finite, is_all, to_computable
+from demask.numerics import all_along, any_along, has_only_finite, is_all, to_computable, without_repeats
 from demask.ops.notation import Axes, Axis
 
 
@@ -38,8 +38,9 @@ class Fact:
     def zero(self) -> Tensor:
         """Where every element is exactly 0 (-0.0 too) and counts as removed. Like every mask that
         is stored for a weight it is short: as large as the weight only for scattered zeros."""
-        is_zero = self.known & (self.fill == 0) if self.removed is None else self.removed
-        return shorten_mask(is_zero)
+        if self.removed is not None:
+            return shorten_mask(self.removed)
+        return shorten_mask(without_repeats(self.known) & (without_repeats(self.fill) == 0))
 
     @property
     def zeros_alone(self) -> Fact:

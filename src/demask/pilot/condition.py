@@ -7,6 +7,7 @@ It was timed alternately with the model, and is never the slower of the two.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -20,11 +21,13 @@ from demask.failures import public
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import WHOLE
+from demask.machine.byte_sizes import parse_memory
 from demask.machine.clock import PAIRS, is_faster, race
 from demask.ops import TABLE, Table
 from demask.pilot.chains.exact_conditions import Certified, Columns
 from demask.pilot.conditions.base import Args, Condition, Conditioned, Decision, Kwargs, parsed
 from demask.pilot.conditions.channel_conditions import ConstantChannels, PilotValue, Precision, Skip
+from demask.pilot.conditions.packet_weights import skipping_packets
 from demask.pilot.conditions.regions import Regions
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.guarantee import LEVEL, LOSS, Guarantee, guarantee, observed
@@ -48,6 +51,8 @@ def condition(
     pilot: str | Simplifier | nn.Module | ExecutionData | None = None,
     condition: str | Condition = "columns",
     check: bool = True,
+    weights: str | os.PathLike[str] | None = None,
+    memory: int | str | None = None,
     calibration: Iterable[Any] | None = None,
     labels: Tensor | None = None,
     loss: float = LOSS,
@@ -75,6 +80,13 @@ def condition(
             is the median time of the model divided by that of the result. Where the lower 95 %
             bound of the speed is below 0.97, the result may be slower: a copy of the model is
             returned, and `conditioned.decisions` says so.
+        weights: path of a packet file (`write_packets`) with the weights of `model`, which may be on
+            the meta device; default None: the model's own. The condition is then "skip", its pilot
+            None (the file's priorities), an ExecutionData or a network: only rows of weights that
+            are computed are read, when their layer runs. The result has `bytes_read` and
+            `peak_weight_bytes`, of its last call, and `close`; it is not timed.
+        memory: with `weights`: most bytes of weights in memory at a time, a number or a text such
+            as "64MiB"; rows within it are retained for later calls; default None: no limit.
         calibration: batches of examples (each a tensor or a tuple of arguments), for a condition
             that is named without its parameter: "skip", "constant", "value", "precision" or
             "route". The most aggressive value (the one that leaves out most work) of `knobs` that
@@ -96,7 +108,8 @@ def condition(
         weights.
 
     Raises:
-        BadInput: the condition is unknown or has a value out of range, the pilot does not fit the
+        BadInput: the packet file does not fit the model or the condition, or rows exceed `memory`;
+            the condition is unknown or has a value out of range, the pilot does not fit the
             condition or the model, or the condition cannot be applied to the model; with
             calibration: the condition has its parameter or has none to choose, there are too few
             examples, labels are not integers, one per example, or `loss` or `level` is out of
@@ -115,6 +128,17 @@ def condition(
         2: dense (the network's output is returned in full)
     """
     example = tuple(args), dict(kwargs or {})
+    if weights is not None:
+        wanted = condition_of(condition)
+        if not isinstance(wanted, Skip) or isinstance(pilot, str | Simplifier) or calibration is not None:
+            raise BadInput(
+                "with weights in a packet file, expected a condition such as 'skip:0.5', without calibration, and as "
+                "pilot None (the file's priorities), an ExecutionData or a network: others need all weights"
+            )
+        budget = None if memory is None else parse_memory(memory)
+        return skipping_packets(wanted, model, *example, pilot, weights, budget, table)
+    if memory is not None:
+        raise BadInput("memory limits weights that are read from a file: pass weights, the path of a packet file")
     if calibration is not None:
         module, chosen = _calibrated(
             model, example, (pilot, table), condition, list(calibration), labels, (loss, level), knobs

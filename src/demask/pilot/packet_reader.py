@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -30,6 +30,7 @@ from demask.pilot.packet_index import (
     parse,
 )
 
+Take = Callable[[int, Tensor, Tensor], None]
 RUN_BYTES = 4 * 2**20  # read at once at most, where packets are adjacent
 
 
@@ -298,7 +299,7 @@ class PacketReader:
             BadInput: the tensor is not in packets, a row does not exist, or the reader is closed.
             RefusedFile: data differ from their checksum.
         """
-        number = self._number(name)
+        number = self.number(name)
         wanted = torch.as_tensor(rows, dtype=torch.int64)
         count = self.index.tensors[number].rows
         if wanted.ndim != 1 or bool(((wanted < 0) | (wanted >= count)).any()):
@@ -309,7 +310,50 @@ class PacketReader:
             self._allocate_tensor(number)
         return self._state.values[name][wanted]
 
-    def _number(self, name: str) -> int:
+    def load_rows(self, name: str, rows: Tensor | None = None) -> Tensor:
+        """Rows of one tensor as `read_rows` returns them, which the reader does not retain: a later call reads them
+        again.
+
+        Args:
+            name: name of a tensor in packets.
+            rows: int64 tensor [rows] of distinct row numbers; default None: all.
+
+        Raises:
+            BadInput: the tensor is not in packets, a row does not exist, or the reader is closed.
+            RefusedFile: data differ from their checksum.
+        """
+        tensor = self.index.tensors[self.number(name)]
+        wanted = torch.arange(tensor.rows) if rows is None else rows
+        if wanted.ndim != 1 or bool(((wanted < 0) | (wanted >= tensor.rows)).any()):
+            raise BadInput(f"{name} has rows 0 to {tensor.rows - 1}, got {rows!r:.60}")
+        position = torch.full((tensor.rows,), -1)
+        position[wanted] = torch.arange(len(wanted))
+        result = torch.empty(len(wanted), *tensor.shape[1:], dtype=tensor.dtype)
+
+        def take(k: int, here: Tensor, values: Tensor) -> None:
+            there = position[here]
+            result[there[there >= 0]] = values[there >= 0]
+
+        self._fetch(np.unique(self.holders(name)[wanted.numpy()]).tolist(), take)
+        return result
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor outside of packets.
+
+        Args:
+            name: name of the tensor.
+
+        Raises:
+            BadInput: there is no such tensor, or the reader is closed.
+            RefusedFile: data differ from their checksum.
+        """
+        self._front(None, pilot=False)
+        if name not in (section.name for section in self.index.sections):
+            raise BadInput(f"{name!r} is no tensor outside of packets")
+        return self._state.values[name]
+
+    def number(self, name: str) -> int:
+        """The number of a tensor in packets, in the index. Raises BadInput for another name."""
         number = next((k for k, t in enumerate(self.index.tensors) if t.name == name), None)
         if number is None:
             known = [t.name for t in self.index.tensors]
@@ -325,7 +369,7 @@ class PacketReader:
         Raises:
             BadInput: the tensor is not in packets.
         """
-        number = self._number(name)
+        number = self.number(name)
         tensor = self.index.tensors[number]
         if tensor.name not in self._lookup:
             packet_of_row = np.empty(tensor.rows, dtype=np.int64)
@@ -386,8 +430,9 @@ class PacketReader:
                 value = plain.view(section.dtype).view(section.shape)
             self._state.values[section.name] = value
 
-    def _fetch(self, chosen: list[int]) -> None:
-        """Read these packets: one read for each run of neighbours."""
+    def _fetch(self, chosen: list[int], take: Take | None = None) -> None:
+        """Read these packets: one read for each run of neighbours. take: gets the number of each packet, its rows and
+        their values; default: retains them."""
         for run in self._runs(chosen):
             first, last = run[0], run[-1]
             number = int(self.index.packets["file"][first])
@@ -396,7 +441,8 @@ class PacketReader:
             data = memoryview(self._data(number, begin, end - begin))
             for k in run:
                 offset = int(self.index.packets["page"][k]) * PAGE - begin
-                self._take(k, data[offset : offset + int(self._sizes[k])], self._files[number])
+                rows, values = self._checked_rows(k, data[offset : offset + int(self._sizes[k])], self._files[number])
+                (take or self._retain)(k, rows, values)
 
     def _runs(self, chosen: list[int]) -> Iterator[list[int]]:
         """Groups of adjacent packets, at most `RUN_BYTES` together or a single one."""
@@ -416,8 +462,8 @@ class PacketReader:
         if run:
             yield run
 
-    def _take(self, k: int, data: memoryview, file: _PacketFile) -> None:
-        """Check a packet and copy its rows into the tensor."""
+    def _checked_rows(self, k: int, data: memoryview, file: _PacketFile) -> tuple[Tensor, Tensor]:
+        """The rows of a packet, int64 [rows], and their values, which share its memory."""
         packet, tensor = self.index.packets[k], self.index.tensors[self.index.packets["tensor"][k]]
         marker = Marker(*HEADER.unpack_from(data))
         crc = int.from_bytes(data[HEADER.size : HEADER_BYTES], "little")
@@ -431,9 +477,15 @@ class PacketReader:
         self._checked(checksum == crc, file, f"packet {k} ({tensor.name})")
         values = torch.frombuffer(data, dtype=tensor.dtype, offset=HEADER_BYTES)
         rows = torch.from_numpy(tensor.order[marker.first : marker.first + marker.count])
-        self._allocate_tensor(int(packet["tensor"]))
-        self._state.values[tensor.name][rows] = values.view(-1, *tensor.shape[1:])
-        self._state.read[tensor.name][rows] = True
+        return rows, values.view(-1, *tensor.shape[1:])
+
+    def _retain(self, k: int, rows: Tensor, values: Tensor) -> None:
+        """Copy the rows of a packet into the tensor."""
+        number = int(self.index.packets["tensor"][k])
+        self._allocate_tensor(number)
+        name = self.index.tensors[number].name
+        self._state.values[name][rows] = values
+        self._state.read[name][rows] = True
         self._pending[k] = False
 
     def _allocate_tensor(self, number: int) -> None:

@@ -346,7 +346,7 @@ class Skip(_Selective):
 
         Arguments are those of `Condition.applied`.
         """
-        return _Draft(self, model, args, kwargs, pilot, table).with_constants([0.0])
+        return Draft(self, model, args, kwargs, pilot, table).with_constants([0.0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +399,7 @@ class ConstantChannels(_Selective):
 
         Arguments are those of `Condition.applied`.
         """
-        draft = _Draft(self, model, args, kwargs, pilot, table)
+        draft = Draft(self, model, args, kwargs, pilot, table)
         if isinstance(self.value, str):
             leaves = flat(draft.program, args, dict(kwargs or {}))
             return draft.with_constants(means(draft.program, draft.targets, leaves))
@@ -448,7 +448,7 @@ class PilotValue(_Selective):
 
         Arguments are those of `Condition.applied`.
         """
-        return _Draft(self, model, args, kwargs, pilot, table).with_values()
+        return Draft(self, model, args, kwargs, pilot, table).with_values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,13 +500,13 @@ class Precision(_Selective):
 
         Arguments are those of `Condition.applied`.
         """
-        return _Draft(self, model, args, kwargs, pilot, table).with_bits(self.bits)
+        return Draft(self, model, args, kwargs, pilot, table).with_bits(self.bits)
 
 
 Kind = Skip | ConstantChannels | PilotValue | Precision
 
 
-class _Draft:
+class Draft:
     """A condition that is being applied: the program, its conditioned values, and the pilot."""
 
     def __init__(self, kind: Kind, model: nn.Module, args: Args, kwargs: Any, pilot: Any, table: Table):
@@ -545,6 +545,10 @@ class _Draft:
     def with_constants(self, fills: Sequence[float | Tensor]) -> Supported:
         """The module in which positions that are not computed are constants, one for all targets
         or one each."""
+        return self._module(*self.constant_picks(fills), self.observer())
+
+    def constant_picks(self, fills: Sequence[float | Tensor]) -> tuple[Program, dict[Key, IndexedSupport]]:
+        """The program with the indices as inputs, and the supports of its conditioned values."""
         program, indices, mapping = add_inputs(self.program, self._indices())
         picks = {}
         for k, target in enumerate(self.targets):
@@ -553,7 +557,7 @@ class _Draft:
             fill_tensor = fill if isinstance(fill, Tensor) else torch.full([1] * value.ndim, float(fill))
             index = RunTimeIndex(indices[f"index_{k}"], target.size)
             picks[mapping[target.node], 0] = IndexedSupport(target.axis, index, fill_tensor.to(value.dtype))
-        return self._module(program, picks, self._observer())
+        return program, picks
 
     def with_values(self) -> Supported:
         """The module in which they are the pilot's values."""
@@ -595,12 +599,12 @@ class _Draft:
             zero = torch.zeros([1] * fake(node).ndim, dtype=fake(node).dtype)
             for name, call in ((f"index_{k}", node), (f"rest_{k}", twin)):
                 picks[mapping[call], 0] = IndexedSupport(axis, RunTimeIndex(inputs[name], size), zero)
-        return self._module(program, picks, self._observer(), rest=True)
+        return self._module(program, picks, self.observer(), rest=True)
 
     def _indices(self) -> dict[str, Any]:
         return {f"index_{k}": target.size for k, target in enumerate(self.targets)}
 
-    def _observer(self) -> Program | None:
+    def observer(self) -> Program | None:
         """The pilot that returns magnitudes; None for execution data."""
         if isinstance(self.pilot, ExecutionData):
             return None
@@ -611,6 +615,14 @@ class _Draft:
     def _module(
         self, program: Program, picks: Any, observer: Program | None, *, values: bool = False, rest: bool = False
     ) -> Supported:
+        chosen, about = self.choice(rest=rest, values=values)
+        module = Supported(program, picks, observer, chosen, about, self.analysis.table)
+        if isinstance(self.pilot, ExecutionData):
+            module.update(self.pilot)
+        return module
+
+    def choice(self, *, rest: bool = False, values: bool = False) -> tuple[ChosenPositions, Conditioned]:
+        """How positions are chosen, and the record of what is done."""
         kind = self.kind
         what = f"{kind.keep:g} of" if kind.keep is not None else f"above {kind.threshold:g} mean:"
         more = "; the others run too: this saves no time" if rest else ""
@@ -624,10 +636,7 @@ class _Draft:
             rest,
             values,
         )
-        module = Supported(program, picks, observer, chosen, about, self.analysis.table)
-        if isinstance(self.pilot, ExecutionData):
-            module.update(self.pilot)
-        return module
+        return chosen, about
 
 
 def _doubled(analysis: Analysis, names: Sequence[str], bits: int) -> tuple[Program, list[tuple[fx.Node, fx.Node, int]]]:

@@ -212,7 +212,7 @@ def walk(
     inputs: the leaves of each call (`flat`). outputs: also store what the network returns.
     """
     parts = slices_of(program, source, budget)
-    run, last = SlicedRun(len(parts)), _last_reads(program)
+    run, last = SlicedRun(len(parts)), last_reads(program)
     names = [node for node in program.graph.nodes if node.op == "placeholder"]
     final: Any = program.graph.output_node().args[0]
     with ExitStack() as stack:
@@ -254,7 +254,7 @@ def _calls(
             values.pop(gone, None)
 
 
-def _last_reads(program: Program) -> dict[fx.Node, list[fx.Node]]:
+def last_reads(program: Program) -> dict[fx.Node, list[fx.Node]]:
     """Per call, the values that no later call reads."""
     seen: dict[fx.Node, fx.Node] = {}
     for node in reversed(program.graph.nodes):

@@ -53,7 +53,7 @@ class ConstantStore:
         if key not in self._cut:
             tied = (old.tensor.data_ptr(), old.tensor.shape, old.tensor.stride(), want)
             twin = self._cut.get(tied)
-            constant = old.moved(lambda tensor: select(tensor, want).contiguous())
+            constant = old.moved(lambda tensor: _in_memory(select(tensor, want)))
             name = self.add(replace(constant, tensor=self.constants[twin].tensor) if twin else constant)
             self.cuts[name] = Cut(old.name, tuple(old.tensor.shape), want)
             self._cut[key] = name
@@ -197,6 +197,11 @@ def select(tensor: Tensor, want: Layout) -> Tensor:
             index = torch.tensor(positions, dtype=torch.long, device=tensor.device)
             tensor = tensor.index_select(axis, index)
     return tensor
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous; one that repeats elements stays in their memory: its values are in a file."""
+    return tensor if 0 in tensor.stride() else tensor.contiguous()
 
 
 def cut(tensor: Tensor, want: Layout) -> Tensor:
