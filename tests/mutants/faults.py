@@ -258,6 +258,18 @@ WRITTEN = (
     fault("frames-as-images", "traverse/storage/stored_ends.py",
           'aliases = ALIASES | ({"T": "D"} if is_video else {})', "aliases = ALIASES",
           "traverse_videos"),
+    # pilot
+    fault("rows-of-a-unit-in-one-gate", "pilot/recurrent_units.py",
+          "rows = editor.call(aten.reshape.default, editor.call(aten.add.Tensor, index, offsets), [-1])",
+          "rows = editor.call(aten.reshape.default, editor.call(aten.add.Tensor, index, offsets // 2), [-1])",
+          "recurrent_units"),
+    fault("retained-rows-of-another-index", "pilot/conditions/packet_weights.py",
+          "if old is None or not _are_equal(rows, old_rows):",
+          "if old is None:", "packet_weights"),
+    fault("contribution-without-sign", "pilot/data/contributions.py",
+          "change = torch.zeros_like(value) if gradient is None else value.detach() * gradient",
+          "change = torch.zeros_like(value) if gradient is None else (value.detach() * gradient).abs()",
+          "pilot_data"),
     # exec
     fault("rows-of-the-band-before-lost", "exec/parts.py", "if rows.first < rows.done:",
           "if False:", "parts"),

@@ -41,6 +41,7 @@ from demask.pilot.conditions.base import Args, Conditioned, Decision, Kwargs
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.data.measured_values import batch_axis
 from demask.pilot.data.sliced_run import LoadedConstants, flat, walk
+from demask.pilot.recurrent_units import index_units, output_of_units
 from demask.pilot.simplifiers.rounding import quantized
 from demask.pilot.simplifiers.simplify import Simplifier, simplify
 from demask.pilot.weight_layers import WeightLayer, by_rows, from_rows, layers_of
@@ -166,18 +167,26 @@ class Supported(nn.Module):
 class ConditionedValue:
     """A value that is conditioned. layer: the name of its layer. node: the call that returns the
     value.
-    axis: of its positions. size: how many."""
+    axis: of its positions. size: how many. is_recurrent: whether they are hidden units, which read each other."""
 
     layer: str
     node: fx.Node
     axis: int
     size: int
+    is_recurrent: bool = False
 
 
 def targets_of(analysis: Analysis) -> tuple[tuple[ConditionedValue, ...], tuple[Decision, ...]]:
     """The conditioned values in the order in which they run, and why other layers have none."""
     targets, declined = [], []
     for layer in layers_of(analysis):
+        if layer.relation.back:
+            units = recurrent_target(layer)
+            if units is not None and all(other.node is not units.node for other in targets):
+                targets.append(units)
+            elif units is None:
+                declined.append(Decision(layer.name, "dense", "its units are projected, or nothing reads them"))
+            continue
         why = _unfit(layer)
         node = _end(layer.node, analysis.relations)
         if not why and any(reader.op == "output" for reader in node.users):
@@ -190,11 +199,18 @@ def targets_of(analysis: Analysis) -> tuple[tuple[ConditionedValue, ...], tuple[
     return tuple(targets), tuple(declined)
 
 
+def recurrent_target(layer: WeightLayer) -> ConditionedValue | None:
+    """The hidden units of a recurrent call; None where they are no positions of its output."""
+    output = output_of_units(layer.node)
+    if output is None:
+        return None
+    axis = fake(output).ndim - 1
+    return ConditionedValue(layer.name, output, axis, fake(output).shape[axis], is_recurrent=True)
+
+
 def _unfit(layer: WeightLayer) -> str:
     """Why a layer is not conditioned; "" where it can be."""
-    if layer.axis is None:
-        return "a recurrent call reads its full output"
-    if not layer.relation.contracted:
+    if layer.axis is None or not layer.relation.contracted:
         return "it works on each channel alone, and follows what it reads"
     size = fake(layer.node).shape[layer.axis]
     if not isinstance(size, int) or size < 2:
@@ -514,6 +530,10 @@ class Draft:
         self.program = canonicalize(capture_program(model, args, kwargs, None), table)
         self.analysis = Analysis(self.program, table)
         conditionable, excluded = targets_of(self.analysis)
+        if not isinstance(kind, Skip):
+            why = "hidden units of recurrent layers can only be skipped: the condition 'skip'"
+            excluded = (*excluded, *(Decision(t.layer, "dense", why) for t in conditionable if t.is_recurrent))
+            conditionable = tuple(t for t in conditionable if not t.is_recurrent)
         self.targets = [t for t in conditionable if fnmatchcase(t.layer, kind.layers)]
         self.left = [
             *excluded,
@@ -550,6 +570,13 @@ class Draft:
     def constant_picks(self, fills: Sequence[float | Tensor]) -> tuple[Program, dict[Key, IndexedSupport]]:
         """The program with the indices as inputs, and the supports of its conditioned values."""
         program, indices, mapping = add_inputs(self.program, self._indices())
+        calls = {
+            mapping[target.node]: indices[f"index_{k}"] for k, target in enumerate(self.targets) if target.is_recurrent
+        }
+        if calls:
+            program, scattered, copies = index_units(program, calls)
+            indices = {name: copies[node] for name, node in indices.items()}
+            mapping = {old: scattered.get(new, copies.get(new)) for old, new in mapping.items()}
         picks = {}
         for k, target in enumerate(self.targets):
             fill = fills[k] if len(fills) > 1 else fills[0]

@@ -19,6 +19,7 @@ from demask.graph.capture.functionalize import functionalize
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Provenance
+from demask.graph.split_recurrent import split_recurrent
 from demask.machine.byte_sizes import parse_memory
 from demask.ops import TABLE, Table
 from demask.pilot.data.contributions import contributions
@@ -141,10 +142,10 @@ def _read(
         if not isinstance(model, nn.Module) and not is_file:
             raise BadInput("weights in a file are for modules; pass the module they belong to")
         network_outline = outlined(model, weights)
-        program = functionalize(capture(network_outline.slim, args))
+        program = split_recurrent(functionalize(capture(network_outline.slim, args)))
         return program, stored_source(network_outline, program), _cuts(network_outline.slim)
     network: Any = read_model(model) if is_file else model
-    program = capture_program(network, args, {}, None)
+    program = split_recurrent(capture_program(network, args, {}, None))
     return program, LoadedConstants(program), _cuts(network)
 
 

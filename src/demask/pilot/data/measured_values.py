@@ -21,6 +21,7 @@ from demask.graph.queries import only_reader
 from demask.ops import Declined, Relation, schema
 from demask.ops.schema import fake
 from demask.ops.traits import CLAMPS, RELUS
+from demask.pilot.recurrent_units import output_of_units
 from demask.pilot.weight_layers import WeightLayer, layers_of
 
 aten = torch.ops.aten
@@ -105,6 +106,8 @@ def sites_of(
 def _site(
     layer: WeightLayer, kind: str, relations: Mapping[fx.Node, Relation | Declined], cuts: Mapping[str, Cut], tile: int
 ) -> MeasuredValue | None:
+    if layer.relation.back:
+        return _units(layer) if kind in ("channel", "unit") else None
     if layer.axis is None:
         return None
     rank = fake(layer.node).ndim
@@ -120,6 +123,15 @@ def _site(
         return None
     remaining, size = _remaining(layer, cuts)
     return MeasuredValue(layer.name, node, layer.axis, batch, remaining, size)
+
+
+def _units(layer: WeightLayer) -> MeasuredValue | None:
+    """The hidden units of a recurrent call, once for its weights."""
+    output = output_of_units(layer.node)
+    is_first = layer.relation.operands[layer.operand].value is schema.arguments(layer.node)["params"][0]
+    if output is None or not is_first:
+        return None
+    return MeasuredValue(layer.name, output, fake(output).ndim - 1, batch_axis(output))
 
 
 def _tokens(layer: WeightLayer, batch: int | None) -> int | None:
