@@ -32,7 +32,7 @@ from demask.pilot.data.measured_values import MeasuredValue, sites_of
 from demask.shrink.pipeline import capture_program
 
 BENCHMARK = Benchmark(
-    "Channels ranked by magnitude and by contribution, beside their removal",
+    "Channels ranked by magnitude, by contribution, and by their removal",
     "about 15 minutes",
     needs=(DEV, SHARED_DATA),
     quick="--images 4 --layers 3 --networks ResNet-20",
@@ -114,7 +114,7 @@ def correlations(name: str, model: nn.Module, x: Tensor, most: int) -> tuple[int
     removal, data = Removal(program, x), {measure: collect(model, (x,), measure=measure) for measure in MEASURES}
     sites = [site for site in sites_of(Analysis(program, TABLE)) if site.name in data["mean"].magnitudes]
     sites = [site for site in sites if len(data["mean"].priorities(site.name)) > 2][: most or None]
-    found: dict[str, list[float]] = {measure: [] for measure in MEASURES}
+    ranked: dict[str, list[float]] = {measure: [] for measure in MEASURES}
     channels = 0
     for site in track(sites, name):
         count = len(data["mean"].priorities(site.name))
@@ -124,16 +124,16 @@ def correlations(name: str, model: nn.Module, x: Tensor, most: int) -> tuple[int
             continue
         channels += count
         for measure in MEASURES:
-            found[measure].append(spearman(data[measure].priorities(site.name), effects))
-    return channels, found
+            ranked[measure].append(spearman(data[measure].priorities(site.name), effects))
+    return channels, ranked
 
 
 def rows(options: argparse.Namespace) -> Iterator[list[Any]]:
     for name, (model, x) in networks(options.images).items():
         if name not in options.networks:
             continue
-        channels, found = correlations(name, model.eval(), x, options.layers)
-        for measure, values in found.items():
+        channels, ranked = correlations(name, model.eval(), x, options.layers)
+        for measure, values in ranked.items():
             sorted_values = torch.tensor(values)
             high = 100 * float((sorted_values >= 0.9).float().mean())
             least, median = float(sorted_values.min()), float(sorted_values.median())

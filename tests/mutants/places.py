@@ -192,7 +192,7 @@ PLACES: tuple[tuple, ...] = (
     ("pilot/gate.py", "pilot_gate", ("guard", "if not 0 < fraction <= 1:")),
     ("pilot/packet_reader.py", "pilot_packets",
      ("connective", "if previous_end is not None and 0 <= start - previous_end < PAGE"),
-     ("sign", "self._take(k, data[offset : offset + int(self._sizes[k])], self._files[number])")),
+     ("sign", "rows, values = self._checked_rows(k, data[offset : offset + int(self._sizes[k])], self._files[number])")),
     ("pilot/packet_writer.py", "pilot_packets",
      ("rounding", "each = min(-(-least // tensor.row_bytes), tensor.rows)")),
     ("pilot/guarantee.py", "pilot_guarantee",
