@@ -6,6 +6,7 @@ from demask.sparse.packed_linear import PackedLinear
 from demask.sparse.prepared import PreparedMatrix, prepare
 from demask.sparse.products.keep import keep
 from demask.sparse.segment.segment_plans import segment_plans
+from demask.sparse.sharded import ShardedMatrix, shard
 from demask.sparse.sparsified import LayerChange, Sparsified, sparsify
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "LayerChange",
     "PackedLinear",
     "PreparedMatrix",
+    "ShardedMatrix",
     "SparseConv1d",
     "SparseConv2d",
     "SparseConvTranspose1d",
@@ -23,6 +25,7 @@ __all__ = [
     "prepare",
     "sddmm",
     "segment_plans",
+    "shard",
     "sparsify",
     "spmm",
 ]
