@@ -69,7 +69,7 @@ def test_the_matrix_is_copied_and_x_has_a_gradient() -> None:
     [
         ([], None, "expected 1 to 200 devices"),
         (["cpu"] * 201, None, "expected 1 to 200 devices"),
-        ("cpu", None, "expected a list of devices"),
+        ("cpu", None, "expected devices, such as"),
         (["abacus"], None, "expected devices of torch"),
         (["cpu"] * 2, [1], "expected 2 shares"),
         (["cpu"] * 2, [1, 0], "expected 2 shares"),
@@ -103,6 +103,6 @@ def test_workers_of_a_cluster(client: Any) -> None:
     matrix, x, bias = drawn(), torch.randn(96, 5), torch.randn(200)
     sharded = shard(matrix, client)
     assert len(sharded.rows) == 2 and set(sharded.devices) == set(client.scheduler_info()["workers"])
-    for _ in range(2):
+    for _ in range(5):
         assert torch.equal(sharded @ x, spmm(matrix, x))
     assert torch.equal(sharded(x, bias, "relu"), spmm(matrix, x, bias, "relu"))

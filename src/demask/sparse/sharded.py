@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,18 +75,12 @@ class ShardedMatrix:
             raise BadInput(f"expected a bias of {self.size[0]} numbers, got {tuple(bias.shape)}")
         biases = [None if bias is None else bias[start:end] for start, end in self.rows]
         if self.client is not None:
-            (there,) = self.client.scatter([x.detach().cpu()], broadcast=True)
+            # Keys of their own: with those of contents, dask drops what is sent again while it is still read.
+            (there,) = self.client.scatter([x.detach().cpu()], broadcast=True, hash=False)
+            sent = [None if b is None else b.detach().cpu() for b in biases]
             futures = [
-                self.client.submit(
-                    _product,
-                    one,
-                    there,
-                    None if b is None else b.detach().cpu(),
-                    activation,
-                    workers=[name],
-                    pure=False,
-                )
-                for one, name, b in zip(self.shards, self.devices, biases, strict=True)
+                self.client.submit(_product, one, there, b, activation, workers=[name], pure=False)
+                for one, name, b in zip(self.shards, self.devices, sent, strict=True)
             ]
             return torch.cat([part.to(x.device) for part in self.client.gather(futures)])
         copies = {name: x.to(name) for name in dict.fromkeys(self.devices)}  # before any product: copies overlap
@@ -131,7 +126,7 @@ def shard(
     """
     csr = matrix.to_csr() if isinstance(matrix, DCSR) else matrix
     crow, col, values = csr_parts(csr)
-    client = devices if hasattr(devices, "scheduler_info") else None
+    client: Any = devices if hasattr(devices, "scheduler_info") else None
     names = [*client.scheduler_info(n_workers=-1)["workers"]] if client is not None else _device_names(devices)
     size = (csr.shape[0], csr.shape[1])
     if not 0 < len(names) <= max(size[0], 1):
@@ -144,7 +139,8 @@ def shard(
         parts.append(torch.sparse_csr_tensor(*arrays, (end - start, size[1]), check_invariants=False))
     counts = tuple(part.values().numel() for part in parts)
     if client is not None:
-        sent = [client.scatter(_arrays(part), workers=[name]) for part, name in zip(parts, names, strict=True)]
+        arrays = [(part.crow_indices(), part.col_indices(), part.values(), tuple(part.shape)) for part in parts]
+        sent = [client.scatter([one], workers=[name], hash=False)[0] for one, name in zip(arrays, names, strict=True)]
         return ShardedMatrix(size, tuple(names), rows, counts, tuple(sent), client)
     there = tuple(part.to(name) for part, name in zip(parts, names, strict=True))
     return ShardedMatrix(size, tuple(names), rows, counts, there)
@@ -152,9 +148,7 @@ def shard(
 
 def _device_names(devices: Any) -> list[str]:
     if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise BadInput(
-            f"expected a list of devices, such as ['cuda:0', 'cuda:1'], or a dask client, got {devices!r:.60}"
-        )
+        raise BadInput(f"expected devices, such as ['cuda:0', 'cuda:1'], or a dask client, got {devices!r:.60}")
     try:
         return [str(torch.device(device)) for device in devices]
     except (RuntimeError, TypeError) as error:
@@ -179,12 +173,7 @@ def _split(crow: Tensor, shares: Sequence[float]) -> tuple[tuple[int, int], ...]
     for k, end in enumerate(ends, 1):
         bounds.append(min(max(end, bounds[-1] + 1), count - (parts - k)))
     bounds.append(count)
-    return tuple(zip(bounds[:-1], bounds[1:], strict=True))
-
-
-def _arrays(part: Tensor) -> tuple[Any, ...]:
-    """A shard as it is sent to a worker."""
-    return part.crow_indices(), part.col_indices(), part.values(), tuple(part.shape)
+    return tuple(pairwise(bounds))
 
 
 def _product(arrays: tuple[Any, ...], x: Tensor, bias: Tensor | None, activation: ActivationLike) -> Tensor:
