@@ -142,6 +142,8 @@ TARGETS: Mapping[str, list[Target]] = {
         *(_target(_PRODUCT, finite=True, mask=a) for a in (0.5, 1.0, 3.0, 2.0**126)),
     ],
     "select_max_pool": [_target("max_pool select"), _target("max_pool select pad", pool_ceil=False)],
+    "mask_min_pool": [*_masking("min_pool"), _target("min_pool select pad", pool_ceil=False)],
+    "select_min_pool": [_target("min_pool select"), _target("min_pool select pad", pool_ceil=False)],
     "pool_1x1": [_target("max_pool")],
     "slice": [_target("slice")],
     "mask_sum_pool": [*_masking("sum_pool pad"), _target("sum_pool select pad", pool_ceil=False)],

@@ -92,7 +92,7 @@ def changed(name: str, **changes: Any) -> dict[str, StrideForm]:
 
 
 @pytest.mark.parametrize(
-    "name", ["mask_max_pool", "two_masks", "mask_sum_pool", "mask_avg_pool", "split", "space_to_depth"]
+    "name", ["mask_max_pool", "two_masks", "mask_min_pool", "mask_sum_pool", "mask_avg_pool", "split", "space_to_depth"]
 )
 def test_an_unsound_form_that_is_accepted_is_a_miss(name: str) -> None:
     wrong = changed(name, refused=lambda site, target, known: None)
@@ -105,7 +105,9 @@ def test_a_sound_form_that_is_refused_is_a_miss(name: str) -> None:
     assert any("refused" in miss for miss in found(AXES, wrong))
 
 
-@pytest.mark.parametrize("name", ["mask_max_pool", "select_max_pool", "mask_sum_pool", "split"])
+@pytest.mark.parametrize(
+    "name", ["mask_max_pool", "select_max_pool", "mask_min_pool", "select_min_pool", "mask_sum_pool", "split"]
+)
 def test_a_pool_that_ends_inside_is_a_miss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_excess_of_last_window", lambda site: [0] * site.rank)
     assert any("accepted" in miss for miss in found((ConvAxis(8, 2, 2),), {name: FORMS[name]}))
@@ -142,6 +144,8 @@ def test_a_refusal_says_why() -> None:
     assert "below the zeros" in reason("mask_max_pool", site(-1, 1), f"{ops} select")
     assert "is not declared finite" in reason("mask_max_pool", site(0, 1), ops)
     assert "has no max_pool" in reason("select_max_pool", site(0, 1), "select")
+    assert "above the zeros" in reason("mask_min_pool", site(-1, 1), "min_pool select")
+    assert "negative" in reason("select_min_pool", site(-(2.0**31), 1, WHOLE), "min_pool select")
     assert "rounds" in reason("two_masks", site(0, 1), ops, finite=True, mask=3.0)
     assert "overflow" in reason("two_masks", site(0, 3e38), ops, finite=True)
     assert "no 1 / 2" in reason("two_masks", site(0, 1, WHOLE), ops)

@@ -5,6 +5,8 @@
     mask_max_pool   max_pool(m y)                       where y >= 0
     two_masks       max_pool(a m y) (1 / a)             where y >= 0, for powers of two a, one or several
     select_max_pool max_pool(y where m, else -inf)
+    mask_min_pool   min_pool(m y)                       where y <= 0
+    select_min_pool min_pool(y where m, else inf)
     pool_1x1        max_pool(y), windows of one position
     slice           y[::s]
     mask_sum_pool   sum_pool(m y)
@@ -270,6 +272,19 @@ def _largest_pool(site: StridedConv, target: Target, known: Range) -> str | None
     return _pool(site, target, site.stride) or _reason_against_product(site, target)
 
 
+def _smallest_pool(site: StridedConv, target: Target, known: Range) -> str | None:
+    if site.drops and known.high > 0:
+        return f"values from {known} may be above the zeros of the mask"
+    return _highest_pool(site, target, known) or _reason_against_product(site, target)
+
+
+def _highest_pool(site: StridedConv, target: Target, known: Range) -> str | None:
+    has_fills = site.drops or (not target.pool_ceil and any(_excess_of_last_window(site)))
+    if has_fills and site.integral and known.low <= torch.iinfo(site.dtype).min:
+        return f"the negative of {known.low:g} is no {site.dtype}"
+    return _pool(site, target, site.stride)
+
+
 def _two_masks(site: StridedConv, target: Target, known: Range) -> str | None:
     most = max(abs(known.low), abs(known.high))
     for a in target.masks:
@@ -420,6 +435,26 @@ def _build_select(write: FormWriter, site: StridedConv, target: Target, call: Fo
     return _pool_windows(write, site, target, y, MAX_POOL, lowest)
 
 
+def _min_windows(write: FormWriter, site: StridedConv, target: Target, y: Any, fill: float) -> Any:
+    """The minimum of windows of the stride's size."""
+    negative = write.call(aten.neg.default, y)
+    return write.call(aten.neg.default, _pool_windows(write, site, target, negative, MAX_POOL, -fill))
+
+
+def _build_mask_min_pool(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
+    y = _masked(write, site, target, write_dense(write, site, call, functions))
+    return _min_windows(write, site, target, y, 0 if site.drops else _greatest(site))
+
+
+def _build_select_min(write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int) -> Any:
+    y = _masked(write, site, target, write_dense(write, site, call, functions), _greatest(site))
+    return _min_windows(write, site, target, y, _greatest(site))
+
+
+def _greatest(site: StridedConv) -> float:
+    return torch.iinfo(site.dtype).max if site.integral else math.inf
+
+
 def _lowest(site: StridedConv) -> float:
     return torch.iinfo(site.dtype).min if site.integral else -math.inf
 
@@ -500,6 +535,8 @@ FORMS: Mapping[str, StrideForm] = {
         StrideForm("mask_max_pool", ("max_pool",), _largest_pool, _build_mask_max_pool, masks=True),
         StrideForm("two_masks", ("max_pool", "multiply"), _two_masks, _build_two_masks),
         StrideForm("select_max_pool", ("max_pool", "select"), _lowest_pool, _build_select),
+        StrideForm("mask_min_pool", ("min_pool",), _smallest_pool, _build_mask_min_pool, masks=True),
+        StrideForm("select_min_pool", ("min_pool", "select"), _highest_pool, _build_select_min),
         StrideForm("pool_1x1", ("max_pool",), _single_pool, _build_pool_1x1),
         StrideForm("slice", ("slice",), _always, _build_slice),
         StrideForm("mask_sum_pool", ("sum_pool",), _sum_pool, _build_sum_pool, masks=True),

@@ -30,6 +30,7 @@ from demask.numerics import is_number
 # Ops that a form may use, with descriptions.
 OPS: Mapping[str, str] = {
     "max_pool": "the maximum of windows",
+    "min_pool": "the minimum of windows: the negative of a maximum of negatives",
     "avg_pool": "the mean of windows, divided by their size",
     "sum_pool": "the sum of windows: a mean whose divisor is 1",
     "select": "one of two values at each position, chosen by a constant mask",
@@ -64,8 +65,8 @@ class Target:
 
     Attributes:
         name: name for messages, a str.
-        ops: a frozenset of names of ops: "max_pool", "avg_pool", "sum_pool", "select", "multiply",
-            "relu", "add", "slice", "pad", "space_to_depth", "rotate", "crop" and "dilation";
+        ops: a frozenset of names of ops: "max_pool", "min_pool", "avg_pool", "sum_pool", "select",
+            "multiply", "relu", "add", "slice", "pad", "space_to_depth", "rotate", "crop" and "dilation";
             `demask.stride.targets.OPS` describes them. Convolutions are always allowed.
         conv_stride: largest stride of convolutions in positions, an int of at least 1. Default: 1.
         pool_size, pool_stride: largest window and largest stride of pools in positions, along each
@@ -78,9 +79,9 @@ class Target:
             tuple of factors, one after another for the outputs of the strided convolution. Default: 2.
         forms: a tuple of names of forms (ways to write a convolution without its stride) in order
             of preference: the first exact one is used. Names: "mask_max_pool", "two_masks",
-            "select_max_pool", "pool_1x1", "slice", "mask_sum_pool", "mask_avg_pool", "split",
-            "rotate", "space_to_depth", "phase_split" and "dilation". Default: (), which uses the
-            exact one of the least cost.
+            "select_max_pool", "mask_min_pool", "select_min_pool", "pool_1x1", "slice",
+            "mask_sum_pool", "mask_avg_pool", "split", "rotate", "space_to_depth", "phase_split"
+            and "dilation". Default: (), which uses the exact one of the least cost.
         forbidden: a tuple of those of "max_pool" and "avg_pool" that no network on the target may
             contain. Default: ().
 

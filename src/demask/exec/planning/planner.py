@@ -46,7 +46,7 @@ Cut = Callable[[MemoryLayout], MemoryLayout]  # of the segments of a layout into
 BANDS_TRIED = tuple(2**k for k in range(12))
 TILES_TRIED = (1024, 512, 256, 128, 64, 32, 16)
 CUTS, MANY = 12, 400  # optional cuts; a third of them in graphs of MANY calls or more
-FEW = 8  # bands of which all are measured: the first ones compute what all layers are ahead
+FEW = 8  # bands of which all are measured for a device: the first ones compute what all layers are ahead
 RECOMPUTED = 0.003  # largest share of multiply-adds to run twice to save maps
 
 
@@ -416,7 +416,8 @@ def _forced_cuts(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
 
 def _sample_steps(stage: Stage, segment: Segment) -> list[Step]:
     """Representative steps: two in the middle of bands, or a tile in the middle."""
-    if (segment.mode == BANDS and count_steps(stage, segment) <= FEW) or segment.row_steps > 1:
+    few = stage.flow.device is not None and segment.mode == BANDS and count_steps(stage, segment) <= FEW
+    if few or segment.row_steps > 1:
         return list(walk_bands(stage, segment.rows, row_steps=segment.row_steps))
     if segment.mode == BANDS:
         return middle_steps(stage, segment.rows)
