@@ -109,12 +109,14 @@ FUNCTIONS: Mapping[torch.dtype, Mapping[str, Function]] = {
     FLOAT: {
         "linear": Function(),
         "relu": Function((lambda w, y: y.relu(),), (Range(0, ANY.high),)),
+        "below": Function((lambda w, y: y.clamp(max=0),), (Range(ANY.low, 0),)),
         "leaky": Function((_leaky,), (ANY,)),
         "relu6": Function((_clamped,), (Range(0, 6),), bounded=True),
     },
     WHOLE: {
         "linear": Function(),
         "relu": Function((lambda w, y: y.relu(),), (Range(0, MOST[WHOLE]),)),
+        "below": Function((lambda w, y: y.clamp(-5, 0),), (Range(-5, 0),)),
         "leaky": Function((_leaky,), (Range(LEAST[WHOLE] >> 3, MOST[WHOLE]),)),
     },
 }
@@ -347,9 +349,10 @@ class Tried:
 
 def _undecided(cell: Cell, target: Target) -> bool:
     """Bounded functions hide Inf, and only some NaN arise with them: there the form may refuse
-    more than it must. Integers are refused whatever their size."""
+    more than it must. Integers are refused whatever their size. Of the values below zero none is
+    so small that it loses bits."""
     bounded = FUNCTIONS[cell.dtype][cell.function].bounded
-    return (cell.dtype is WHOLE and target.mask == 1) or (bounded and not target.finite)
+    return cell.function == "below" or (cell.dtype is WHOLE and target.mask == 1) or (bounded and not target.finite)
 
 
 def _said(target: Target) -> str:
