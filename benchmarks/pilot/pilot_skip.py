@@ -1,9 +1,9 @@
 """ResNet-56 of which a pilot chooses the channels that are computed, image by image.
 
-Three pilots: the frame before (the same image, one pixel to the left, through the full network), a
-calibration set (the mean of other images, the same channels for every image), and the network with
-4-bit weights on the image itself. What is not computed is 0. MACs are those of convolutions and the
-linear layer, counted as they run, the pilot's included. Nothing here is exact, and it is expected
+Four pilots: the frame before (the same image, one pixel to the left, through the full network), a
+calibration set (the mean of other images, the same channels for every image), by magnitude or by
+contribution to the outputs, and the network with 4-bit weights on the image itself. What is not
+computed is 0. MACs are those of convolutions and the linear layer, counted as they run, the pilot's included. Nothing here is exact, and it is expected
 to lose: the table says where.
 """
 
@@ -31,6 +31,7 @@ from demask.machine.allocator import fix_allocator
 from demask.machine.clock import ALLOWED, Timing, lower_bound, race, set_threads
 from demask.machine.describe import format_threads, load_average
 from demask.ops import TABLE
+from demask.pilot import ExecutionData, collect
 from demask.pilot.conditions.channel_conditions import Skip, Supported, observing, targets_of
 from demask.pilot.guarantee import clopper_pearson
 from demask.shrink.build_uncut import build_uncut
@@ -87,13 +88,15 @@ def macs(call: Callable[[], object]) -> float:
     return counter.get_total_flops() / 2
 
 
-def pilots(module: Supported, watch: Demasked, others: Tensor) -> dict[str, tuple[Seen, bool]]:
-    """Each pilot's magnitudes for an image, and whether it runs at every call."""
+def pilots(module: Supported, watch: Demasked, others: Tensor, data: ExecutionData) -> dict[str, tuple[Seen, bool]]:
+    """Each pilot's magnitudes for an image, and whether it runs at every call. data: contributions."""
+    by_contribution = [data.priorities(name) for name in module.chosen.layers]
     fixed = [m.mean(0) for m in map(torch.stack, zip(*(watch(x[None]) for x in others), strict=True))]
     assert module.pilot is not None
     return {
         "frame before": (lambda x: list(watch(x.roll(-1, 3))), False),
         "calibration set": (lambda x: fixed, False),
+        "calibration set, by contribution": (lambda x: by_contribution, False),
         "4-bit weights": (lambda x: list(module.pilot(x)), True),  # type: ignore[misc]
     }
 
@@ -106,6 +109,7 @@ def rows(count: int, keeps: Sequence[float], pairs: int, patterns: Sequence[str]
     first, images = x[:1], x.split(1)
     answers = torch.cat([model(one).argmax(1) for one in images])
     known = float((answers == labels).double().mean())
+    data = collect(model, (others[:100],), measure="contribution")
     whole, compiled = macs(lambda: model(first)), inductor(model, first)
     for pattern in patterns:
         module = Skip(keeps[0], layers=pattern).applied(model, (x[:2],), None, "bits:4", TABLE)
@@ -114,7 +118,7 @@ def rows(count: int, keeps: Sequence[float], pairs: int, patterns: Sequence[str]
         def chosen(magnitudes: list[Tensor], image: Tensor, module: Any = module) -> Tensor:
             return module.run(module.chosen.indices(magnitudes), (image,))
 
-        for name, (seen, runs) in pilots(module, watch, others).items():
+        for name, (seen, runs) in pilots(module, watch, others, data).items():
             live = seen if runs else partial(lambda before, _: before, seen(first))
             for keep in keeps:
                 module.chosen = replace(module.chosen, keep=keep)
@@ -174,7 +178,8 @@ as the full network in torch, and a lower bound of that.
 
 *Frame before*: the image one pixel to the left, through the full network; its cost is not counted,
 since a video has run that frame. *4-bit weights*: rounded weights are stored as float32, so the
-pilot costs as much as the network, and is counted. A share of channels left out on both sides of a
+pilot costs as much as the network, and is counted. *By contribution*: to the outputs, to first
+order, of 100 images. A share of channels left out on both sides of a
 convolution leaves about its square of the MACs, and convolutions of 16 to 64 channels are not
 faster by as much: weights are gathered at every call."""
     cells = [
