@@ -3,8 +3,8 @@
 Four pilots: the frame before (the same image, one pixel to the left, through the full network), a
 calibration set (the mean of other images, the same channels for every image), by magnitude or by
 contribution to the outputs, and the network with 4-bit weights on the image itself. What is not
-computed is 0. MACs are those of convolutions and the linear layer, counted as they run, the pilot's included. Nothing here is exact, and it is expected
-to lose: the table says where.
+computed is 0. MACs are those of convolutions and the linear layer, counted as they run, the
+pilot's included. Nothing here is exact, and it is expected to lose: the table says where.
 """
 
 from __future__ import annotations

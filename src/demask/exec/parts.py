@@ -126,7 +126,7 @@ class PartsWriter:
                     self._add_part(targets[unit.value], unit.value, (rows.computed, rows.columns))
             self._trim(stage, step)
         for unit in stage.sinks:
-            self.values[unit.node] = self._finish_reduction(unit.node)
+            self.values[unit.node] = self.finish_reduction(unit.node)
         for value, parts in targets.items():
             is_result = self.outputs.count(value) == 1 and all(user.op == "output" for user in value.users)
             self.values[value] = self._join(value, parts, is_outside=is_result or value.name in segment.spills)
@@ -140,7 +140,7 @@ class PartsWriter:
         left = max(left, last[1][1]) if is_same_line else left
         if top < bottom and left < right:
             window = (top, bottom), (left, right)
-            parts.append(LivePart(self._slice(self.blocks[value], value, window), window))
+            parts.append(LivePart(self.cut(self.blocks[value], value, window), window))
 
     def _run_unit(self, unit: Unit, step: Step) -> None:
         if unit.node in self.flow.gathers:
@@ -148,7 +148,7 @@ class PartsWriter:
             return
         if unit.node not in self.flow.local:
             for node in unit.nodes:
-                copied = self.editor.graph.node_copy(node, self._full)
+                copied = self.editor.graph.node_copy(node, self.full_value)
                 if node in self.flow.axes:
                     self.blocks[node] = LivePart(copied, full_window(node, self.flow.axes[node]))
                 else:
@@ -159,23 +159,27 @@ class PartsWriter:
             return
         window, inner = (rows.computed, rows.columns), dict[fx.Node, fx.Node]()
         for node in unit.nodes:
-            inner[node] = self._call(self.flow.local[node], window, inner)
+            inner[node] = self.call_on_part(self.flow.local[node], window, inner)
         self._extend(unit.value, rows, inner[unit.value])
 
     def _reduce(self, node: fx.Node, step: Step) -> None:
         """Reduce the rows of a step, each of which is counted once, and combine the result with those before."""
         source = self.flow.gathered(node)
         rows = step.get(node, step[source])
-        if rows.done >= rows.end:
-            return
-        part = self._slice(self.blocks[source], source, ((rows.done, rows.end), rows.columns))
+        if rows.done < rows.end:
+            self.reduce_part(node, ((rows.done, rows.end), rows.columns))
+
+    def reduce_part(self, node: fx.Node, window: Window) -> None:
+        """Reduce a window of the operand, and combine the result with those before."""
+        source = self.flow.gathered(node)
+        part = self.cut(self.blocks[source], source, window)
         rule = _REDUCTIONS[node.target]
         operand: Any = self.flow.gathers[node]
         partial = self.editor.call(rule.reduce, part, list(operand.operand.dims), True)
         before = self.partials.get(node)
         self.partials[node] = partial if before is None else self.editor.call(rule.combine, before, partial)
 
-    def _finish_reduction(self, node: fx.Node) -> fx.Node:
+    def finish_reduction(self, node: fx.Node) -> fx.Node:
         """The result of a reduction, after all of its rows."""
         operand: Any = self.flow.gathers[node]
         result = self.partials.pop(node)
@@ -183,11 +187,11 @@ class PartsWriter:
             result = self.editor.call(aten.div.Tensor, result, float(operand.operand.count))
         return self.editor.call(aten.reshape.default, result, list(operand.operand.out))
 
-    def _full(self, node: fx.Node) -> fx.Node:
+    def full_value(self, node: fx.Node) -> fx.Node:
         """The full value of an operand of a call that runs uncut."""
         return self.blocks[node].node if node in self.blocks else self.values[node]
 
-    def _call(self, local: Local, window: Window, inner: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def call_on_part(self, local: Local, window: Window, inner: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """A call on the parts that a window of its output needs."""
         reads = {read.operand: read for read in local.reads}
         values: list[Any] = []
@@ -201,7 +205,7 @@ class PartsWriter:
                 if any(start >= end for start, end in needs):
                     values.append(None)  # the window is in a border
                     continue
-                part = self._slice(self.blocks[value], value, needs)
+                part = self.cut(self.blocks[value], value, needs)
             else:
                 part = self.values.get(value, value) if isinstance(value, fx.Node) else value
             for axis, rule, arrives, w in zip(cut.axes, cut.rules, cut.arrives, window, strict=True):
@@ -210,14 +214,14 @@ class PartsWriter:
             values.append(part)
         computed = local.kind.computed_window(window)
         result = _CALLS[type(local.kind)](self.editor, local, values, window)
-        return self._slice(LivePart(result, computed), local.node, window)
+        return self.cut(LivePart(result, computed), local.node, window)
 
     def _extend(self, value: fx.Node, rows: LiveRows, computed: fx.Node | None) -> None:
         """Append computed rows to those in memory."""
         if computed is None:
             return
         if rows.first < rows.done:
-            before = self._slice(self.blocks[value], value, ((rows.first, rows.done), rows.columns))
+            before = self.cut(self.blocks[value], value, ((rows.first, rows.done), rows.columns))
             axis = self.flow.axes[value][0]
             computed = self.editor.call(aten.cat.default, [before, computed], axis)
         self.blocks[value] = LivePart(computed, ((rows.first, rows.end), rows.columns))
@@ -229,7 +233,7 @@ class PartsWriter:
             if block is None or rows.keep >= rows.end or block.window[0][1] != rows.end:
                 continue
             window = (max(rows.keep, block.window[0][0]), rows.end), rows.columns
-            self.blocks[value] = LivePart(self._slice(block, value, window), window)
+            self.blocks[value] = LivePart(self.cut(block, value, window), window)
 
     def _cut(self, full: fx.Node, value: fx.Node, rows: Interval, step: Step) -> fx.Node | None:
         """Rows of a complete value; None for none. A value outside is always sliced, as that is how it is read."""
@@ -239,9 +243,9 @@ class PartsWriter:
         if full in self.outside and window == full_window(value, self.flow.axes[value]):
             axis = self.flow.axes[value][0]
             return self.editor.call(aten.slice.Tensor, full, axis, *rows)
-        return self._slice(LivePart(full, full_window(value, self.flow.axes[value])), value, window)
+        return self.cut(LivePart(full, full_window(value, self.flow.axes[value])), value, window)
 
-    def _slice(self, block: LivePart, value: fx.Node, window: Window) -> fx.Node:
+    def cut(self, block: LivePart, value: fx.Node, window: Window) -> fx.Node:
         """The part of a block in a window."""
         node = block.node
         for axis, (start, end), (low, high) in zip(self.flow.axes[value], window, block.window, strict=True):
@@ -393,8 +397,11 @@ def _factor(s: Sliding) -> int:
 def _move(editor: GraphEditor, local: Local, values: list[Any], window: Window) -> fx.Node:
     """Moved positions, axis by axis: slices, concatenated; a border of one value is padded."""
     kind: Any = local.kind
-    margins = dict[int, Interval]()
-    for moved, listed in zip(kind.axes, kind.runs_within(window), strict=True):
+    margins, lists = dict[int, Interval](), kind.runs_within(window)
+    if any(all(run.source < 0 for run in listed) for listed in lists):  # the window is in a border
+        filled = torch.full(local.call.sizes(window), kind.axes[0].value, dtype=local.call.dtype)
+        return editor.constant(f"{local.node.name}.padding", filled)
+    for moved, listed in zip(kind.axes, lists, strict=True):
         parts = []
         for k, run in enumerate(listed):
             axis = moved.axis - len(local.call.shape)
@@ -407,9 +414,6 @@ def _move(editor: GraphEditor, local: Local, values: list[Any], window: Window) 
             is_all = (run.start, stop, run.step) == (0, fake(part).shape[axis], 1)
             arguments = moved.axis, run.start, stop, run.step
             parts.append(part if is_all else editor.call(aten.slice.Tensor, part, *arguments))
-        if not parts:
-            filled = torch.full(local.call.sizes(window), moved.value, dtype=local.call.dtype)
-            return editor.constant(f"{local.node.name}.padding", filled)
         values = [parts[0] if len(parts) == 1 else editor.call(aten.cat.default, parts, moved.axis)]
     return _padded(editor, values[0], margins, float(kind.axes[0].value))
 

@@ -8,18 +8,22 @@ from demask.traverse.halo import Halo, halo
 from demask.traverse.normalization import FrozenStatistics, calibrate
 from demask.traverse.stream import Streamed, stream
 from demask.traverse.tile import plan, tile
+from demask.traverse.units import LayoutTraffic, UnitTraffic, spread
 
 __all__ = [
     "Device",
     "FrozenStatistics",
     "Halo",
+    "LayoutTraffic",
     "Plan",
     "Segment",
     "Streamed",
+    "UnitTraffic",
     "batch",
     "calibrate",
     "halo",
     "plan",
+    "spread",
     "stream",
     "tile",
     "traffic",
