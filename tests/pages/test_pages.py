@@ -204,6 +204,7 @@ RESULTS = {
     "Sensitivity": [sensitivity],
     "Search": [lambda: search("macs"), lambda: search("ms")],
     "TilePlan": [tiles],
+    "UnitTraffic": [lambda: demask.traverse.spread(nn.Conv2d(1, 1, 5), (torch.ones(1, 1, 32, 32),))],
     "Streamed": [lambda: Streamed((2, 1, 62, 46), "uint8", 2, 124, 1.25, 2**24, 10**6, 31)],
     "Halo": [lambda: demask.traverse.halo(nn.Conv2d(1, 1, 5), (torch.ones(1, 1, 32, 32),))],
     "Instructions": [

@@ -7,8 +7,8 @@ from demask.traverse.batching.batch import batch, traffic
 from demask.traverse.halo import Halo, halo
 from demask.traverse.normalization import FrozenStatistics, calibrate
 from demask.traverse.stream import Streamed, stream
-from demask.traverse.tile import plan, tile
-from demask.traverse.units import LayoutTraffic, UnitTraffic, spread
+from demask.traverse.tile import plan, spread, tile
+from demask.traverse.units import LayoutTraffic, UnitTraffic
 
 __all__ = [
     "Device",

@@ -1,8 +1,8 @@
-"""tile() and plan(): a model within a memory budget."""
+"""tile() and plan(): a model within a memory budget; spread(): on several units."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from demask.exec.analysis.flow import Flow, capture_at_sizes, flow_of
 from demask.exec.analysis.split_global_ops import with_moments
 from demask.exec.axes import Axes, axes_of
 from demask.exec.device import Device
+from demask.exec.parts import flow_in_calls
 from demask.exec.planning.plan import TilePlan
 from demask.exec.planning.plan_memory import WORKERS, MemoryLayout
 from demask.exec.planning.planner import plan_flow
@@ -27,6 +28,7 @@ from demask.ops import TABLE, Table
 from demask.ops.flow import axis_of
 from demask.ops.regions import region_rule
 from demask.traverse.execution.tiled_module import Tiled, tiled
+from demask.traverse.units import LAYOUTS, PICOJOULES, UnitTraffic, unit_traffic
 
 
 @in_isolation
@@ -131,6 +133,56 @@ def plan(
     """
     budget = parse_memory(memory) if device is None else device.bytes
     return _plan_model(model, args, kwargs, budget, workers, table, device)[2]
+
+
+@in_isolation
+@public
+def spread(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    units: int = 4,
+    layouts: Sequence[str] = tuple(LAYOUTS),
+    until: str | None = None,
+    picojoules: tuple[float, float, float] = PICOJOULES,
+    table: Table = TABLE,
+) -> UnitTraffic:
+    """What units that compute a network side by side exchange, for several layouts of tiles.
+
+    Each unit computes its tiles of every feature map, one layer after another; layers are computed by all units at the
+    same time. Only sizes of the example matter.
+
+    Args:
+        model: nn.Module that torch.export supports, on the CPU.
+        args: tuple of example inputs: images (N, C, H, W), volumes or sequences.
+        kwargs: mapping of example keyword inputs; default None.
+        units: number of units, 1 to 256; default 4.
+        layouts: names of layouts: "strips" of rows, "columns", "quadrants", "checkerboard" (four tiles for each
+            unit, none next to another of its own), "z order" (tiles along the Z curve, in runs), "mirrored" (two
+            strips for each unit, in opposite order). Default: all.
+        until: the name of a module after which one unit computes the rest; default None: all units to the end.
+        picojoules: energy per byte from outside, between units, and inside a unit; default 160, 12.5 and 1.25: DRAM,
+            a memory of 1 MB, one of 8 KB (Horowitz 2014).
+        table: op table; default `demask.ops.TABLE`.
+
+    Returns:
+        A `UnitTraffic`, which prints as a table; each `LayoutTraffic` has the network in tiles as `module`.
+
+    Raises:
+        BadInput: a number or name is out of range, or no input has rows.
+        NotExportable: torch.export cannot capture the model.
+
+    Example:
+        >>> import torch
+        >>> from demask.traverse import spread
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3))
+        >>> x = torch.randn(1, 3, 32, 32)
+        >>> (quadrants,) = spread(net, (x,), layouts=("quadrants",)).layouts
+        >>> torch.allclose(quadrants.module(x), net(x), atol=1e-5)
+        True
+    """
+    return unit_traffic(flow_in_calls(capture_at_sizes(model, args, kwargs), table), units, layouts, until, picojoules)
 
 
 def _plan_model(

@@ -21,16 +21,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from demask.errors import BadInput
-from demask.exec.analysis.flow import Flow, capture_at_sizes
+from demask.exec.analysis.flow import Flow
 from demask.exec.axes import Window, full_window
-from demask.exec.parts import LivePart, PartsWriter, flow_in_calls
-from demask.failures import public
-from demask.graph.isolation import in_isolation
+from demask.exec.parts import LivePart, PartsWriter
 from demask.graph.program import Program, module_of
 from demask.graph.result.demasked_module import build_plain
 from demask.machine.byte_sizes import format_bytes
 from demask.numerics import is_integer
-from demask.ops import TABLE, Table
 from demask.ops.schema import fake
 from demask.pages import Lines, Page, PageSource, TextTable
 
@@ -111,6 +108,14 @@ class LayoutTraffic:
         inside: bytes that units read and write in their own memories.
         microjoules: energy of these bytes.
         module: the network in these tiles, an nn.Module with equal outputs.
+
+    Example:
+        >>> import torch
+        >>> from demask.traverse import spread
+        >>> net, x = torch.nn.Conv2d(3, 8, 3, padding=1).eval(), torch.randn(1, 3, 32, 32)
+        >>> (one,) = spread(net, (x,), layouts=("mirrored",)).layouts
+        >>> one.tiles, one.balance, one.weights == 3 * (8 * 3 * 9 + 8) * 4
+        (8, 1.0, True)
     """
 
     layout: str
@@ -170,58 +175,14 @@ class UnitTraffic(PageSource):
         return Page("demask: units", (TextTable(head, rows, "Layouts"), Lines([words], is_close=True)))
 
 
-@in_isolation
-@public
-def spread(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    units: int = 4,
-    layouts: Sequence[str] = tuple(LAYOUTS),
-    until: str | None = None,
-    picojoules: tuple[float, float, float] = PICOJOULES,
-    table: Table = TABLE,
+def unit_traffic(
+    flow: Flow, units: int, layouts: Sequence[str], until: str | None, picojoules: tuple[float, float, float]
 ) -> UnitTraffic:
-    """What units that compute a network side by side exchange, for several layouts of tiles.
-
-    Each unit computes its tiles of every feature map, one layer after another; layers are computed by all units at the
-    same time. Only sizes of the example matter.
-
-    Args:
-        model: nn.Module that torch.export supports, on the CPU.
-        args: tuple of example inputs: images (N, C, H, W), volumes or sequences.
-        kwargs: mapping of example keyword inputs; default None.
-        units: number of units, 1 to 256; default 4.
-        layouts: names of layouts: "strips" of rows, "columns", "quadrants", "checkerboard" (four tiles for each
-            unit, none next to another of its own), "z order" (tiles along the Z curve, in runs), "mirrored" (two
-            strips for each unit, in opposite order). Default: all.
-        until: the name of a module after which one unit computes the rest; default None: all units to the end.
-        picojoules: energy per byte from outside, between units, and inside a unit; default 160, 12.5 and 1.25: DRAM,
-            a memory of 1 MB, one of 8 KB (Horowitz 2014).
-        table: op table; default `demask.ops.TABLE`.
-
-    Returns:
-        A `UnitTraffic`, which prints as a table; each `LayoutTraffic` has the network in tiles as `module`.
-
-    Raises:
-        BadInput: a number or name is out of range, or no input has rows.
-        NotExportable: torch.export cannot capture the model.
-
-    Example:
-        >>> import torch
-        >>> from demask.traverse import spread
-        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3))
-        >>> x = torch.randn(1, 3, 32, 32)
-        >>> (quadrants,) = spread(net, (x,), layouts=("quadrants",)).layouts
-        >>> torch.allclose(quadrants.module(x), net(x), atol=1e-5)
-        True
-    """
+    """The traffic of layouts of a flow. Raises BadInput as `spread`."""
     if not is_integer(units) or not 1 <= units <= UNITS:
         raise BadInput(f"expected 1 to {UNITS} units, got {units!r}")
     if unknown := [name for name in layouts if name not in LAYOUTS]:
         raise BadInput(f"expected layouts of {', '.join(LAYOUTS)}, got {unknown[0]!r}")
-    flow = flow_in_calls(capture_at_sizes(model, args, kwargs), table)
     if not flow.axes:
         raise BadInput("no input has rows to cut: expected images (N, C, H, W), volumes or sequences")
     if until is not None:
