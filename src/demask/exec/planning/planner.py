@@ -58,11 +58,12 @@ def plan_flow(
     compiles: bool = False,
     workers: int = 1,
     cut: Callable[[Flow], Cut] | None = None,
+    planners: Planners | None = None,
 ) -> tuple[Flow, TilePlan, MemoryLayout]:
     """The flow with the kernels that fit a budget, its fastest plan, and the memory layout.
 
     compiles: whether the call itself compiles the kernels, within the budget. cut: the function
-    `cut` of `plan_tiles` for a flow. For others see `plan_tiles`.
+    `cut` of `plan_tiles` for a flow. planners: of a flow without kernels of ours. For others see `plan_tiles`.
 
     Raises:
         BudgetTooSmall: if no plan fits; its `least` is a sufficient budget in bytes.
@@ -70,7 +71,8 @@ def plan_flow(
 
     def planned(flow: Flow, reserved: int) -> tuple[Flow, TilePlan, MemoryLayout]:
         own_cut = None if cut is None else cut(flow)
-        return flow, *plan_tiles(flow, budget, reserved=reserved, workers=workers, cut=own_cut)
+        known = None if compiler else planners
+        return flow, *plan_tiles(flow, budget, reserved=reserved, workers=workers, cut=own_cut, planners=known)
 
     compiler = flow.compiler_bytes
     if not compiler:
@@ -348,6 +350,9 @@ class Planner:
         return best[len(self.calls)]
 
 
+Planners = dict[tuple[bool, bool], list[Planner]]  # by whether they try tiles, and store maps on disk
+
+
 def _try_bands(stage: Stage, choose: Callable[..., StageChoice], budget: float) -> list[StageChoice]:
     """The bands of least height, and the fastest that fit the budget.
 
@@ -447,7 +452,14 @@ def _estimate_seconds(stage: Stage, segment: Segment) -> float:
 
 
 def plan_tiles(
-    flow: Flow, budget: int, *, reserved: int = 0, disk: bool = True, workers: int = 1, cut: Cut | None = None
+    flow: Flow,
+    budget: int,
+    *,
+    reserved: int = 0,
+    disk: bool = True,
+    workers: int = 1,
+    cut: Cut | None = None,
+    planners: Planners | None = None,
 ) -> tuple[TilePlan, MemoryLayout]:
     """The fastest plan within a budget, and its memory layout.
 
@@ -457,29 +469,32 @@ def plan_tiles(
         disk: whether maps may be stored in files.
         cut: cuts the segments of a layout into tasks. All maps that are not read in full are then in
             files: any process can compute any task, and a plan is the same for one or several.
+        planners: of earlier calls for the same flow and other budgets, which this one adds to: what they measured is
+            not measured again.
 
     Raises:
         BudgetTooSmall: if no plan fits; its `least` is a sufficient budget in bytes.
     """
-    available, tried = budget - reserved, list[Planner]()
+    available, tried, known = budget - reserved, list[Planner](), {} if planners is None else planners
     for tiles, spills in itertools.product((False, True), repeat=2):
         if (spills and not disk) or (cut is not None and not spills):
             continue
-        planners = [
-            Planner(
-                flow,
-                recompute=recompute,
-                spills=spills,
-                tiles=tiles,
-                workers=workers,
-                smallest=2**20 if cut is None and flow.device is None else 0,
-                cut=cut,
-            )
-            for recompute in (False, True)
-        ]
-        planners = planners if planners[1].recomputed else planners[:1]
-        tried += planners
-        layouts = [fitted for p in planners if (fitted := _find_fitting(p, available)) is not None]
+        if (tiles, spills) not in known:
+            pair = [
+                Planner(
+                    flow,
+                    recompute=recompute,
+                    spills=spills,
+                    tiles=tiles,
+                    workers=workers,
+                    smallest=2**20 if cut is None and flow.device is None else 0,
+                    cut=cut,
+                )
+                for recompute in (False, True)
+            ]
+            known[tiles, spills] = pair if pair[1].recomputed else pair[:1]
+        tried += known[tiles, spills]
+        layouts = [fitted for p in known[tiles, spills] if (fitted := _find_fitting(p, available)) is not None]
         if layouts:
             layout = min(layouts, key=lambda fitted: fitted[0])[1]
             return packed_plan(flow, layout, budget, reserved), layout

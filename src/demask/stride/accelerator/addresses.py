@@ -12,7 +12,7 @@ from demask.errors import BudgetTooSmall
 from demask.exec.device import Device
 from demask.exec.parts import flow_in_calls, write_out
 from demask.exec.planning.plan import TilePlan
-from demask.exec.planning.planner import plan_flow
+from demask.exec.planning.planner import Planners, plan_flow
 from demask.graph.program import Program
 from demask.machine.arena import Block, align_size, owners, plan_arena
 from demask.ops import Table
@@ -63,11 +63,12 @@ def list_in_parts(program: Program, machine: Machine, device: Device, table: Tab
     if not flow.local:
         return None
     weights = 0 if device.weights == "outside" else device.weight_bytes(flow.constants.values())
-    fitting, worse = list[AddressedListing](), 0
+    flow = replace(flow, device=Device(max(device.bytes - weights, 1), weights="outside"))
+    fitting, worse, planners = list[AddressedListing](), 0, Planners()
 
     def list_for(budget: int) -> AddressedListing | None:
         """The steps by the plan for a budget; None where they are those of another plan."""
-        here, plan, _ = plan_flow(replace(flow, device=Device(max(budget, 1), weights="outside")), budget)
+        here, plan, _ = plan_flow(flow, budget, planners=planners)
         if any(one.plan is not None and one.plan.segments == plan.segments for one in tried):
             return None
         parts = write_out(here, plan.segments)
