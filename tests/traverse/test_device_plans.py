@@ -93,14 +93,14 @@ def test_a_row_of_a_deep_layer_in_several_steps() -> None:
     layers = [nn.Conv2d(4 if k else 3, 4, 3, 2, 1) for k in range(4)]
     model, x = nn.Sequential(*layers).double().eval(), torch.randn(1, 3, 256, 64).double()
     flow = flow_of(capture_at_sizes(model, (x,)), TABLE)
-    (whole,) = told(flow, BANDS, 1)
+    (one,) = told(flow, BANDS, 1)
     sizes = []
     for steps in (1, 4, 16):
-        layout = lay_out(flow, [replace(whole, row_steps=steps)])
+        layout = lay_out(flow, [replace(one, row_steps=steps)])
         module = tiled(flow.program, packed_plan(flow, layout, 2**40, 0), flow, layout, TABLE)
         assert difference(model, x, module) < 1e-13
         sizes.append(layout.segments[0].bytes)
-        assert layout.segments[0].segment.macs == whole.macs
+        assert layout.segments[0].segment.macs == one.macs
     assert sizes[0] > 1.5 * sizes[1] > sizes[2]
     row = Device(sizes[2] * 2, weights="outside")
     small = plan(model, (x,), device=row)

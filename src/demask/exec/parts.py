@@ -118,7 +118,7 @@ class PartsWriter:
         self.blocks = {}
         for step in steps_of(stage, segment):
             for value in stage.enters:
-                self._extend(value, step[value], self._cut(self.values[value], value, step[value].computed, step))
+                self._extend(value, step[value], self._entering(self.values[value], value, step[value].computed, step))
             for unit in stage.units:
                 self._run_unit(unit, step)
                 rows = step.get(unit.value)
@@ -235,7 +235,7 @@ class PartsWriter:
             window = (max(rows.keep, block.window[0][0]), rows.end), rows.columns
             self.blocks[value] = LivePart(self.cut(block, value, window), window)
 
-    def _cut(self, full: fx.Node, value: fx.Node, rows: Interval, step: Step) -> fx.Node | None:
+    def _entering(self, full: fx.Node, value: fx.Node, rows: Interval, step: Step) -> fx.Node | None:
         """Rows of a complete value; None for none. A value outside is always sliced, as that is how it is read."""
         if rows[0] >= rows[1]:
             return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,14 +198,9 @@ def _cut_until(flow: Flow, module: str) -> Flow:
     if last is None:
         raise BadInput(f"expected the name of a module that runs, got {module!r}; such as {names[0]!r}")
     later = set(calls[last + 1 :])
-    return Flow(
-        flow.program,
-        flow.axes,
-        {node: here for node, here in flow.local.items() if node not in later},
-        {node: here for node, here in flow.gathers.items() if node not in later},
-        flow.refusals,
-        flow.relations,
-    )
+    local = {node: here for node, here in flow.local.items() if node not in later}
+    gathers = {node: here for node, here in flow.gathers.items() if node not in later}
+    return replace(flow, local=local, gathers=gathers)
 
 
 def _traffic(flow: Flow, name: str, units: int, picojoules: tuple[float, float, float]) -> LayoutTraffic:

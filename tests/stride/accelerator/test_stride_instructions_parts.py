@@ -116,6 +116,26 @@ def test_compression(shape) -> None:
             assert 4 * len(words) == Device(1, weights="compressed").weight_bytes([weight]) or weight.numel() < 9
 
 
+@pytest.mark.parametrize("words", [[], [0], [1, 2, 3, 4], [0, 0, 0]])
+def test_damaged_words_are_refused(words) -> None:
+    """Of 33 elements: two words of bits, and as many nonzeros as bits."""
+    with pytest.raises(BadInput, match=r"expected (a bit for each|\d+ nonzeros)"):
+        decompress(torch.tensor(words, dtype=torch.int32).view(torch.float32), (33,))
+
+
+@pytest.mark.parametrize("kind", ["outside", "dense", "compressed"])
+@pytest.mark.parametrize("network", [resnet, stack])
+def test_what_an_error_asks_for_is_enough(network, kind) -> None:
+    model, x = drawn(network()), images(1, 3, 64, 64)
+    for room in (256, 12 * 1024, 30 * 1024):
+        try:
+            instructions(model, (x,), device=Device(room, weights=kind))
+        except BudgetTooSmall as error:
+            enough = Device(error.least, weights=kind)
+            assert room < enough.bytes
+            assert instructions(model, (x,), device=enough).plan is not None
+
+
 def test_borders_are_the_units_own() -> None:
     """A pad of zeros before a convolution, or of -inf before a maximum, is not written: units read beyond images."""
 
@@ -147,10 +167,10 @@ def test_blocks_of_the_host_are_checked() -> None:
     data = small.to_dict()
     load = next(row for row in data["instructions"] if row["op"] == "load" and "start" in row["settings"])
     for name, wrong in (("start", [0, 0, 64, 0]), ("size", [1, 3, 65, 64]), ("start", [0, 0])):
-        kept, load["settings"][name] = load["settings"][name], wrong
+        before, load["settings"][name] = load["settings"][name], wrong
         with pytest.raises(BadInput, match="expected a block"):
             Instructions.from_dict(data)
-        load["settings"][name] = kept
+        load["settings"][name] = before
     store = next(row for row in data["instructions"] if row["op"] == "store")
     store["settings"]["at"] = [0, 0, 64, 0]
     with pytest.raises(BadInput, match="expected a block within the result"):

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from demask.errors import BudgetTooSmall
+from demask.exec.analysis.flow import Flow
 from demask.exec.device import Device
 from demask.exec.parts import flow_in_calls, write_out
-from demask.exec.planning.plan import TilePlan
+from demask.exec.planning.plan import Segment, TilePlan
 from demask.exec.planning.planner import Planners, plan_flow
 from demask.graph.program import Program
 from demask.machine.arena import Block, align_size, owners, plan_arena
@@ -57,7 +58,7 @@ def list_in_parts(program: Program, machine: Machine, device: Device, table: Tab
 
     A plan's bytes are those of values. Units that write before they read take more, and smaller parts in more
     segments may take fewer cycles: of plans for several shares of the memory, the one with the fewest cycles is
-    selected. If none fits, the one that takes the fewest bytes.
+    selected. If none fits, the one for the least memory, so that the bytes that an error asks for are enough.
     """
     flow = flow_in_calls(program, table)
     if not flow.local:
@@ -66,31 +67,33 @@ def list_in_parts(program: Program, machine: Machine, device: Device, table: Tab
     flow = replace(flow, device=Device(max(device.bytes - weights, 1), weights="outside"))
     fitting, worse, planners = list[AddressedListing](), 0, Planners()
 
-    def list_for(budget: int) -> AddressedListing | None:
-        """The steps by the plan for a budget; None where they are those of another plan."""
-        here, plan, _ = plan_flow(flow, budget, planners=planners)
-        if any(one.plan is not None and one.plan.segments == plan.segments for one in tried):
-            return None
+    def listed(here: Flow, plan: TilePlan) -> AddressedListing:
         parts = write_out(here, plan.segments)
-        tried.append(replace(assign_addresses(emit(parts.program, RULES, device, parts)), plan=plan))
-        return tried[-1]
+        return replace(assign_addresses(emit(parts.program, RULES, device, parts)), plan=plan)
 
-    tried = list[AddressedListing]()
+    tried = list[tuple[Segment, ...]]()
+    for share in SHARES:
+        try:
+            here, plan, _ = plan_flow(flow, int(max(device.bytes - weights, 0) * share), planners=planners)
+        except BudgetTooSmall as error:
+            if not fitting:
+                return listed(*plan_flow(flow, error.least, planners=planners)[:2])
+            break
+        if plan.segments in tried:
+            continue
+        tried.append(plan.segments)
+        one = listed(here, plan)
+        if one.bytes_in(device) <= device.bytes:
+            worse += any(one.cycles(machine) >= other.cycles(machine) for other in fitting)
+            fitting.append(one)
+        if worse >= WORSE:
+            break
+    if fitting:
+        return min(fitting, key=lambda one: one.cycles(machine))
     try:
-        for share in SHARES:
-            one = list_for(int(max(device.bytes - weights, 0) * share))
-            if one is not None and one.bytes_in(device) <= device.bytes:
-                worse += any(one.cycles(machine) >= other.cycles(machine) for other in fitting)
-                fitting.append(one)
-            if worse >= WORSE:
-                break
+        return listed(*plan_flow(flow, 1, planners=planners)[:2])
     except BudgetTooSmall as error:
-        if not fitting:  # the plan that takes the least memory, so that what an error asks for is enough
-            one = list_for(error.least)
-            return one or tried[-1]
-    if not fitting:
-        return min(tried, key=lambda one: one.bytes_in(device))
-    return min(fitting, key=lambda one: one.cycles(machine))
+        return listed(*plan_flow(flow, error.least, planners=planners)[:2])
 
 
 def assign_addresses(listing: Listing) -> AddressedListing:

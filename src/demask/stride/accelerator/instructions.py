@@ -299,7 +299,7 @@ def instructions(
             ("max_pool", "avg_pool", "slice", "no_pool", "space_to_depth", "fhe" or "matrix_unit"),
             path of a TOML file, or a `Target`. Default: "matrix_unit".
         machine: sizes and speeds of the accelerator. Default: `demask.stride.Machine()`.
-        device: one memory for weights, values and instructions (64 bytes each), in place of the machine's buffers, as
+        device: one memory for weights, values and instructions (16 bytes each), in place of the machine's buffers, as
             in `demask.traverse.plan`: `Device("64KiB", weights="compressed")` stores of weights only the nonzeros and
             a bit for each element; with weights="outside", they are in the machine's buffer of weights, and not
             counted. Default: None, the machine's buffers.

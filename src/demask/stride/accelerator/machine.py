@@ -121,10 +121,14 @@ def compress(weight: Tensor) -> Tensor:
 
 
 def decompress(words: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The float32 tensor of a shape that `compress` wrote."""
+    """The float32 tensor of a shape that `compress` wrote. Raises BadInput for other words."""
     count = math.prod(shape)
     start = -(-count // 32)
+    if len(words) < start:
+        raise BadInput(f"expected a bit for each of {count} elements, got {len(words)} words")
     bits = np.unpackbits(words[:start].numpy().view(np.uint8), bitorder="little")[:count].astype(bool)
+    if int(bits.sum()) != len(words) - start:
+        raise BadInput(f"expected {int(bits.sum())} nonzeros after the bits, got {len(words) - start} words")
     weight = torch.zeros(count)
     weight[torch.from_numpy(bits)] = words[start:]
     return weight.reshape(shape)
