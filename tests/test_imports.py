@@ -39,7 +39,13 @@ LAYOUT = (
     ("__main__", "plugins"),
 )
 RANK = {part: row for row, parts in enumerate(LAYOUT) for part in parts}
-PEERS = {("pilot", "traverse"), ("pilot", "sparse"), ("checkpoint", "prune"), ("checkpoint", "sparse")}
+PEERS = {
+    ("pilot", "traverse"),
+    ("traverse", "sparse"),
+    ("pilot", "sparse"),
+    ("checkpoint", "prune"),
+    ("checkpoint", "sparse"),
+}
 FACADE = "demask/__init__.py"  # hands the public names out; only the command line may use it
 
 

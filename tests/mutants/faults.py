@@ -30,6 +30,24 @@ def fault(name: str, file: str, line: str, wrong: str, *tests: str) -> Fault:
 
 
 WRITTEN = (
+    # parts of stages
+    fault("border-of-a-layer-lost", "sparse/segment/match_calls.py",
+          "pads = tuple((a + b, c + d) for (a, c), (b, d) in zip(pads, border, strict=True))",
+          "pass", "match_calls"),
+    fault("border-of-other-axes", "sparse/segment/match_calls.py", "return arguments[\"self\"], tuple(reversed(pairs))",
+          "return arguments[\"self\"], tuple(pairs)", "match_calls"),
+    fault("parts-with-weights-of-before", "traverse/execution/stage_parts.py",
+          "if versions == self.versions and self.probe.same():", "if True:", "stage_parts"),
+    fault("parts-at-other-phases", "traverse/execution/stage_parts.py",
+          "live.done * moved[tallest] - origin * moved[v],", "0,", "stage_parts"),
+    fault("parts-over-budget", "traverse/execution/stage_parts.py",
+          "if trial.peak <= plan.budget and trial.segments[k].parts is not None:",
+          "if trial.segments[k].parts is not None:", "stage_parts"),
+    fault("parts-that-are-slower", "traverse/execution/stage_parts.py",
+          "return [trial for seconds, trial in sorted(timed, key=lambda pair: pair[0]) if seconds < least]",
+          "return [trial for seconds, trial in timed]", "stage_parts"),
+    fault("a-network-without-its-statistics", "exec/parts.py", "writer.values[value] = entering",
+          "writer.values[value] = value", "stage_parts"),
     # facts
     fault("zero-needs-both-factors", "facts/known.py", "zero = zeros[0] | zeros[1]",
           "zero = zeros[0] & zeros[1]", "micro", "laws"),

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from demask.exec.analysis.flow import Flow, flow_of_calls
-from demask.exec.axes import Window, full_window
+from demask.exec.axes import Window, cut_shape, full_window
 from demask.exec.local.call import Sliding, grown
 from demask.exec.local.carried import LocalApply, LocalRearrange, size_arguments
 from demask.exec.local.dispatch import Local, LocalMove, PositionRun
@@ -69,6 +70,51 @@ def _is_reduced(flow: Flow, node: fx.Node) -> bool:
     operand: Any = flow.gathers[node]
     cut = {axis for axis in flow.axes[flow.gathered(node)] if axis is not None}
     return node.target in _REDUCTIONS and cut <= set(operand.operand.dims)
+
+
+def write_tile(stage: Stage, step: Step) -> Program:
+    """The program of one tile. Its inputs are windows of the values that enter a stage, in their order, then the
+    `uncut_operands`; its results are windows of the targets. stage: of calls that `can_write`."""
+    writer = PartsWriter(stage.flow)
+    graph = writer.editor.graph
+    for node in graph.find_nodes(op="placeholder"):
+        graph.erase_node(node)
+    first = next(iter(graph.nodes), None)
+    for value in (*stage.enters, *uncut_operands(stage)):
+        with graph.inserting_before(first):
+            entering = graph.placeholder(value.name)
+        if value in stage.flow.axes:
+            window = step[value].computed, step[value].columns
+            entering.meta["val"] = fake(value).new_empty(cut_shape(fake(value).shape, stage.flow.axes[value], window))
+            writer.blocks[value] = LivePart(entering, window)
+        else:
+            entering.meta["val"] = fake(value)
+            writer.values[value] = entering
+    for unit in stage.units:
+        writer.run_unit(unit, step)
+    results = tuple(writer.blocks[value].node for value in stage.targets)
+    graph.output(results)
+    names = tuple(node.name for node in graph.find_nodes(op="placeholder"))
+    specs = {"in_spec": pytree.tree_structure((names, {})), "out_spec": pytree.tree_structure(results)}
+    return replace(writer.editor.finish(), names=names, guards=(), written=(), **specs)
+
+
+def can_write(stage: Stage) -> bool:
+    """Whether the tiles of a stage are programs of their own: its calls on parts are calls of ATen."""
+    local = [stage.flow.local.get(node) for unit in stage.units for node in unit.nodes]
+    is_cut = stage.is_streamable and not stage.sinks and bool(stage.targets)
+    return is_cut and all(map(_is_written, local)) and all(isinstance(fake(n), Tensor) for n in uncut_operands(stage))
+
+
+def uncut_operands(stage: Stage) -> list[fx.Node]:
+    """The values without rows that a stage reads, but for constants."""
+    nodes = (node for unit in stage.units for node in unit.nodes)
+    read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
+    return [n for n in read if n not in stage.flow.axes and n not in stage.flow.constants]
+
+
+def _is_written(local: Local | None) -> bool:
+    return local is not None and _is_call(local)
 
 
 def write_out(flow: Flow, segments: Sequence[Segment]) -> PartsProgram:
@@ -120,7 +166,7 @@ class PartsWriter:
             for value in stage.enters:
                 self._extend(value, step[value], self._entering(self.values[value], value, step[value].computed, step))
             for unit in stage.units:
-                self._run_unit(unit, step)
+                self.run_unit(unit, step)
                 rows = step.get(unit.value)
                 if unit.value in targets and rows is not None and rows.computed[0] < rows.computed[1]:
                     self._add_part(targets[unit.value], unit.value, (rows.computed, rows.columns))
@@ -142,7 +188,7 @@ class PartsWriter:
             window = (top, bottom), (left, right)
             parts.append(LivePart(self.cut(self.blocks[value], value, window), window))
 
-    def _run_unit(self, unit: Unit, step: Step) -> None:
+    def run_unit(self, unit: Unit, step: Step) -> None:
         if unit.node in self.flow.gathers:
             self._reduce(unit.node, step)
             return

@@ -27,6 +27,7 @@ from demask.numerics import is_integer
 from demask.ops import TABLE, Table
 from demask.ops.flow import axis_of
 from demask.ops.regions import region_rule
+from demask.traverse.execution.stage_parts import choose_parts, parts_of
 from demask.traverse.execution.tiled_module import Tiled, tiled
 from demask.traverse.units import LAYOUTS, PICOJOULES, UnitTraffic, unit_traffic
 
@@ -102,7 +103,8 @@ def plan(
 ) -> TilePlan:
     """The `Plan` by which `tile` would execute the model, without executing the model.
 
-    A `Plan` prints as a table and has the predicted memory in bytes as `peak`.
+    A `Plan` prints as a table and has the predicted memory in bytes as `peak`. Segments of 10**9 multiply-adds or more
+    are timed on zeros, some rows of them, unless the times are known: in bands, and in parts on other kernels.
 
     Args:
         model: nn.Module that torch.export supports, or an ExportedProgram, on the CPU.
@@ -206,9 +208,10 @@ def _plan_model(
     flow = flow_of(program, table)
     if not flow.axes:
         raise BadInput("no input has rows to cut: expected images (N, C, H, W), volumes or sequences")
-    if device is not None:
-        flow = replace(flow.without_compiler, device=device)
+    flow = replace(flow, device=device).without_compiler if device is not None else replace(flow, parts=parts_of(table))
     flow, tile_plan, layout = plan_flow(flow, budget, workers=workers)
+    if device is None:
+        tile_plan, layout = choose_parts(flow, tile_plan, layout, table)
     return program, flow, replace(tile_plan, images=has_several), layout
 
 

@@ -227,7 +227,7 @@ def test_axis_one_of_longer_tokens_is_none_of_channels() -> None:
 
 # Calls between two layers that only a step with that op computes.
 CALLED: dict[str, tuple[Callable[[nn.ModuleDict, Tensor], Tensor], str]] = {
-    "rows of zeros": (OTHERS["rows of zeros"], "call"),
+    "rows of zeros": (lambda m, x: OTHERS["rows of zeros"](m, x).sigmoid(), "call, map sigmoid"),
     "rows from the second": (OTHERS["rows from the second"], "call"),
     "product of equal shapes": (OTHERS["product of equal shapes"], "map relu, call"),
     "a power of e": (lambda m, x: x.exp(), "call"),
@@ -244,6 +244,42 @@ def test_calls_of_single_ops(name: str, dynamic: tuple[int, ...]) -> None:
     body, expected = CALLED[name]
     program, args = made(net(body, 4), IMAGE, dynamic=dynamic)
     assert steps(check(program, all_sparse, args)) == [f"conv, {expected}, conv"]
+
+
+# Borders of zeros in front of a layer, and whether the layer computes with them.
+BORDERS: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor], bool]] = {
+    "as of TensorFlow": (nn.Conv2d(4, 4, 3, 2), lambda x: constant_pad(x, (0, 1, 0, 1)), True),
+    "and its own": (nn.Conv2d(4, 4, 3, padding=1), lambda x: constant_pad(x, (2, 0, 1, 3)), True),
+    "wider than the kernel": (nn.Conv2d(4, 4, 3, groups=4, dilation=2), lambda x: constant_pad(x, (9, 0, 0, 7)), True),
+    "of rows, same": (nn.Conv2d(4, 4, (2, 3), padding="same"), lambda x: constant_pad(x, (0, 0, 1, 0)), True),
+    "of zero channels": (nn.Conv2d(4, 4, 3), lambda x: constant_pad(x, (1, 1, 0, 0, 0, 0)), True),
+    "of channels": (nn.Conv2d(5, 4, 3), lambda x: constant_pad(x, (1, 1, 0, 0, 1, 0)), False),
+    "of ones": (nn.Conv2d(4, 4, 3), lambda x: constant_pad(x, (1, 1, 1, 1), value=1.0), False),
+    "cut": (nn.Conv2d(4, 4, 3), lambda x: constant_pad(x, (1, -1, 1, 1)), False),
+    "reflected": (nn.Conv2d(4, 4, 3), lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), False),
+    "of a transposed layer": (nn.ConvTranspose2d(4, 4, 3), lambda x: constant_pad(x, (1, 1, 1, 1)), False),
+}
+
+
+@pytest.mark.parametrize("name", BORDERS)
+def test_a_layer_computes_with_a_border_of_zeros(name: str) -> None:
+    layer, border, is_absorbed = BORDERS[name]
+    program, args = made(Net(lambda m, x: m["b"](border(m["a"](x).relu())), a=nn.Conv2d(4, 4, 1), b=layer), IMAGE)
+    assert (steps(check(program, all_sparse, args)) == ["conv relu, conv"]) is is_absorbed
+
+
+def test_a_border_that_others_read_stays() -> None:
+    def run(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = constant_pad(m["a"](x), (1, 1, 1, 1))
+        return m["b"](y).relu() + y[:, :, 1:-1, 1:-1]
+
+    program, args = made(Net(run, a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 3)), IMAGE)
+    check(program, all_sparse, args)
+    signal, args = made(
+        Net(lambda m, x: m["b"](constant_pad(m["a"](x), (3, 1))), a=nn.Conv1d(4, 4, 1), b=nn.Conv1d(4, 4, 3)),
+        torch.randn(2, 4, 9),
+    )
+    assert steps(check(signal, all_sparse, args)) == ["conv, conv"]
 
 
 def test_the_last_calls_of_a_network_are_in_its_segment() -> None:

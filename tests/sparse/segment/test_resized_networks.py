@@ -25,7 +25,7 @@ MIDDLES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "reflect": (lambda x: F.pad(x, (1, 2, 0, 1), "reflect"), "reflect"),
     "replicate": (lambda x: F.pad(x, (1, 2, 0, 1), "replicate"), "replicate"),
     "circular": (lambda x: F.pad(x, (1, 2, 0, 1), "circular"), "circular"),
-    "zeros": (lambda x: F.pad(x, (1, 2, 0, 1)), "pad"),
+    "zeros": (lambda x: F.pad(x, (1, 2, 0, 1)).sigmoid(), "pad"),
 }
 DYNAMIC = {
     "factor": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),

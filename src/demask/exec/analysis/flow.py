@@ -56,7 +56,8 @@ class Flow:
 
     axes: of the values that are cut. local, gathers: how cut and gathered calls run. refusals:
     reasons why other calls that read rows run uncut. device: whose memory plans are for; None for
-    this process.
+    this process. parts: compiles the parts of a stage and its segment as networks of their own; None where plans have
+    no such parts.
     """
 
     program: Program
@@ -66,6 +67,7 @@ class Flow:
     refusals: Mapping[fx.Node, str]
     relations: Mapping[fx.Node, Relation | Declined]
     device: Device | None = None
+    parts: Callable[[Any, Any], Any] | None = None
 
     def macs(self, node: fx.Node) -> int:
         """Multiply-adds of a call on all of its operands."""

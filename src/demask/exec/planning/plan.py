@@ -13,8 +13,8 @@ from demask.machine.byte_sizes import format_bytes
 from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Span, TextTable, Timeline
 from demask.records import Limit, decode, encode
 
-LAYERWISE, BANDS, FRUSTUMS, BARRIER = "layer-wise", "bands", "frustums", "barrier"
-MODES = (LAYERWISE, BANDS, FRUSTUMS, BARRIER)
+LAYERWISE, BANDS, FRUSTUMS, PARTS, BARRIER = "layer-wise", "bands", "frustums", "parts", "barrier"
+MODES = (LAYERWISE, BANDS, FRUSTUMS, PARTS, BARRIER)
 Count = Annotated[int, Limit("a count", range(2**62).__contains__)]
 
 
@@ -28,18 +28,19 @@ class Segment:
     Attributes:
         mode: "layer-wise": each call computes its full output. "bands": some rows at a time over
             the full width; rows that the next band reads again stay in memory. "frustums":
-            overlapping tiles that share nothing and compute the overlap again. "barrier": calls on
-            values without rows, such as statistics.
+            overlapping tiles that share nothing and compute the overlap again. "parts": tiles of the
+            full width, each a network of its own that kernels of `demask.optimize` compute. "barrier":
+            calls on values without rows, such as statistics.
         nodes: names of the calls in order of execution; a cheap call may be in several segments.
         keeps: names of the values stored in full: those that later segments read, and outputs.
         spills: names out of `keeps` that are stored on disk; default ().
         over: names of stored values that overwrite another stored value in memory; the key
             overwrites the value; default {}.
-        rows: height of a band or tile, in rows of the tallest stored value; else 0 (default).
+        rows: height of a band, part or tile, in rows of the tallest stored value; else 0 (default).
         columns: width of a tile in columns; 0 (default) in the other modes.
         row_steps: number of steps of bands in which one row of the tallest stored value is computed: the rows of
             layers before it, which are taller, do not fit the memory at once; default 1.
-        steps: number of bands or tiles of one image; default 1.
+        steps: number of bands, parts or tiles of one image; default 1.
         workers: number of threads, each of which computes a strip of the image; default 1.
         bytes: predicted memory of values inside the segment, in bytes; default 0.
         stored: bytes of the stored values in memory while it runs, its own and others; default 0.
@@ -181,7 +182,11 @@ CLOSE = 3  # a budget of at most so many times the peak is drawn with it
 
 
 def _row(k: int, segment: Segment) -> tuple[str, ...]:
-    tile = {BANDS: f"{segment.rows} rows", FRUSTUMS: f"{segment.rows} x {segment.columns}"}
+    tile = {
+        BANDS: f"{segment.rows} rows",
+        PARTS: f"{segment.rows} rows",
+        FRUSTUMS: f"{segment.rows} x {segment.columns}",
+    }
     stored = ", ".join(f"{name} on disk" if name in segment.spills else name for name in segment.keeps)
     if segment.row_steps > 1:
         tile[BANDS] = f"{segment.rows} / {segment.row_steps} of a row"

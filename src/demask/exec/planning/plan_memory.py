@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, fx
 
@@ -23,7 +23,7 @@ from demask.errors import BadInput
 from demask.exec.analysis.flow import Flow
 from demask.exec.analysis.partial_reductions import attention_scratch_bytes, can_stream_keys
 from demask.exec.axes import cut_shape
-from demask.exec.planning.plan import BANDS, FRUSTUMS, Segment
+from demask.exec.planning.plan import BANDS, FRUSTUMS, PARTS, Segment
 from demask.exec.planning.schedule import (
     LiveRows,
     Stage,
@@ -222,12 +222,26 @@ def _is_only_reader(stage: Stage, peaks: _PeakSizes, unit: Unit, base: fx.Node) 
     return is_alike and len(stage.readers[base]) == 1 and axes[base] == axes[unit.value]
 
 
+class PartsMemory(Protocol):
+    """The memory of the parts of a stage, which are networks of their own."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the values of one part."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of all of its networks."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedSegment:
     """A segment with exact sizes, its stage, and its memory.
 
     maps: those of its values that are complete in the arena. memory: of each worker. strips: of each
-    worker; none for one worker.
+    worker; none for one worker. parts: networks that compute it.
     """
 
     segment: Segment
@@ -235,6 +249,7 @@ class PlacedSegment:
     maps: frozenset[fx.Node]
     memory: StageMemory
     strips: tuple[Strip, ...] = ()
+    parts: PartsMemory | None = None
 
     @property
     def bytes(self) -> int:
@@ -287,7 +302,7 @@ class MemoryLayout:
         for placed in self.segments:
             for unit in placed.stage.units:
                 local = placed.stage.flow.local.get(unit.node)
-                if local is not None:
+                if local is not None and placed.parts is None:
                     local.kind.compile(unit.after, unit.addend is not None)
 
     @property
@@ -324,6 +339,8 @@ def steps_of(stage: Stage, segment: Segment) -> Iterator[Step]:
         yield from walk_bands(stage, segment.rows, row_steps=segment.row_steps)
     elif segment.mode == FRUSTUMS:
         yield from tiles(stage, segment.rows, segment.columns)
+    elif segment.mode == PARTS:
+        yield from tiles(stage, segment.rows, max(stage.flow.columns(v) for v in target_rows(stage)))
     else:
         yield full_step(stage)
 
@@ -376,11 +393,11 @@ def tile_at(stage: Stage, rows: Interval, columns: Interval) -> Step:
 def count_steps(stage: Stage, segment: Segment) -> int:
     """The approximate number of steps of a segment."""
     ends = target_rows(stage)
-    if segment.mode not in (BANDS, FRUSTUMS) or not ends:
+    if segment.mode not in (BANDS, FRUSTUMS, PARTS) or not ends:
         return 1
     down = -(-max(ends.values()) * segment.row_steps // segment.rows)
     width = max(stage.flow.columns(v) for v in ends)
-    return down if segment.mode == BANDS else down * -(-width // segment.columns)
+    return down * -(-width // segment.columns) if segment.mode == FRUSTUMS else down
 
 
 def stage_of(flow: Flow, segment: Segment) -> Stage:
@@ -398,7 +415,7 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
     computed = {n for n in flow.program.graph.nodes if n.op in ("placeholder", "get_attr")}
     for segment in segments:
         stage = stage_of(flow, segment)
-        if segment.mode in (BANDS, FRUSTUMS) and (not stage.is_streamable or segment.rows < 1):
+        if segment.mode in (BANDS, FRUSTUMS, PARTS) and (not stage.is_streamable or segment.rows < 1):
             raise BadInput(f"the plan runs {segment.nodes[:1]} in {segment.mode}, which is not possible")
         if segment.row_steps < 1:
             raise BadInput(f"the plan computes a row of {segment.nodes[:1]} in no step")
@@ -470,12 +487,21 @@ def _place_segment(segment: Segment, stage: Stage, maps: frozenset[fx.Node]) -> 
             macs, count = macs + step_macs(stage, step), count + 1
             yield step
 
-    memory = plan_stage_memory(stage, counted_steps(), maps)
+    parts = None
+    if segment.mode == PARTS and stage.flow.parts is not None:
+        parts = stage.flow.parts(stage, segment)
+    if parts is None:
+        memory = plan_stage_memory(stage, counted_steps(), maps)
+    else:
+        over = {}
+        for _ in counted_steps():
+            pass
+        memory = StageMemory({}, {}, {}, {}, 0, parts.bytes, parts.weight_bytes, frozenset())
     is_parallel = segment.workers > 1 and segment.mode == BANDS and bool(target_rows(stage))
     each = tuple(cut_strips(stage, segment.workers)) if is_parallel else ()
     names = {a.name: b.name for a, b in over.items()}
     exact = replace(segment, over=names, macs=macs, steps=max(count, 1))
-    placed = PlacedSegment(exact, stage, maps, memory, each if len(each) > 1 else ())
+    placed = PlacedSegment(exact, stage, maps, memory, each if len(each) > 1 else (), parts)
     return replace(placed, segment=replace(exact, bytes=placed.bytes))
 
 
@@ -572,7 +598,7 @@ def _can_overwrite(stage: Stage, maker: tuple[int, Unit], base: fx.Node) -> bool
 def _requested_overwrites(stage: Stage, segment: Segment) -> dict[fx.Node, fx.Node]:
     """The overwrites of a segment's plan that are possible."""
     # The worker below, or the task of the next stripe, may still read the overwritten rows.
-    if segment.workers > 1 or segment.stripe:
+    if segment.workers > 1 or segment.stripe or segment.mode == PARTS:
         return {}
     unit_of = {u.value: (k, u) for k, u in enumerate(stage.units)}
     entering = {v.name: v for v in stage.enters}

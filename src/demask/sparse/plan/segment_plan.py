@@ -218,6 +218,15 @@ class SpareOutputs:
             ready += new[1:]
             return new[0]
 
+    def put(self, outputs: list[Tensor]) -> None:
+        """Return tensors to the ready ones: what a call returned, and its caller no longer reads."""
+        self.ready[torch.is_inference_mode_enabled()].append(outputs)
+
+    def clear(self) -> None:
+        """Free the ready tensors."""
+        for ready in self.ready.values():
+            ready.clear()
+
 
 class SegmentPlan:
     """plan(inputs) -> outputs, for inputs with the planned sizes and strides.
@@ -284,6 +293,22 @@ class SegmentPlan:
             is_exact = is_exact and builder.is_exact
         planned = None if is_exact else PlanArguments.of(program, weights, threads, isa)
         return cls(batches, [shapes[v] for v in program.outputs], threads, rows, planned)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of intermediate values of one call, which stay allocated until `free`."""
+        return sum(b.ready.resident * (self.threads if b.alone else 1) for b in self.batches)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights in the layout of the kernels, and of the arguments of kernels."""
+        return sum(array.nbytes for batch in self.batches for array in batch.ready.arrays)
+
+    def free(self) -> None:
+        """Return the memory that waits for the next call to the system; that call allocates it again."""
+        self.outputs.clear()
+        for batch in self.batches:
+            batch.spare.clear()
 
     def __str__(self) -> str:
         """The plan as a table: a row per value."""

@@ -235,9 +235,28 @@ def _convolution(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Ma
     pads = _padding(arguments["padding"], kernel, dilation, axes)
     if stride is None or dilation is None or pads is None:
         return None
+    x, border = _without_border(arguments["input"], axes)
+    if any(map(any, border)):
+        pads = tuple((a + b, c + d) for (a, c), (b, d) in zip(pads, border, strict=True))
+        arguments = {**arguments, "input": x}
     window = _image_geometry(kernel, stride, pads, dilation)
     step = conv_step(0, NO_WEIGHT, None, weight.shape[0], **window, groups=arguments["groups"])
     return _layer_call(node, arguments, "signal" if axes == 1 else "image", step)
+
+
+def _without_border(x: Any, axes: int) -> tuple[Any, tuple[tuple[int, int], ...]]:
+    """The operand of a convolution without a border of zeros along its axes, and positions of the border (before,
+    after) per axis; the operand as it is, and none, where it has no such border."""
+    none = ((0, 0),) * axes
+    if not isinstance(x, fx.Node) or x.target not in PADS:
+        return x, none
+    arguments = schema.arguments(x)
+    is_zero = arguments.get("mode", "constant") == "constant" and arguments["value"] in (None, 0)
+    pads = arguments["pad"]
+    if not is_zero or not all(type(n) is int and n >= 0 for n in pads) or any(pads[2 * axes :]):
+        return x, none
+    pairs = [*zip(pads[::2], pads[1::2], strict=True), *none][:axes]
+    return arguments["self"], tuple(reversed(pairs))
 
 
 def _transposed(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from demask.sparse.plan.segment_plan import SegmentPlan
 
 
-class _PlanRecorder(TorchDispatchMode):
+class PlanRecorder(TorchDispatchMode):
     """Keeps the plan of each segment that is called."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def segment_plans(network: nn.Module, *args: Any, **kwargs: Any) -> list[Segment
     >>> for plan in segment_plans(fast, torch.zeros(1, 3, 8, 8)):
     ...     print(plan)  # doctest: +SKIP
     """
-    recorder = _PlanRecorder()
+    recorder = PlanRecorder()
     with torch.no_grad(), recorder:
         network(*args, **kwargs)
     return recorder.plans

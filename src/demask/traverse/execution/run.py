@@ -115,7 +115,10 @@ class ImageRun:
 def _run_segment(
     placed: PlacedSegment, ends: SourcesAndSinks, work: Tensor, counter: Counter, on_step: Callable[[Step], None] | None
 ) -> None:
-    if placed.strips:
+    if placed.parts is not None:
+        parts: Any = placed.parts
+        parts.run(ends, counter, on_step)
+    elif placed.strips:
         run_strips(placed, ends, work, counter, on_step)
     else:
         executor = SegmentExecutor(placed.stage, placed.memory, ends, work, counter)
@@ -195,7 +198,9 @@ def _expanded_zeros(value: Tensor) -> Tensor:
 def _run_until_all_computed(
     placed: PlacedSegment, ends: SourcesAndSinks, work: Tensor, counter: Counter, on_step: Callable[[Step], None] | None
 ) -> None:
-    """Run one segment with one worker until each of its calls has computed rows."""
+    """Run one segment with one worker until each of its calls has computed rows. Parts ran when they were compiled."""
+    if placed.parts is not None:
+        return
 
     def steps() -> Iterator[Step]:
         pending = {unit.value for unit in placed.stage.units if unit.value in placed.stage.flow.axes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Self
 
@@ -29,6 +29,7 @@ from demask.ops.schema import fake
 from demask.registry import RESULT_KINDS
 from demask.traverse.execution.run import ImageRun, OnStep, execute, rehearse
 from demask.traverse.execution.segment_executor import Counter
+from demask.traverse.execution.stage_parts import parts_of
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # Runs an image of a call: module, its flow and layout, inputs, results to fill, index, count.
@@ -116,7 +117,7 @@ class Tiled(Demasked):
             BadInput: if the plan does not fit the graph.
         """
         if self.prepared is None:
-            flow = flow_of(program_of(self), self.table)
+            flow = replace(flow_of(program_of(self), self.table), parts=parts_of(self.table))
             self.prepared = Prepared(*lay_out_plan(flow, self.plan))
             self.prepared.layout.compile_kernels()
         return self.prepared
