@@ -12,13 +12,14 @@ from demask.rewrites.segment import SEGMENT
 from demask.shrink.stack_border_maps import SEPARATE, STACKED
 from demask.stride.average_pools import POOLS_AS_CONVOLUTIONS, SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS
 from demask.stride.raise_strides import ABSORBED
+from demask.stride.recurrent_passes import RECURRENT_PASSES
 from demask.stride.subsampling_as_slices import SUBSAMPLING_AS_SLICES
 from demask.tune.candidates import TUNE
 from demask.tune.fold_affine import FOLD
 from docs.generate import DOCS
 
 PATH = DOCS / "rewrites.md"
-STRIDE = (SUBSAMPLING_AS_SLICES, ABSORBED, POOLS_AS_CONVOLUTIONS, SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS)
+STRIDE = (SUBSAMPLING_AS_SLICES, ABSORBED, POOLS_AS_CONVOLUTIONS, SCALED_SUMS_AS_POOLS, SUMS_AS_POOLS, RECURRENT_PASSES)
 TRAVERSE = (SINGLE_OUTPUTS, STATISTICS, BROADCAST)
 PHASES = (NORMALIZE, ACTIVATIONS, ONNX, SEGMENT, SEPARATE, STACKED, FOLD, TUNE, *TRAVERSE, *STRIDE)
 HEAD = """# Rewrites

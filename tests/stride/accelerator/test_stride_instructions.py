@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from architectures import transformers
@@ -54,6 +54,18 @@ class Attention(nn.Module):
         return self.merge(torch.cat(near, -1))
 
 
+class Tagged(nn.Module):
+    """A recurrent layer, and a layer on its outputs and its last states."""
+
+    def __init__(self, layer: nn.RNNBase):
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(layer.hidden_size * (1 + layer.bidirectional), 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, states = self.layer(x)
+        return self.last(outputs), states[0]
+
+
 PLAIN = {
     "lenet": (lenet, (2, 1, 28, 28)),
     "resnet, stride 1": (lambda: resnet(1), (2, 3, 20, 20)),
@@ -65,6 +77,9 @@ PLAIN = {
         lambda: nn.Sequential(nn.Conv3d(2, 4, (1, 2, 3)), nn.ReLU(), nn.AvgPool3d((1, 2, 2))),
         (2, 2, 4, 7, 8),
     ),
+    "lstm": (lambda: Tagged(nn.LSTM(4, 6, num_layers=2, bidirectional=True, batch_first=True)), (2, 7, 4)),
+    "gru": (lambda: Tagged(nn.GRU(4, 6)), (7, 2, 4)),
+    "rnn": (lambda: Tagged(nn.RNN(4, 6, nonlinearity="relu", batch_first=True)), (2, 7, 4)),
     "sequence": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding="same", dilation=2), nn.GroupNorm(2, 6)), (3, 4, 11)),
 }
 

@@ -63,6 +63,7 @@ from demask.stride.accelerator.machine import (
 )
 from demask.stride.accelerator.units import check_instruction, unit_of, work_of
 from demask.stride.lower import lowered
+from demask.stride.recurrent_passes import RECURRENT_PASSES
 from demask.stride.targets import Target
 from demask.tune.fold_affine import FOLD
 
@@ -284,7 +285,8 @@ def instructions(
     """The `Instructions` that compute `model(*args, **kwargs)` in eval mode on an accelerator.
 
     They are for the sizes of the example inputs. Batch norms are folded into weights, and strided
-    convolutions are replaced as by `demask.stride.lower`. `model` is not changed.
+    convolutions are replaced as by `demask.stride.lower`. A recurrent layer (LSTM, GRU, RNN) is a pass of the
+    units for every time, which reads the state that the pass before it wrote. `model` is not changed.
 
     Where the values of a network do not fit the buffer of activations at once, it runs in parts: bands of rows, or
     tiles, of images are loaded, computed through several layers, and stored on the host, in the order of a plan of
@@ -336,6 +338,7 @@ def listed(
 ) -> Instructions:
     """The instruction list of a program with static sizes and without strided convolutions. In parts, where the values
     do not fit the buffer of activations, or the memory of a device."""
+    program = rewrite(program, RECURRENT_PASSES)
     memory = device or Device(machine.activation_bytes, weights="outside")
     one = list_in_one_piece(program, memory)
     if one.bytes_in(memory) > memory.bytes and one.sizes[WEIGHTS] <= machine.weight_bytes:
