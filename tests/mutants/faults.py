@@ -31,8 +31,7 @@ def fault(name: str, file: str, line: str, wrong: str, *tests: str) -> Fault:
 
 WRITTEN = (
     fault("state-not-fed-back", "stride/recurrent_passes.py", "fed_back = states[0].linear(recurrent, biases[1])",
-          "fed_back = (initial[0] if isinstance(initial, list | tuple) else initial).select(0, 0).linear(recurrent, biases[1])",
-          "rewrite_laws"),
+          "fed_back = states[-1].linear(recurrent, biases[0])", "rewrite_laws"),
     # parts of stages
     fault("border-of-a-layer-lost", "sparse/segment/match_calls.py",
           "pads = tuple((a + b, c + d) for (a, c), (b, d) in zip(pads, border, strict=True))",
