@@ -272,7 +272,7 @@ WRITTEN = (
           "seen[edge.source] = max(seen[edge.source], high)",
           "seen[edge.source] = max(seen[edge.source], high - 1)", "threads"),
     fault("stripe-overwrites-map", "exec/planning/plan_memory.py",
-          "if segment.workers > 1 or segment.stripe:", "if segment.workers > 1:", "stream_tasks"),
+          "if segment.workers > 1 or segment.stripe or segment.mode == PARTS:", "if segment.workers > 1:", "stream_tasks"),
     fault("padding-inside", "exec/local/windows.py", "padding.append(before if is_own else 0)",
           "padding.append(before)", "traverse_local"),
     fault("frames-as-images", "traverse/storage/stored_ends.py",
