@@ -1,6 +1,7 @@
 """Fully connected layers run for N inputs: the same results, each weight read once a pass."""
 
 import copy
+import gc
 import itertools
 import math
 import random
@@ -401,6 +402,31 @@ def test_keywords_and_inputs_beside_the_batch():
     assert torch.allclose(module(x, scale=s, double=True), model(x, scale=s), atol=1e-6)
     module = batch(model, (x,), {"double": True}, inputs=3)
     assert torch.allclose(module(x, double=True), model(x, double=True), atol=1e-6)
+
+
+def test_constants_in_a_file_are_let_go(tmp_path):
+    """Of the model's tensors, none is in memory because of the module or its plan."""
+
+    class Selected(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.unread = nn.Linear(8, 6), nn.Linear(3, 3)
+            self.register_buffer("rows", torch.tensor([4, 0, 1]))
+
+        def forward(self, x):
+            return self.layer(x).index_select(1, self.rows)
+
+    model, alive = Selected(), set()
+    for name, tensor in model.state_dict().items():
+        alive.add(name)
+        weakref.finalize(tensor.untyped_storage(), alive.discard, name)
+    module = batch(model, (torch.randn(2, 8),), weights=source("file", model, tmp_path))
+    expected = model(torch.ones(2, 8))
+    assert torch.allclose(module(torch.ones(2, 8)), expected)
+    module = batch(model, (torch.randn(2, 8),), weights=tmp_path)
+    del model, tensor, expected
+    gc.collect()
+    assert alive == set() and torch.is_tensor(module(torch.ones(2, 8)))
 
 
 def test_the_model_is_left_alone_and_gradients_are_not_kept():

@@ -151,8 +151,8 @@ class Constants:
         return self.file.tensor(stored).permute([order.index(axis) for axis in range(len(order))])
 
 
-def flat(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The leaves of a call; raises BadInput where it is not a call of the program."""
+def bind_inputs(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
+    """The values of the inputs in a call; raises BadInput where it is not a call of the program."""
     if not isinstance(args, tuple):
         raise BadInput(
             f"expected each input to be a tuple of arguments, got {type(args).__name__}: write (x,) for one tensor"
@@ -161,11 +161,12 @@ def flat(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     nodes = program.graph.find_nodes(op="placeholder")
     if len(leaves) != len(nodes) or spec != program.in_spec:
         raise BadInput(f"expected a call like the first one, with {len(nodes)} inputs, got {len(leaves)}")
-    for node, leaf in zip(nodes, leaves, strict=True):
+    bound = dict(zip(nodes, leaves, strict=True))
+    for node, leaf in bound.items():
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             _check_input(node.name, value, leaf)
-    return leaves
+    return bound
 
 
 def _check_input(name: str, value: Tensor, leaf: Any) -> None:
@@ -179,24 +180,24 @@ def _check_input(name: str, value: Tensor, leaf: Any) -> None:
 # ------------------------------------------------------------------------- groups that fit a budget
 
 
-def _consecutive(constants: Constants, budget: int | None) -> tuple[CallGroup, ...]:
-    """As few groups of consecutive calls as fit `budget` bytes of constants each; None: one group.
+def consecutive_groups(constants: Constants, budget: int | None = None) -> tuple[CallGroup, ...]:
+    """All calls, in as few groups of consecutive ones as fit `budget` bytes of constants each; None: one group.
 
     Raises BadInput where one call alone reads more, with the smallest budget that is enough.
     """
     groups: list[list[fx.Node]] = [[]]
-    reads: set[str] = set()
-    least = 0
+    reads, size, least = set[str](), 0, 0
     for node in constants.program.graph.nodes:
         if node.op != "call_function":
             continue
         own = {str(source.target) for source in node.all_input_nodes if source.op == "get_attr"}
-        if budget is not None and groups[-1] and sum(map(constants.nbytes, reads | own)) > budget:
+        if budget is not None and groups[-1] and size + sum(map(constants.nbytes, own - reads)) > budget:
             groups.append([])
-            reads = set()
+            reads, size = set(), 0
         groups[-1].append(node)
+        size += sum(map(constants.nbytes, own - reads))
         reads |= own
-        least = max(least, sum(map(constants.nbytes, reads)))
+        least = max(least, size)
     if budget is not None and least > budget:
         raise BadInput(
             f"expected a budget of {least:,} bytes or more, the weights of the largest "
@@ -223,7 +224,7 @@ class Walk:
 @torch.no_grad()
 def walk(
     constants: Constants,
-    inputs: Sequence[list[Any]],
+    inputs: Sequence[Mapping[fx.Node, Any]],
     watch: Watch,
     *,
     budget: int | None = None,
@@ -232,21 +233,20 @@ def walk(
 ) -> Walk:
     """Run every input through the program, group by group; `watch` gets the output of each call.
 
-    inputs: the leaves of each call (`flat`). budget: bytes of constants at a time. outputs: also store what the
-    network returns.
+    inputs: the values of the inputs in each call (`bind_inputs`). budget: bytes of constants at a time. outputs: also
+    store what the network returns.
 
     Raises BadInput where the budget is less than the constants of one call.
     """
-    program, groups = constants.program, _consecutive(constants, budget)
+    program, groups = constants.program, consecutive_groups(constants, budget)
     run = Walk(len(groups))
-    placeholders = program.graph.find_nodes(op="placeholder")
     with ExitStack() as stack:
         between = _ValuesBetween(run, budget, stack)
         for number, group in enumerate(groups, 1):
             weights = {name: constants.read(name) for name in group.constants}
             run.peak_weight_bytes = max(run.peak_weight_bytes, sum(t.nbytes for t in weights.values()))
-            for k, leaves in enumerate(inputs):
-                values = dict(zip(placeholders, leaves, strict=True)) if number == 1 else between.take(k)
+            for k, bound in enumerate(inputs):
+                values = dict(bound) if number == 1 else between.take(k)
                 run_calls(group, values, weights.__getitem__, lambda node, value, k=k: watch(k, node, value))
                 if number < len(groups):
                     between.put(k, values)

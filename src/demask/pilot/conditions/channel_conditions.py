@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.exec.call_groups import Constants, flat, walk
+from demask.exec.call_groups import Constants, bind_inputs, walk
 from demask.facts.analysis import Analysis
 from demask.facts.known import Key
 from demask.graph.editor import GraphEditor
@@ -282,7 +282,7 @@ def _magnitude(editor: GraphEditor, node: fx.Node, axis: int) -> fx.Node:
     return magnitude
 
 
-def means(program: Program, targets: Sequence[ConditionedValue], leaves: list[object]) -> list[Tensor]:
+def means(program: Program, targets: Sequence[ConditionedValue], inputs: Mapping[fx.Node, Any]) -> list[Tensor]:
     """The mean of each target per position, over one call; each with the rank of its value."""
     mean_of: dict[fx.Node, Tensor] = {}
     nodes = {target.node: target.axis for target in targets}
@@ -292,7 +292,7 @@ def means(program: Program, targets: Sequence[ConditionedValue], leaves: list[ob
             rest = [k for k in range(value.ndim) if k != nodes[node]]
             mean_of[node] = value.mean(rest, keepdim=True) if rest else value
 
-    walk(Constants(program), [leaves], see)
+    walk(Constants(program), [inputs], see)
     return [mean_of[target.node] for target in targets]
 
 
@@ -419,8 +419,8 @@ class ConstantChannels(_Selective):
         """
         draft = Draft(self, model, args, kwargs, pilot, table)
         if isinstance(self.value, str):
-            leaves = flat(draft.program, args, dict(kwargs or {}))
-            return draft.with_constants(means(draft.program, draft.targets, leaves))
+            inputs = bind_inputs(draft.program, args, dict(kwargs or {}))
+            return draft.with_constants(means(draft.program, draft.targets, inputs))
         return draft.with_constants([self.value])
 
 

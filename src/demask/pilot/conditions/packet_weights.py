@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from demask.errors import BadInput
-from demask.exec.call_groups import flat, group_calls, returned, run_calls, stored_constants
+from demask.exec.call_groups import Constants, bind_inputs, consecutive_groups, returned, run_calls, stored_constants
 from demask.facts.analysis import Analysis
 from demask.files.weight_file import StoredTensor, WeightFile, with_weights
 from demask.graph.program import Program
@@ -119,8 +119,7 @@ class PacketSkip(Supported):
         if derived := self.program.constants.keys() - program.constants.keys():
             raise BadInput(f"{min(derived)} is computed of weights before the run: it cannot be read from packets")
         self.names = _tensor_names(self.program, reader)
-        calls = [node for node in self.program.graph.nodes if node.op == "call_function"]
-        (self.group,) = group_calls(self.program, [calls])
+        (self.group,) = consecutive_groups(Constants(self.program))
         self.retained: OrderedDict[str, tuple[Tensor | None, Tensor]] = OrderedDict()
 
     def close(self) -> None:
@@ -132,8 +131,7 @@ class PacketSkip(Supported):
         """The outputs for indices of your own, int64 [k] of distinct positions per layer, one at least."""
         self.last = tuple(indices)
         before, self.peak_weight_bytes = self.reader.bytes_read, 0
-        leaves = flat(self.program, (*args, *indices), dict(kwargs or {}))
-        known: dict[fx.Node, Any] = dict(zip(self.program.graph.find_nodes(op="placeholder"), leaves, strict=True))
+        known = bind_inputs(self.program, (*args, *indices), dict(kwargs or {}))
         run_calls(self.group, known, self._constant, compute=self._compute)
         self.bytes_read = self.reader.bytes_read - before
         return returned(self.program, known, self._constant)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
-from demask.exec.call_groups import Constants, Walk, flat, stored_constants, walk
+from demask.exec.call_groups import Constants, Walk, bind_inputs, stored_constants, walk
 from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.files.archive import Outline, outline
@@ -27,7 +27,7 @@ from demask.machine.byte_sizes import parse_memory
 from demask.ops import TABLE, Table
 from demask.pilot.data.contributions import contributions
 from demask.pilot.data.execution_data import MEASURES, ExecutionData
-from demask.pilot.data.measured_values import MeasuredValue, sites_of
+from demask.pilot.data.measured_values import MeasuredValue, count_inputs, sites_of
 from demask.shrink.pipeline import capture_program
 
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
@@ -109,16 +109,15 @@ def collect(
     program = constants.program
     sites = sites_of(Analysis(program, table), per, cuts)
     gathered = _Gathered(sites, measure)
-    leaves = [flat(program, args, {}) for args in calls]
+    bound = [bind_inputs(program, args, {}) for args in calls]
     if measure == "contribution":
         run = Walk(1)
-        contributions(program, gathered.sites, leaves, gathered.add, progress)
+        contributions(program, gathered.sites, bound, gathered.add, progress)
     else:
-        run = walk(constants, leaves, gathered.see, budget=budget, progress=progress)
+        run = walk(constants, bound, gathered.see, budget=budget, progress=progress)
     single = isinstance(inputs, tuple)
     description = source or ("live input" if single else "calibration set")
-    firsts = [next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1) for call in leaves]
-    count = sum(firsts)
+    count = count_inputs(bound)
     text = f"{description}, {count} input{'s' if count != 1 else ''}"
     return ExecutionData(per, gathered.magnitudes(), text, measure, gathered.grids, run.groups, run.peak_weight_bytes)
 

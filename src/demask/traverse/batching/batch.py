@@ -35,6 +35,7 @@ from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.demasked_module import attach, build
+from demask.graph.result.resize import tensors_of
 from demask.machine.byte_sizes import BUDGET, format_bytes, parse_memory
 from demask.ops import TABLE, Table
 from demask.traverse.batching.batch_plan import BatchPlan, Level, StreamedLayer, Traffic
@@ -216,8 +217,7 @@ class Batched(nn.Module):
         size = next(value.shape[0] for node, value in inputs.items() if node in axes.by_value)
         if size == 0:
             raise BadInput("expected a batch of one input or more, got none")
-        parameters = self.held.named_parameters(remove_duplicate=False)
-        constants: dict[str, Tensor] = {**dict(parameters), **dict(self.held.named_buffers(remove_duplicate=False))}
+        constants = dict(tensors_of(self.held))
         results = dict(inputs)
         computed = [node for node in program.graph.output_node().all_input_nodes if node.op == "call_function"]
         with torch.no_grad():

@@ -24,7 +24,7 @@ from demask.ops import Relation, Table, schema
 from demask.ops.entries.contraction import PRODUCTS
 from demask.ops.entries.recurrent import GATES
 from demask.ops.schema import fake
-from demask.ops.traits import MATRIX_TRANSPOSES, MEMORY_VIEWS, TRANSPOSED_VIEWS
+from demask.ops.traits import MEMORY_VIEWS, TRANSPOSED_VIEWS
 from demask.traverse.batching.batch_plan import (
     BatchAxes,
     BatchPlan,
@@ -38,6 +38,7 @@ aten = torch.ops.aten
 WORK = 4 * 2**20  # bytes of BLAS and allocator in addition to tensors: 0.5 to 2.6 MiB measured
 BLOCK = 16 * 2**20  # bytes: of 1 GiB, blocks of 4 to 48 MiB were equally fast on a quiet machine
 ROWS = 64  # rows of blocks are multiples of it where possible: full tiles of the matrix product
+Operands = tuple[fx.Node, fx.Node, fx.Node | None]  # input, matrix and bias of a product
 _VIEWS = MEMORY_VIEWS | {operator.getitem}
 
 
@@ -89,8 +90,8 @@ def streamable(program: Program, inputs: int, table: Table) -> dict[str, StoredT
 class _LevelShape:
     """The level of each call, and the bytes of values, constants and blocks.
 
-    streams: layers with weights in a file. connected: all fully connected layers. level_of: index
-    of the level of each value of the batch.
+    connected: the operands of fully connected layers. streams: those with weights in a file. level_of:
+    index of the level of each value of the batch.
     """
 
     def __init__(self, program: Program, stored: Mapping[str, StoredTensor], inputs: int, table: Table):
@@ -99,36 +100,21 @@ class _LevelShape:
         self.batch_axes: BatchAxes = find_batch_axes(self.analysis, inputs)
         self.nodes = list(program.graph.nodes)
         self.results = self.nodes[-1].all_input_nodes
-        self.streams = {n: s for n in self.nodes if (s := self._find_streamed(n, stored))}
-        self.connected = {n for n in self.nodes if n in self.streams or self._is_connected(n)}
+        self.constant = set[fx.Node]()  # values that depend on constants alone
+        for n in self.nodes:
+            depends = n.op == "call_function" and n not in self.batch_axes.by_value
+            if n.op == "get_attr" or (depends and self.constant.issuperset(n.all_input_nodes)):
+                self.constant.add(n)
+        self.connected = {n: operands for n in self.nodes if (operands := self._product(n)) is not None}
+        self.streams = {n: s for n, operands in self.connected.items() if (s := _streamed(n, operands, stored))}
         self.level_of = self._level_indices()
 
-    def _is_connected(self, node: fx.Node) -> bool:
-        """Whether a node multiplies values of the batch with a constant matrix."""
+    def _product(self, node: fx.Node) -> Operands | None:
+        """The operands of a call that multiplies values of the batch with a constant matrix; None for other calls."""
         operands = _operands(node)
-        if operands is None:
-            return False
-        x, weight, bias = operands
-        return x in self.batch_axes.by_value and self._is_constant(weight) and (bias is None or self._is_constant(bias))
-
-    def _is_constant(self, node: fx.Node) -> bool:
-        if node.op != "call_function":
-            return node.op == "get_attr"
-        return node not in self.batch_axes.by_value and all(map(self._is_constant, node.all_input_nodes))
-
-    def _find_streamed(self, node: fx.Node, stored: Mapping[str, StoredTensor]) -> StreamedLayer | None:
-        operands = _operands(node) if self._is_connected(node) else None
-        if operands is None:
+        if operands is None or operands[0] not in self.batch_axes.by_value:
             return None
-        x, weight, bias = operands
-        source, swaps = _viewed(weight)
-        in_file = stored.get(str(source.target)) if source.op == "get_attr" else None
-        is_plain_bias = bias is None or (bias.op == "get_attr" and fake(bias).ndim == 1)
-        if in_file is None or not is_plain_bias or not _read_by_products(source):
-            return None
-        is_linear = node.target is aten.linear.default
-        name = None if bias is None else str(bias.target)
-        return StreamedLayer(node, x, name, in_file, is_linear == (swaps % 2 == 0))
+        return operands if all(n is None or n in self.constant for n in operands[1:]) else None
 
     def _level_indices(self) -> dict[fx.Node, int]:
         """The level index of each value of the batch: odd for fully connected layers, even between
@@ -179,7 +165,7 @@ class _LevelShape:
         if relation.entry.fill != "sum" and not relation.back:
             return None
         operands = [o.value for o in relation.operands if isinstance(o.value, fx.Node)]
-        constants = [n for n in operands if self._is_constant(n) and fake(n).ndim > 1]
+        constants = [n for n in operands if n in self.constant and fake(n).ndim > 1]
         if not constants:
             return None
         names = "+".join(dict.fromkeys(_constant_name(n) for n in constants))
@@ -264,24 +250,20 @@ class _LevelShape:
         return replace(level, streamed=replace(layer, rows=rows))
 
 
-def _viewed(node: fx.Node) -> tuple[fx.Node, int]:
-    """The node that a matrix is a view of, and how often its axes are exchanged."""
-    source: Any = node
-    swaps = 0
+def _streamed(node: fx.Node, operands: Operands, stored: Mapping[str, StoredTensor]) -> StreamedLayer | None:
+    """The layer of a product whose matrix can stay in a file; None for other products."""
+    x, weight, bias = operands
+    source: Any = weight
     while source.target in TRANSPOSED_VIEWS:
-        swaps += _swaps_axes(source)
         source = source.args[0]
-    return source, swaps
-
-
-def _swaps_axes(node: fx.Node) -> bool:
-    """Whether a view of a matrix has its axes exchanged."""
-    bound = schema.arguments(node)
-    if node.target is aten.transpose.int:
-        return (bound["dim0"] - bound["dim1"]) % 2 == 1
-    if node.target is aten.permute.default:
-        return bound["dims"][0] % 2 == 1
-    return node.target in MATRIX_TRANSPOSES
+    in_file = stored.get(str(source.target)) if source.op == "get_attr" else None
+    is_plain_bias = bias is None or (bias.op == "get_attr" and fake(bias).ndim == 1)
+    if in_file is None or not is_plain_bias or not _read_by_products(source):
+        return None
+    matrix, view = fake(source), fake(weight)
+    is_transposed = (matrix.shape, matrix.stride()) != (view.shape, view.stride())
+    name = None if bias is None else str(bias.target)
+    return StreamedLayer(node, x, name, in_file, (node.target is aten.linear.default) != is_transposed)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -289,7 +271,7 @@ def is_view(node: fx.Node) -> bool:
     return node.target in TRANSPOSED_VIEWS
 
 
-def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+def _operands(node: fx.Node) -> Operands | None:
     """Input, matrix and bias of a product with a matrix; None for other calls."""
     if str(node.target) not in PRODUCTS:
         return None
