@@ -30,11 +30,9 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.guards import literal_inputs
-from demask.graph.input_specs import input_specs
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
-from demask.graph.provenance import Provenance, Sizes
-from demask.graph.result.demasked_module import attach, build
+from demask.graph.result.demasked_module import attach, build, unmeasured
 from demask.graph.result.resize import tensors_of
 from demask.machine.byte_sizes import BUDGET, format_bytes, parse_memory
 from demask.ops import TABLE, Table
@@ -302,20 +300,9 @@ def _input_checker(program: Program) -> nn.Module:
     graph = fx.Graph()
     inputs = [graph.node_copy(node) for node in program.graph.find_nodes(op="placeholder")]
     graph.output(tuple(inputs))
-    nothing = Sizes(0, 0, 0)
-    provenance = Provenance(
-        {},
-        (),
-        {},
-        program.notes,
-        input_specs(program),
-        nothing,
-        nothing,
-        guards=program.guards,
-        values=literal_inputs(program.graph),
-    )
+    record = unmeasured(program, values=literal_inputs(program.graph))
     out_spec = pytree.tree_structure(tuple(range(len(inputs))))
-    return build(replace(program, graph=graph, constants={}, out_spec=out_spec), provenance)
+    return build(replace(program, graph=graph, constants={}, out_spec=out_spec), record)
 
 
 # ------------------------------------------------------------------------- where weights come from

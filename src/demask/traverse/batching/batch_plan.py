@@ -38,6 +38,7 @@ from demask.ops import Declined, Relation, schema
 from demask.ops.flow import Part, follow, is_mixed
 from demask.ops.schema import fake
 
+Values = Mapping[fx.Node, Any]
 _ADVICE = "inputs of a batch cannot be computed a few at a time; give a part of the model that can"
 
 
@@ -59,28 +60,16 @@ class BatchAxis:
         """Whether a part of the batch is a copy, not a view."""
         return self.axis > 0 or self.outer > 1
 
+    def span(self, value: Tensor, n: int, start: int, end: int) -> Tensor:
+        """A view of inputs [start, end) of the n in a value, with the axis as three: outer, inputs, count."""
+        return value.unflatten(self.axis, (self.outer, n, self.count)).narrow(self.axis + 1, start, end - start)
+
     def part(self, value: Tensor, n: int, start: int, end: int) -> Tensor:
         """Inputs [start, end) of the n in a value; a copy where the axis is not the first."""
         if (start, end) == (0, n):
             return value
-        inputs = self.cut(value, n).narrow(self.axis + 1, start, end - start)
-        inputs = inputs.flatten(self.axis, self.axis + 2)
+        inputs = self.span(value, n, start, end).flatten(self.axis, self.axis + 2)
         return inputs if self.axis == 0 else inputs.contiguous()
-
-    def put(self, into: Tensor, n: int, start: int, part: Tensor) -> None:
-        """Write `part` to the inputs from `start` on of the n in a contiguous value."""
-        size = part.shape[self.axis] // (self.outer * self.count)
-        self.cut(into, n).narrow(self.axis + 1, start, size).copy_(self.cut(part, size))
-
-    def cut(self, value: Tensor, n: int) -> Tensor:
-        """A view of the value with its axis as three: outer, n, count."""
-        return value.unflatten(self.axis, (self.outer, n, self.count))
-
-    def full(self, like: Tensor, n: int) -> Tensor:
-        """New memory for n inputs, of the shape and dtype of `like`, which has fewer."""
-        shape = list(like.shape)
-        shape[self.axis] = self.outer * n * self.count
-        return like.new_empty(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +84,7 @@ class BatchAxes:
     sizes: Mapping[fx.Node, tuple[int, ...]]
     symbol: Any
 
-    def parts(
-        self, values: Mapping[fx.Node, Any], nodes: Iterable[fx.Node], n: int, start: int, count: int
-    ) -> dict[fx.Node, Any]:
+    def parts(self, values: Values, nodes: Iterable[fx.Node], n: int, start: int, count: int) -> dict[fx.Node, Any]:
         """The values of these nodes, of `count` of the n inputs from `start` on."""
         parts = {}
         for node in nodes:
@@ -109,13 +96,7 @@ class BatchAxes:
         return parts
 
     def put(
-        self,
-        into: dict[fx.Node, Any],
-        nodes: Iterable[fx.Node],
-        parts: Mapping[fx.Node, Any],
-        n: int,
-        start: int,
-        count: int,
+        self, into: dict[fx.Node, Any], nodes: Iterable[fx.Node], parts: Values, n: int, start: int, count: int
     ) -> None:
         """Write the values of these nodes, of `count` inputs from `start` on, into values of n inputs."""
         for node in nodes:
@@ -124,8 +105,8 @@ class BatchAxes:
                 into[node] = part
                 continue
             if node not in into:
-                into[node] = axis.full(part, n)
-            axis.put(into[node], n, start, part)
+                into[node] = part.new_empty([s * n // count if k == axis.axis else s for k, s in enumerate(part.shape)])
+            axis.span(into[node], n, start, start + count).copy_(axis.span(part, count, 0, count))
 
     def nbytes(self, node: fx.Node, n: int) -> int:
         """Bytes that a value takes for n inputs."""

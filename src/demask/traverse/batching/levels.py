@@ -176,8 +176,8 @@ class _LevelShape:
         """The names of the constants that levels read from memory, and of those that the network returns."""
         names = {str(n.target) for n in self.results if n.op == "get_attr"}
         for level in levels:
-            streamed = level.streamed.stored.name if level.streamed is not None else None
-            names |= {name for name in level.group.constants if name != streamed}
+            streamed = () if level.streamed is None else (level.streamed.stored.name,)
+            names |= set(level.group.constants).difference(streamed)
         return names
 
     def stored_bytes(self, levels: Sequence[Level]) -> list[int]:
