@@ -481,6 +481,36 @@ def test_memory_is_at_most_what_the_plan_says(kind, place, at_once, tmp_path):
     assert 0 < live.peak <= plan.peak - WORK - plan.resident
 
 
+class Turned(nn.Module):
+    """A square matrix in a file, as it is and transposed; values with the batch as their second axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(12, 12)) for _ in range(2))
+
+    def forward(self, x):
+        y = F.linear(x.transpose(0, 1), self.first.T)
+        return F.linear(torch.sigmoid(y) * y, self.second).transpose(0, 1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_matrices_with_equal_sides_and_parts_that_are_copied(place, tmp_path):
+    model, x = Turned(), torch.randn(64, 40, 12)
+    module = batch(model, (x[:2],), inputs=64, at_once=32, weights=source(place, model, tmp_path))
+    check(module(x), model, x, torch.float32)
+    with Live() as live:
+        module(x)
+    values, half = x.nbytes, x.nbytes // 2
+    assert live.peak <= module.plan.peak - WORK - module.plan.resident
+    assert module.plan.peak - WORK - module.plan.resident <= 2 * values + 3 * half
+
+
+def test_values_count_until_their_last_reader():
+    layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Sigmoid()]
+    peaks = [batch(nn.Sequential(*layers * count), (torch.randn(2, 64),)).plan.peak for count in (1, 4)]
+    assert peaks[0] == peaks[1]
+
+
 class Shuffled(nn.Module):
     """Random moves of a batch's axis among others, with products between; some mix its inputs."""
 
