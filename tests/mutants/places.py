@@ -134,7 +134,7 @@ PLACES: tuple[tuple, ...] = (
     ("exec/analysis/split_global_ops.py", "traverse_parted",
      ("sign", "space = range(x.rank - len(sizes), x.rank)")),
     ("traverse/batching/batch_plan.py", "traverse_batch", ("sign",
-     "axis.span(into[node], n, start, start + count).copy_(axis.span(part, count, 0, count))")),
+     "axis.span(into[node], n, start, start + count).copy_(axis.cut(part, count))")),
     ("traverse/batching/batch.py", "traverse_batch",
      ("connective", "if type(count) is not int or count < 1:")),
     ("traverse/execution/segment_executor.py", "traverse_tile",

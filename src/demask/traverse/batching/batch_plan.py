@@ -60,9 +60,13 @@ class BatchAxis:
         """Whether a part of the batch is a copy, not a view."""
         return self.axis > 0 or self.outer > 1
 
+    def cut(self, value: Tensor, n: int) -> Tensor:
+        """A view of the value with its axis as three: outer, n, count."""
+        return value.unflatten(self.axis, (self.outer, n, self.count))
+
     def span(self, value: Tensor, n: int, start: int, end: int) -> Tensor:
-        """A view of inputs [start, end) of the n in a value, with the axis as three: outer, inputs, count."""
-        return value.unflatten(self.axis, (self.outer, n, self.count)).narrow(self.axis + 1, start, end - start)
+        """Inputs [start, end) of the n in a value, with its axis as three."""
+        return self.cut(value, n).narrow(self.axis + 1, start, end - start)
 
     def part(self, value: Tensor, n: int, start: int, end: int) -> Tensor:
         """Inputs [start, end) of the n in a value; a copy where the axis is not the first."""
@@ -106,7 +110,7 @@ class BatchAxes:
                 continue
             if node not in into:
                 into[node] = part.new_empty([s * n // count if k == axis.axis else s for k, s in enumerate(part.shape)])
-            axis.span(into[node], n, start, start + count).copy_(axis.span(part, count, 0, count))
+            axis.span(into[node], n, start, start + count).copy_(axis.cut(part, count))
 
     def nbytes(self, node: fx.Node, n: int) -> int:
         """Bytes that a value takes for n inputs."""
