@@ -291,6 +291,9 @@ WRITTEN = (
           "change = torch.zeros_like(value) if gradient is None else (value.detach() * gradient).abs()",
           "pilot_data"),
     # exec
+    fault("weights-of-two-groups-in-memory", "exec/call_groups.py",
+          "del weights  # before the next ones are read", "pass", "pilot_data"),
+    fault("calls-on-constants-run-once", "exec/call_groups.py", "read_later -= calls", "pass", "call_groups"),
     fault("rows-of-the-band-before-lost", "exec/parts.py", "if rows.first < rows.done:",
           "if False:", "parts"),
     fault("tiles-joined-with-overlap", "exec/parts.py", "left = max(left, last[1][1]) if is_same_line else left",

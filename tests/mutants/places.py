@@ -134,7 +134,7 @@ PLACES: tuple[tuple, ...] = (
     ("exec/analysis/split_global_ops.py", "traverse_parted",
      ("sign", "space = range(x.rank - len(sizes), x.rank)")),
     ("traverse/batching/batch_plan.py", "traverse_batch", ("sign",
-     "self.cut(into, n).narrow(self.axis + 1, start, size).copy_(self.cut(part, size))")),
+     "axis.span(into[node], n, start, start + count).copy_(axis.cut(part, count))")),
     ("traverse/batching/batch.py", "traverse_batch",
      ("connective", "if type(count) is not int or count < 1:")),
     ("traverse/execution/segment_executor.py", "traverse_tile",

@@ -12,9 +12,9 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput
+from demask.exec.call_groups import walk
 from demask.files.weight_file import WeightFile
 from demask.pilot import ExecutionData, collect, simplify
-from demask.pilot.data import sliced_run as walking
 from pilot_networks import Residual, networks
 
 
@@ -259,9 +259,9 @@ def test_weights_read_are_gone_when_the_next_ones_come(residual, stored, monkeyp
 
 def test_values_between_slices_go_to_disk(residual, monkeypatch):
     model, args = residual
-    runs, plain = [], walking.walk
+    runs = []
     module = sys.modules["demask.pilot.data.collect"]
-    monkeypatch.setattr(module, "walk", lambda *a, **k: runs.append(plain(*a, **k)) or runs[-1])
+    monkeypatch.setattr(module, "walk", lambda *a, **k: runs.append(walk(*a, **k)) or runs[-1])
     found = collect(model, calls(args), memory=BUDGET)
     assert runs[0].spilled == 2 and runs[0].boundary_bytes <= BUDGET
     same(found, collect(model, calls(args)))

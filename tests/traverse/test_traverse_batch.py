@@ -1,6 +1,7 @@
 """Fully connected layers run for N inputs: the same results, each weight read once a pass."""
 
 import copy
+import gc
 import itertools
 import math
 import random
@@ -403,6 +404,31 @@ def test_keywords_and_inputs_beside_the_batch():
     assert torch.allclose(module(x, double=True), model(x, double=True), atol=1e-6)
 
 
+def test_constants_in_a_file_are_let_go(tmp_path):
+    """Of the model's tensors, none is in memory because of the module or its plan."""
+
+    class Selected(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.unread = nn.Linear(8, 6), nn.Linear(3, 3)
+            self.register_buffer("rows", torch.tensor([4, 0, 1]))
+
+        def forward(self, x):
+            return self.layer(x).index_select(1, self.rows)
+
+    model, alive = Selected(), set()
+    for name, tensor in model.state_dict().items():
+        alive.add(name)
+        weakref.finalize(tensor.untyped_storage(), alive.discard, name)
+    module = batch(model, (torch.randn(2, 8),), weights=source("file", model, tmp_path))
+    expected = model(torch.ones(2, 8))
+    assert torch.allclose(module(torch.ones(2, 8)), expected)
+    module = batch(model, (torch.randn(2, 8),), weights=tmp_path)
+    del model, tensor, expected
+    gc.collect()
+    assert alive == set() and torch.is_tensor(module(torch.ones(2, 8)))
+
+
 def test_the_model_is_left_alone_and_gradients_are_not_kept():
     model, x = made(Head, torch.float32)
     model.train()
@@ -453,6 +479,36 @@ def test_memory_is_at_most_what_the_plan_says(kind, place, at_once, tmp_path):
     if weights is not None:
         assert plan.resident == sum(t.nbytes for t in module.held.state_dict().values())
     assert 0 < live.peak <= plan.peak - WORK - plan.resident
+
+
+class Turned(nn.Module):
+    """A square matrix in a file, as it is and transposed; values with the batch as their second axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(12, 12)) for _ in range(2))
+
+    def forward(self, x):
+        y = F.linear(x.transpose(0, 1), self.first.T)
+        return F.linear(torch.sigmoid(y) * y, self.second).transpose(0, 1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_matrices_with_equal_sides_and_parts_that_are_copied(place, tmp_path):
+    model, x = Turned(), torch.randn(64, 40, 12)
+    module = batch(model, (x[:2],), inputs=64, at_once=32, weights=source(place, model, tmp_path))
+    check(module(x), model, x, torch.float32)
+    with Live() as live:
+        module(x)
+    values, half = x.nbytes, x.nbytes // 2
+    assert live.peak <= module.plan.peak - WORK - module.plan.resident
+    assert module.plan.peak - WORK - module.plan.resident <= 2 * values + 3 * half
+
+
+def test_values_count_until_their_last_reader():
+    layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Sigmoid()]
+    peaks = [batch(nn.Sequential(*layers * count), (torch.randn(2, 64),)).plan.peak for count in (1, 4)]
+    assert peaks[0] == peaks[1]
 
 
 class Shuffled(nn.Module):

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.exec.call_groups import Constants, bind_inputs, walk
 from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.files import atomic_write as atomic
@@ -26,8 +27,7 @@ from demask.machine.clock import Timing, race
 from demask.ops import TABLE, Table
 from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pilot.data.execution_data import BARS
-from demask.pilot.data.measured_values import MeasuredValue, sites_of, zeroed
-from demask.pilot.data.sliced_run import LoadedConstants, each, flat, walk
+from demask.pilot.data.measured_values import MeasuredValue, count_inputs, sites_of, zeroed
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier
 from demask.pilot.weight_layers import layers_of
 from demask.shrink.build_uncut import build_uncut
@@ -238,7 +238,7 @@ def compare(
     chosen = [simplifier(one) for one in by]
     if not isinstance(inputs, Iterable):
         raise BadInput(f"expected inputs, a tuple or several, got {type(inputs).__name__}")
-    calls = list(each(inputs))
+    calls = [inputs] if isinstance(inputs, tuple) else list(inputs)
     if not calls:
         raise BadInput("expected one input or more, got none")
     report("running the full network")
@@ -331,11 +331,10 @@ class _Observed:
     def of(cls, analysis: Analysis, cuts: Any, calls: list[Any]) -> _Observed:
         program = analysis.program
         seen = cls(sites_of(analysis, "channel", cuts))
-        leaves = [flat(program, args, {}) for args in calls]
-        run = walk(program, LoadedConstants(program), leaves, seen.see, outputs=True)
+        bound = [bind_inputs(program, args, {}) for args in calls]
+        run = walk(Constants(program), bound, seen.see, outputs=True)
         seen.outputs = run.outputs
-        firsts = (next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1) for call in leaves)
-        seen.count = sum(firsts)
+        seen.count = count_inputs(bound)
         return seen
 
     def see(self, k: int, node: fx.Node, value: Any) -> None:

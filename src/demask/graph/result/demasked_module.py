@@ -14,6 +14,7 @@ from torch.fx.graph import CodeGen
 from demask.compat.fx_internals import PyTreeInfo, codegen_of, signature_of
 from demask.failures import warn_caller
 from demask.graph.editor import drop_unread
+from demask.graph.input_specs import input_specs
 from demask.graph.node_records import NodeRecord, TensorType, graph_of, records_of
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
@@ -233,6 +234,12 @@ def _is_lowered(node: fx.Node) -> bool:
 def to_exportable(model: nn.Module) -> nn.Module:
     """A network that torch.export accepts: a demasked one without custom ops."""
     return model.plain() if isinstance(model, Demasked) else model
+
+
+def unmeasured(program: Program, **more: Any) -> Provenance:
+    """The record of a program in which nothing was changed, without sizes. more: its other fields."""
+    nothing = Sizes(0, 0, 0)
+    return Provenance({}, (), {}, program.notes, input_specs(program), nothing, nothing, guards=program.guards, **more)
 
 
 def build_plain(program: Program) -> fx.GraphModule:

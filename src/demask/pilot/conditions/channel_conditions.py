@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.exec.call_groups import Constants, bind_inputs, walk
 from demask.facts.analysis import Analysis
 from demask.facts.known import Key
 from demask.graph.editor import GraphEditor
@@ -40,7 +41,6 @@ from demask.ops.schema import fake
 from demask.pilot.conditions.base import Args, Conditioned, Decision, Kwargs
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.data.measured_values import batch_axis
-from demask.pilot.data.sliced_run import LoadedConstants, flat, walk
 from demask.pilot.recurrent_units import index_units, output_of_units
 from demask.pilot.simplifiers.rounding import quantized
 from demask.pilot.simplifiers.simplify import Simplifier, simplify
@@ -96,34 +96,36 @@ def _others(index: Tensor, size: int) -> Tensor:
 class Supported(nn.Module):
     """A network of which a pilot chooses what is computed, call by call.
 
-    pilot: returns magnitudes (and values); None where `update` sets them. network: takes the
-    inputs, the indices, and the pilot's values. chosen: how indices follow from magnitudes.
-    conditioned: what was done. last: the index of each layer in the last call.
+    pilot: returns magnitudes (and values); None where `update` sets them. networks: by name, modules that take the
+    inputs, the indices, and the pilot's values; `network` computes what the indices select, and `full` all of it.
+    chosen: how indices follow from magnitudes. conditioned: what was done. last: the index of each layer in the last
+    call.
     """
 
+    network: Demasked
+    full: Demasked
     conditioned: Conditioned
 
     def __init__(
         self,
-        program: Program,
-        picks: Mapping[Key, IndexedSupport],
+        draft: Draft,
+        networks: Mapping[str, Demasked],
         observer: Program | None,
-        chosen: ChosenPositions,
-        conditioned: Conditioned,
-        table: Table,
+        *,
+        values: bool = False,
+        rest: bool = False,
     ):
         super().__init__()
-        analysis = Analysis(copy_tensors(program), table)
-        self.network: Demasked = build_sharing(analysis, emit_indexed(analysis, picks), ())
-        # torch has no convolution of no channels: where an index is empty all is computed.
-        self.full: Demasked = build_sharing(analysis, emit_masked(analysis, picks), ())
-        self.pilot = None
-        if observer is not None:
-            self.pilot = build_uncut(Analysis(observer, table), observer, ())
-        self.chosen, self.conditioned = chosen, conditioned
+        for name, network in networks.items():
+            self.add_module(name, network)
+        table = draft.analysis.table
+        self.pilot = None if observer is None else build_uncut(Analysis(observer, table), observer, ())
+        self.chosen, self.conditioned = draft.choice(rest=rest, values=values)
         self.last: tuple[Tensor, ...] = ()
-        for k in range(len(chosen.layers) if observer is None else 0):
+        for k in range(len(self.chosen.layers) if observer is None else 0):
             self.register_buffer(f"magnitude_{k}", None)
+        if isinstance(draft.pilot, ExecutionData):
+            self.update(draft.pilot)
         self.eval()
 
     def update(self, data: ExecutionData) -> None:
@@ -280,7 +282,7 @@ def _magnitude(editor: GraphEditor, node: fx.Node, axis: int) -> fx.Node:
     return magnitude
 
 
-def means(program: Program, targets: Sequence[ConditionedValue], leaves: list[object]) -> list[Tensor]:
+def means(program: Program, targets: Sequence[ConditionedValue], inputs: Mapping[fx.Node, Any]) -> list[Tensor]:
     """The mean of each target per position, over one call; each with the rank of its value."""
     mean_of: dict[fx.Node, Tensor] = {}
     nodes = {target.node: target.axis for target in targets}
@@ -290,7 +292,7 @@ def means(program: Program, targets: Sequence[ConditionedValue], leaves: list[ob
             rest = [k for k in range(value.ndim) if k != nodes[node]]
             mean_of[node] = value.mean(rest, keepdim=True) if rest else value
 
-    walk(program, LoadedConstants(program), [leaves], see)
+    walk(Constants(program), [inputs], see)
     return [mean_of[target.node] for target in targets]
 
 
@@ -417,8 +419,8 @@ class ConstantChannels(_Selective):
         """
         draft = Draft(self, model, args, kwargs, pilot, table)
         if isinstance(self.value, str):
-            leaves = flat(draft.program, args, dict(kwargs or {}))
-            return draft.with_constants(means(draft.program, draft.targets, leaves))
+            inputs = bind_inputs(draft.program, args, dict(kwargs or {}))
+            return draft.with_constants(means(draft.program, draft.targets, inputs))
         return draft.with_constants([self.value])
 
 
@@ -642,11 +644,11 @@ class Draft:
     def _module(
         self, program: Program, picks: Any, observer: Program | None, *, values: bool = False, rest: bool = False
     ) -> Supported:
-        chosen, about = self.choice(rest=rest, values=values)
-        module = Supported(program, picks, observer, chosen, about, self.analysis.table)
-        if isinstance(self.pilot, ExecutionData):
-            module.update(self.pilot)
-        return module
+        analysis = Analysis(copy_tensors(program), self.analysis.table)
+        # torch has no convolution of no channels: where an index is empty all is computed.
+        emitted = {"network": emit_indexed(analysis, picks), "full": emit_masked(analysis, picks)}
+        networks = {name: build_sharing(analysis, written, ()) for name, written in emitted.items()}
+        return Supported(self, networks, observer, values=values, rest=rest)
 
     def choice(self, *, rest: bool = False, values: bool = False) -> tuple[ChosenPositions, Conditioned]:
         """How positions are chosen, and the record of what is done."""

@@ -12,28 +12,25 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.exec.call_groups import Constants, bind_inputs, consecutive_groups, returned, run_calls, stored_constants
 from demask.facts.analysis import Analysis
 from demask.files.weight_file import StoredTensor, WeightFile, with_weights
 from demask.graph.program import Program
 from demask.machine.byte_sizes import format_bytes
-from demask.ops import Table
+from demask.ops import Table, schema
 from demask.pilot.conditions.base import Args, Kwargs
 from demask.pilot.conditions.channel_conditions import Draft, Skip, Supported
 from demask.pilot.data.execution_data import ExecutionData
-from demask.pilot.data.sliced_run import flat, last_reads
 from demask.pilot.packet_reader import PacketReader
 from demask.pilot.weight_layers import layers_of
-from demask.shrink.build_uncut import build_uncut
 from demask.shrink.runtime_index import emit_indexed
 
 aten = torch.ops.aten
@@ -85,11 +82,7 @@ def _tensor_names(program: Program, reader: PacketReader) -> dict[str, str]:
     """By constant of a program, its tensor in packets."""
     names = {t.name: t.name for t in reader.index.tensors}
     names |= {name: names[other] for name, other in reader.index.aliases if other in names}
-    return {
-        key: next(names[n] for n in (constant.name, *constant.aliases) if n in names)
-        for key, constant in program.constants.items()
-        if any(n in names for n in (constant.name, *constant.aliases))
-    }
+    return stored_constants(program, names)
 
 
 def _priorities(draft: Draft, reader: PacketReader) -> ExecutionData:
@@ -118,25 +111,16 @@ class PacketSkip(Supported):
     """
 
     def __init__(self, draft: Draft, reader: PacketReader, memory: int | None):
-        nn.Module.__init__(self)
-        self.chosen, self.conditioned = draft.choice()
-        self.last = ()
+        super().__init__(draft, {}, draft.observer())
         self.reader, self.memory = reader, memory
         self.bytes_read = self.peak_weight_bytes = 0
-        observer = draft.observer()
-        self.pilot = None if observer is None else build_uncut(Analysis(observer, draft.analysis.table), observer, ())
         program, picks = draft.constant_picks([0.0])
         self.program = emit_indexed(Analysis(program, draft.analysis.table), picks)
         if derived := self.program.constants.keys() - program.constants.keys():
             raise BadInput(f"{min(derived)} is computed of weights before the run: it cannot be read from packets")
         self.names = _tensor_names(self.program, reader)
-        self.last_reads = last_reads(self.program)
+        (self.group,) = consecutive_groups(Constants(self.program))
         self.retained: OrderedDict[str, tuple[Tensor | None, Tensor]] = OrderedDict()
-        for k in range(len(self.chosen.layers) if self.pilot is None else 0):
-            self.register_buffer(f"magnitude_{k}", None)
-        if isinstance(draft.pilot, ExecutionData):
-            self.update(draft.pilot)
-        self.eval()
 
     def close(self) -> None:
         """Closes the file; calls fail from then on."""
@@ -147,34 +131,18 @@ class PacketSkip(Supported):
         """The outputs for indices of your own, int64 [k] of distinct positions per layer, one at least."""
         self.last = tuple(indices)
         before, self.peak_weight_bytes = self.reader.bytes_read, 0
-        leaves = flat(self.program, (*args, *indices), dict(kwargs or {}))
-        known: dict[fx.Node, Any] = dict(zip(self.program.graph.find_nodes(op="placeholder"), leaves, strict=True))
-
-        def value(node: fx.Node) -> Any:
-            return self._constant(str(node.target)) if node.op == "get_attr" else known[node]
-
-        for node in self.program.graph.nodes:
-            if node.op != "call_function":
-                continue
-            known[node] = self._selected_rows(node, value)
-            if known[node] is None:
-                known[node] = node.target(*map_arg(node.args, value), **map_arg(node.kwargs, value))
-            for gone in self.last_reads.get(node, ()):
-                known.pop(gone, None)
+        known = bind_inputs(self.program, (*args, *indices), dict(kwargs or {}))
+        run_calls(self.group, known, self._constant, compute=self._compute)
         self.bytes_read = self.reader.bytes_read - before
-        final: Any = self.program.graph.output_node().args[0]
-        known |= {node: value(node) for node in final if isinstance(node, fx.Node) and node.op == "get_attr"}
-        leaves = [known[v] if isinstance(v, fx.Node) else v for v in final]
-        return pytree.tree_unflatten(leaves, self.program.out_spec)
+        return returned(self.program, known, self._constant)
 
-    def _selected_rows(self, node: fx.Node, value: Any) -> Tensor | None:
-        """The rows of a tensor in packets that a call selects; None for other calls."""
-        if node.target is not aten.index_select.default or node.args[1] != 0:
-            return None
-        source, index = node.args[0], node.args[2]
-        if not isinstance(source, fx.Node) or source.op != "get_attr" or str(source.target) not in self.names:
-            return None
-        return self._rows(self.names[str(source.target)], value(index))
+    def _compute(self, node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+        """The result of a call; rows of a tensor in packets are read when a call selects them."""
+        source = node.args[0] if node.target is aten.index_select.default and node.args[1] == 0 else None
+        if isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in self.names:
+            index: Any = node.args[2]
+            return self._rows(self.names[str(source.target)], value(index))
+        return schema.call_on(node, value)
 
     def _constant(self, key: str) -> Tensor:
         return self._rows(self.names[key], None) if key in self.names else self.program.constants[key].tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,30 +12,22 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.exec.call_groups import Constants, Walk, bind_inputs, stored_constants, walk
 from demask.facts.analysis import Analysis
 from demask.failures import public
+from demask.files.archive import Outline, outline
 from demask.files.pt2 import read_model
+from demask.files.weight_file import StoredTensor, WeightFile, with_weights
 from demask.graph.capture.capture import capture
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.isolation import in_isolation
-from demask.graph.program import Program
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.split_recurrent import split_recurrent
 from demask.machine.byte_sizes import parse_memory
 from demask.ops import TABLE, Table
 from demask.pilot.data.contributions import contributions
 from demask.pilot.data.execution_data import MEASURES, ExecutionData
-from demask.pilot.data.measured_values import MeasuredValue, sites_of
-from demask.pilot.data.sliced_run import (
-    ConstantSource,
-    LoadedConstants,
-    SlicedRun,
-    each,
-    flat,
-    outlined,
-    stored_source,
-    walk,
-)
+from demask.pilot.data.measured_values import MeasuredValue, count_inputs, sites_of
 from demask.shrink.pipeline import capture_program
 
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
@@ -107,32 +100,30 @@ def collect(
     if measure not in MEASURES:
         raise BadInput(f"expected a measure of {', '.join(MEASURES)}, got {measure!r}")
     budget = None if memory is None else parse_memory(memory)
-    calls = list(each(inputs))
+    calls = [inputs] if isinstance(inputs, tuple) else list(inputs)
     if not calls:
         raise BadInput("expected one input or more, got none")
     if measure == "contribution" and (budget is not None or weights is not None):
         raise BadInput("contributions need derivatives through the full network: leave memory and weights out")
-    program, constants, cuts = _read(model, calls[0], budget, weights)
+    constants, cuts = _read(model, calls[0], budget, weights)
+    program = constants.program
     sites = sites_of(Analysis(program, table), per, cuts)
     gathered = _Gathered(sites, measure)
-    leaves = [flat(program, args, {}) for args in calls]
+    bound = [bind_inputs(program, args, {}) for args in calls]
     if measure == "contribution":
-        run = SlicedRun(1)
-        contributions(program, gathered.sites, leaves, gathered.add, progress)
+        run = Walk(1)
+        contributions(program, gathered.sites, bound, gathered.add, progress)
     else:
-        run = walk(program, constants, leaves, gathered.see, budget=budget, progress=progress)
+        run = walk(constants, bound, gathered.see, budget=budget, progress=progress)
     single = isinstance(inputs, tuple)
     description = source or ("live input" if single else "calibration set")
-    firsts = [next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1) for call in leaves]
-    count = sum(firsts)
+    count = count_inputs(bound)
     text = f"{description}, {count} input{'s' if count != 1 else ''}"
-    return ExecutionData(per, gathered.magnitudes(), text, measure, gathered.grids, run.slices, run.peak_weight_bytes)
+    return ExecutionData(per, gathered.magnitudes(), text, measure, gathered.grids, run.groups, run.peak_weight_bytes)
 
 
-def _read(
-    model: Model, args: Any, budget: int | None, weights: Any
-) -> tuple[Program, ConstantSource, Mapping[str, Cut]]:
-    """The captured network, where its weights come from, and how it was cut."""
+def _read(model: Model, args: Any, budget: int | None, weights: Any) -> tuple[Constants, Mapping[str, Cut]]:
+    """The captured network and where its weights come from, and how it was cut."""
     if not isinstance(args, tuple):
         raise BadInput(
             f"expected a tuple of arguments for each call, got {type(args).__name__}: write (x,) for one tensor"
@@ -141,12 +132,29 @@ def _read(
     if weights is not None or (is_file and budget is not None):
         if not isinstance(model, nn.Module) and not is_file:
             raise BadInput("weights in a file are for modules; pass the module they belong to")
-        network_outline = outlined(model, weights)
-        program = split_recurrent(functionalize(capture(network_outline.slim, args)))
-        return program, stored_source(network_outline, program), _cuts(network_outline.slim)
+        hollow = _outlined(model, weights)
+        program = split_recurrent(functionalize(capture(hollow.slim, args)))
+        return Constants(program, hollow.file, stored_constants(program, hollow.places)), _cuts(hollow.slim)
     network: Any = read_model(model) if is_file else model
-    program = split_recurrent(capture_program(network, args, {}, None))
-    return program, LoadedConstants(program), _cuts(network)
+    return Constants(split_recurrent(capture_program(network, args, {}, None))), _cuts(network)
+
+
+def _outlined(model: nn.Module | str | os.PathLike[str], weights: Any) -> Outline:
+    """A network and its file: a .demask archive, or a module and a .safetensors file of its names.
+
+    Raises BadInput where the file does not fit, RefusedFile for an unsafe one.
+    """
+    if isinstance(model, nn.Module):
+        file = WeightFile.read(weights)
+        copy, places = with_weights(model, file, StoredTensor.hollow)
+        return Outline(copy, file, {name: (t, tuple(range(len(t.shape)))) for name, t in places.items()})
+    path = Path(model)
+    if path.suffix == ".pt2":
+        raise BadInput(
+            f"{path}: a .pt2 is read in full; to run it slice by slice, write it "
+            "as .demask once: demask.save(demask.demask(program), path)"
+        )
+    return outline(path)
 
 
 def _cuts(model: Any) -> Mapping[str, Cut]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
+from demask.exec.call_groups import Constants, consecutive_groups, run_calls
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.pilot.data.measured_values import MeasuredValue, batch_axis
@@ -31,18 +32,18 @@ Measured = tuple[Tensor, tuple[int, int] | None]  # contributions, and the grid 
 def contributions(
     program: Program,
     sites: Mapping[fx.Node, Sequence[MeasuredValue]],
-    calls: Sequence[list[Any]],
+    calls: Sequence[Mapping[fx.Node, Any]],
     see: Callable[[int, MeasuredValue, Measured], None],
     progress: Callable[[str], None] | None = None,
 ) -> None:
     """Pass the contributions of the parts of each site in each call to `see`.
 
-    calls: the leaves of each call. see: gets the number of the call, the site, and float32 (inputs, parts).
+    calls: the values of the inputs in each. see: gets the number of the call, the site, and float32 (inputs, parts).
 
     Raises BadInput where no output is a number that can be differentiated.
     """
-    for number, leaves in enumerate(calls):
-        values, outputs = _run(program, sites, leaves)
+    for number, inputs in enumerate(calls):
+        values, outputs = _run(program, sites, inputs)
         squares: dict[MeasuredValue, Tensor] = {}
         grids: dict[MeasuredValue, tuple[int, int] | None] = {}
         for direction in _directions(outputs):
@@ -60,22 +61,23 @@ def contributions(
 
 
 def _run(
-    program: Program, sites: Mapping[fx.Node, Sequence[MeasuredValue]], leaves: list[Any]
+    program: Program, sites: Mapping[fx.Node, Sequence[MeasuredValue]], inputs: Mapping[fx.Node, Any]
 ) -> tuple[dict[fx.Node, Tensor], list[tuple[Tensor, int | None]]]:
     """The values of the sites in one call that records derivatives; and the outputs, with the axis of the inputs."""
-    values = dict(zip(program.graph.find_nodes(op="placeholder"), leaves, strict=True))
-    measured: dict[fx.Node, Tensor] = {}
+    values, measured = dict(inputs), dict[fx.Node, Tensor]()
+
+    def compute(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+        result = schema.call_on(node, value)
+        if node in sites:
+            result = measured[node] = result if result.requires_grad else result.detach().requires_grad_()
+        return result
+
+    (group,) = consecutive_groups(Constants(program))
     with torch.enable_grad():
-        for node in program.graph.nodes:
-            if node.op == "get_attr":
-                values[node] = program.constants[str(node.target)].tensor.detach()
-            elif node.op == "call_function":
-                values[node] = schema.call_on(node, values.__getitem__)
-                if node in sites:
-                    value = values[node]
-                    measured[node] = values[node] = value if value.requires_grad else value.detach().requires_grad_()
+        run_calls(group, values, lambda name: program.constants[name].tensor.detach(), compute=compute)
     final: Any = program.graph.output_node().args[0]
-    outputs = [(values[v], batch_axis(v)) for v in final if isinstance(v, fx.Node) and isinstance(values[v], Tensor)]
+    results = [v for v in final if isinstance(v, fx.Node) and isinstance(values.get(v), Tensor)]
+    outputs = [(values[v], batch_axis(v)) for v in results]
     outputs = [(y, axis) for y, axis in outputs if y.requires_grad]
     if not outputs:
         raise BadInput("contributions are changes of outputs that are floating-point numbers; the network has none")

@@ -6,7 +6,7 @@ batch norm, a sum, an activation. The table says which axis has its parts, and w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +168,11 @@ def _is_epilogue(relation: Relation, node: fx.Node) -> bool:
     mine = [relation.ins[k] for k, o in enumerate(relation.operands) if o.value is node]
     value, output = fake(node), fake(relation.node)
     return all(axes == relation.outs[0] for axes in mine) and value.ndim == output.ndim
+
+
+def count_inputs(calls: Iterable[Mapping[fx.Node, Any]]) -> int:
+    """How many inputs calls have: the size of the first axis of the first tensor, 1 where there is none."""
+    return sum(next((t.shape[0] for t in call.values() if isinstance(t, Tensor) and t.ndim), 1) for call in calls)
 
 
 def batch_axis(node: fx.Node) -> int | None:

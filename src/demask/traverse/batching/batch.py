@@ -19,36 +19,24 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
 from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.exec.call_groups import returned, run_calls, stored_constants
 from demask.failures import public
 from demask.files.weight_file import StoredTensor, WeightFile, with_weights
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.guards import literal_inputs
-from demask.graph.input_specs import input_specs
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
-from demask.graph.provenance import Provenance, Sizes
-from demask.graph.result.demasked_module import attach, build
+from demask.graph.result.demasked_module import attach, build, unmeasured
+from demask.graph.result.resize import tensors_of
 from demask.machine.byte_sizes import BUDGET, format_bytes, parse_memory
 from demask.ops import TABLE, Table
-from demask.traverse.batching.batch_plan import (
-    BatchAxis,
-    BatchCall,
-    BatchPlan,
-    BatchRef,
-    LayerTraffic,
-    Level,
-    StreamedLayer,
-    Traffic,
-    constants_of,
-    weights_of,
-)
+from demask.traverse.batching.batch_plan import BatchPlan, Level, StreamedLayer, Traffic
 from demask.traverse.batching.levels import is_view, plan_batches, streamable
 
 Weights = str | os.PathLike[str] | None
@@ -193,19 +181,16 @@ class Batched(nn.Module):
         self.plan, self.file = plan, file
         self.front = _input_checker(program)
         self.held = nn.Module()
-        for name in sorted(constants_of(plan)):
+        for name in sorted(plan.constants):
             attach(self.held, name, _frozen(program.constants[name].tensor, file))
-        self._read = dict.fromkeys((name for name, _ in weights_of(plan.levels)), 0)
+        self._read = {layer.name: 0 for layer in plan.layers}
         self._inputs = 0
         self.eval()
 
     @property
     def traffic(self) -> Traffic:
         """The bytes of weights read so far, by layer, and the number of inputs, as a `Traffic`."""
-        layers = [
-            LayerTraffic(name, weight.constant, weight.connected, weight.nbytes, self._read[name])
-            for name, weight in weights_of(self.plan.levels)
-        ]
+        layers = (replace(layer, read=self._read[layer.name]) for layer in self.plan.layers)
         return Traffic(self._inputs, tuple(layers))
 
     def extra_repr(self) -> str:
@@ -224,66 +209,50 @@ class Batched(nn.Module):
             BadInput: the batch is empty, or another axis has another size than in the example.
             RuntimeError: torch does not support the dtype or device of an input.
         """
-        inputs = dict(zip(self.plan.input_names, self.front(*args, **kwargs), strict=True))
-        with torch.no_grad():
-            return pytree.tree_unflatten(self._run_in_passes(inputs), self.plan.out_spec)
-
-    def _run_in_passes(self, inputs: dict[str, Any]) -> list[Any]:
-        """The network's outputs for all inputs, in passes of N."""
-        axes = self.plan.batch_axes
-        size = next(v.shape[axes[name].axis] for name, v in inputs.items() if name in axes)
+        program, axes = self.plan.program, self.plan.batch_axes
+        placeholders = program.graph.find_nodes(op="placeholder")
+        inputs = dict(zip(placeholders, self.front(*args, **kwargs), strict=True))
+        size = next(value.shape[0] for node, value in inputs.items() if node in axes.by_value)
         if size == 0:
             raise BadInput("expected a batch of one input or more, got none")
-        parameters = self.held.named_parameters(remove_duplicate=False)
-        constants = {f"={n}": t for n, t in (*parameters, *self.held.named_buffers(remove_duplicate=False))}
-        outputs: dict[str, Any] = {}
-        for start in range(0, size, self.plan.inputs):
-            n = min(self.plan.inputs, size - start)
-            values = constants | _slice_inputs(inputs, inputs, axes, size, start, n)
-            for level in self.plan.levels:
-                self._run_level(level, values, n)
-            names = [r.name for r in self.plan.outputs if isinstance(r, BatchRef) and r.name not in inputs]
-            _collect_results(outputs, names, values, axes, size, start, n)
-            self._inputs += n
-        results = constants | inputs | outputs
-        return [results[r.name] if isinstance(r, BatchRef) else r for r in self.plan.outputs]
+        constants = dict(tensors_of(self.held))
+        results = dict(inputs)
+        computed = [node for node in program.graph.output_node().all_input_nodes if node.op == "call_function"]
+        with torch.no_grad():
+            for start in range(0, size, self.plan.inputs):
+                n = min(self.plan.inputs, size - start)
+                values = axes.parts(inputs, inputs, size, start, n)
+                for level in self.plan.levels:
+                    self._run_level(level, values, constants, n)
+                axes.put(results, computed, values, size, start, n)
+                self._inputs += n
+        return returned(program, results, constants.__getitem__)
 
-    def _run_level(self, level: Level, values: dict[str, Any], n: int) -> None:
+    def _run_level(self, level: Level, values: dict[fx.Node, Any], constants: Mapping[str, Tensor], n: int) -> None:
         """Run a level for n inputs: add its results to `values`, and delete those it reads last."""
-        at_once = n if level.connected else min(self.plan.at_once, n)
+        axes, group = self.plan.batch_axes, level.group
         if level.streamed is not None:
-            values[level.streamed.name] = self._run_streamed(level.streamed, values)
+            values[level.streamed.node] = self._run_streamed(level.streamed, values, constants)
         else:
-            written: dict[str, Any] = {}
+            at_once = n if level.connected else self.plan.at_once
+            written: dict[fx.Node, Any] = {}
             for start in range(0, n, at_once):
                 count = min(at_once, n - start)
-                level_values = values | _slice_inputs(values, level.reads, self.plan.batch_axes, n, start, count)
-                self._run_calls(level.calls, level_values, count)
-                _collect_results(written, level.writes, level_values, self.plan.batch_axes, n, start, count)
+                parts = axes.parts(values, group.reads, n, start, count)
+                run_calls(group, parts, constants.__getitem__)
+                axes.put(written, group.writes, parts, n, start, count)
+                for layer in level.layers:
+                    self._read[layer.name] += layer.weight_bytes
             values |= written
-        for name in level.drops:
-            del values[name]
+        for node in group.last_reads:
+            values.pop(node, None)  # sizes have no value
 
-    def _run_calls(self, calls: tuple[BatchCall, ...], values: dict[str, Any], n: int) -> None:
-        def resolve(leaf: Any) -> Any:
-            if not isinstance(leaf, BatchRef):
-                return leaf
-            sizes = self.plan.sizes.get(leaf.name)
-            return values[leaf.name] if sizes is None else sizes[n - 1]
-
-        for call in calls:
-            args, kwargs = map_aggregate((call.args, call.kwargs), resolve)
-            values[call.name] = call.target(*args, **kwargs)
-            del args, kwargs  # else they would keep freed values alive
-            if call.weight is not None:
-                self._read[call.name] += call.weight.nbytes
-            for name in call.frees:
-                del values[name]
-
-    def _run_streamed(self, layer: StreamedLayer, values: Mapping[str, Any]) -> Tensor:
+    def _run_streamed(
+        self, layer: StreamedLayer, values: Mapping[fx.Node, Any], constants: Mapping[str, Tensor]
+    ) -> Tensor:
         """A layer's output for all inputs, computed in blocks of a weight in a file."""
         x = values[layer.x]
-        bias = None if layer.bias is None else values[f"={layer.bias}"]
+        bias = None if layer.bias is None else constants[layer.bias]
         if not layer.out_first:
             return self._sum_products(layer, x, bias)
         output = x.new_empty(*x.shape[:-1], layer.outputs)
@@ -308,37 +277,8 @@ class Batched(nn.Module):
         stored = layer.stored
         buffer = torch.empty(layer.rows * stored.row_bytes, dtype=torch.uint8)
         for start, block in self.file.blocks(stored, layer.rows, buffer):
-            self._read[layer.name] += block.nbytes
+            self._read[layer.node.name] += block.nbytes
             yield start, block
-
-
-def _slice_inputs(
-    values: Mapping[str, Any], names: Any, axes: Mapping[str, BatchAxis], n: int, start: int, count: int
-) -> dict[str, Any]:
-    """The named values; of those with a batch axis of n inputs, `count` inputs from `start` on."""
-    return {
-        name: axes[name].part(values[name], n, start, start + count) if name in axes else values[name] for name in names
-    }
-
-
-def _collect_results(
-    into: dict[str, Any],
-    names: Any,
-    values: Mapping[str, Any],
-    axes: Mapping[str, BatchAxis],
-    n: int,
-    start: int,
-    count: int,
-) -> None:
-    """Write the named values, of `count` inputs from `start` on, into values of n inputs."""
-    for name in names:
-        axis, value = axes.get(name), values[name]
-        if axis is None or count == n:
-            into[name] = value
-            continue
-        if name not in into:
-            into[name] = axis.full(value, n)
-        axis.put(into[name], n, start, value)
 
 
 def _frozen(tensor: Tensor, file: WeightFile | None) -> Tensor:
@@ -360,20 +300,9 @@ def _input_checker(program: Program) -> nn.Module:
     graph = fx.Graph()
     inputs = [graph.node_copy(node) for node in program.graph.find_nodes(op="placeholder")]
     graph.output(tuple(inputs))
-    nothing = Sizes(0, 0, 0)
-    provenance = Provenance(
-        {},
-        (),
-        {},
-        program.notes,
-        input_specs(program),
-        nothing,
-        nothing,
-        guards=program.guards,
-        values=literal_inputs(program.graph),
-    )
+    record = unmeasured(program, values=literal_inputs(program.graph))
     out_spec = pytree.tree_structure(tuple(range(len(inputs))))
-    return build(replace(program, graph=graph, constants={}, out_spec=out_spec), provenance)
+    return build(replace(program, graph=graph, constants={}, out_spec=out_spec), record)
 
 
 # ------------------------------------------------------------------------- where weights come from
@@ -396,12 +325,8 @@ def _capture_with_weights(
         return program, {name: file.tensors[name] for name in stored}, file
     file = WeightFile.read(weights)
     program = _check_on_cpu(_capture_functional(_with_file_weights(model, file), args, kwargs, fold=False))
-    stored = {}
-    for name, constant in program.constants.items():
-        stored_name = next((n for n in (name, *constant.aliases) if n in file.tensors), None)
-        if stored_name is not None:
-            stored[name] = replace(file.tensors[stored_name], name=name)
-    return program, stored, file
+    stored = stored_constants(program, file.tensors)
+    return program, {name: replace(tensor, name=name) for name, tensor in stored.items()}, file
 
 
 def _capture_functional(model: nn.Module, args: Any, kwargs: Any, *, fold: bool = True) -> Program:

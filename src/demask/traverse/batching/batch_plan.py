@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.exec.call_groups import CallGroup
 from demask.facts.analysis import Analysis
 from demask.files.weight_file import StoredTensor
 from demask.graph.program import Program
@@ -38,6 +38,7 @@ from demask.ops import Declined, Relation, schema
 from demask.ops.flow import Part, follow, is_mixed
 from demask.ops.schema import fake
 
+Values = Mapping[fx.Node, Any]
 _ADVICE = "inputs of a batch cannot be computed a few at a time; give a part of the model that can"
 
 
@@ -59,28 +60,20 @@ class BatchAxis:
         """Whether a part of the batch is a copy, not a view."""
         return self.axis > 0 or self.outer > 1
 
-    def part(self, value: Tensor, n: int, start: int, end: int) -> Tensor:
-        """Inputs [start, end) of the n in a value; a copy where the axis is not the first."""
-        if (start, end) == (0, n):
-            return value
-        inputs = self.cut(value, n).narrow(self.axis + 1, start, end - start)
-        inputs = inputs.flatten(self.axis, self.axis + 2)
-        return inputs if self.axis == 0 else inputs.contiguous()
-
-    def put(self, into: Tensor, n: int, start: int, part: Tensor) -> None:
-        """Write `part` to the inputs from `start` on of the n in a contiguous value."""
-        size = part.shape[self.axis] // (self.outer * self.count)
-        self.cut(into, n).narrow(self.axis + 1, start, size).copy_(self.cut(part, size))
-
     def cut(self, value: Tensor, n: int) -> Tensor:
         """A view of the value with its axis as three: outer, n, count."""
         return value.unflatten(self.axis, (self.outer, n, self.count))
 
-    def full(self, like: Tensor, n: int) -> Tensor:
-        """New memory for n inputs, of the shape and dtype of `like`, which has fewer."""
-        shape = list(like.shape)
-        shape[self.axis] = self.outer * n * self.count
-        return like.new_empty(shape)
+    def span(self, value: Tensor, n: int, start: int, end: int) -> Tensor:
+        """Inputs [start, end) of the n in a value, with its axis as three."""
+        return self.cut(value, n).narrow(self.axis + 1, start, end - start)
+
+    def part(self, value: Tensor, n: int, start: int, end: int) -> Tensor:
+        """Inputs [start, end) of the n in a value; a copy where the axis is not the first."""
+        if (start, end) == (0, n):
+            return value
+        inputs = self.span(value, n, start, end).flatten(self.axis, self.axis + 2)
+        return inputs if self.axis == 0 else inputs.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +87,30 @@ class BatchAxes:
     by_value: Mapping[fx.Node, Any]
     sizes: Mapping[fx.Node, tuple[int, ...]]
     symbol: Any
+
+    def parts(self, values: Values, nodes: Iterable[fx.Node], n: int, start: int, count: int) -> dict[fx.Node, Any]:
+        """The values of these nodes, of `count` of the n inputs from `start` on."""
+        parts = {}
+        for node in nodes:
+            axis = self.by_value.get(node)
+            if node in self.sizes:
+                parts[node] = self.sizes[node][count - 1]
+            else:
+                parts[node] = values[node] if axis is None else axis.part(values[node], n, start, start + count)
+        return parts
+
+    def put(
+        self, into: dict[fx.Node, Any], nodes: Iterable[fx.Node], parts: Values, n: int, start: int, count: int
+    ) -> None:
+        """Write the values of these nodes, of `count` inputs from `start` on, into values of n inputs."""
+        for node in nodes:
+            axis, part = self.by_value.get(node), parts[node]
+            if axis is None or count == n:
+                into[node] = part
+                continue
+            if node not in into:
+                into[node] = part.new_empty([s * n // count if k == axis.axis else s for k, s in enumerate(part.shape)])
+            axis.span(into[node], n, start, start + count).copy_(axis.cut(part, count))
 
     def nbytes(self, node: fx.Node, n: int) -> int:
         """Bytes that a value takes for n inputs."""
@@ -240,14 +257,14 @@ class LayerTraffic:
         connected: whether the call is a fully connected layer, which runs for many inputs at a
             time.
         weight_bytes: size of the weight in bytes.
-        read: bytes of the weight read, for all inputs.
+        read: bytes of the weight read, for all inputs; default 0.
     """
 
     name: str
     weight: str
     connected: bool
     weight_bytes: int
-    read: int
+    read: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,43 +349,15 @@ def _cells(traffic: Traffic) -> tuple[str, str, str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRef:
-    """A value by its name, in the arguments of a call."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeight:
-    """The constant that a call multiplies with. connected: used for all inputs at once."""
-
-    constant: str
-    nbytes: int
-    connected: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BatchCall:
-    """A call of a level; frees: values of the level that nothing reads after it."""
-
-    name: str
-    target: Any
-    args: Any
-    kwargs: Any
-    weight: LayerWeight | None = None
-    frees: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class StreamedLayer:
     """A fully connected layer whose weight stays in a file.
 
-    x, bias: names of its operands. out_first: whether the weight is [out, in]; then blocks are
-    outputs, else they are inputs, and partial products are summed. rows: of a block.
+    node, x: the call and its input. bias: name of a constant. out_first: whether the weight is [out, in]; then blocks
+    are outputs, else they are inputs, and partial products are summed. rows: of a block.
     """
 
-    name: str
-    x: str
+    node: fx.Node
+    x: fx.Node
     bias: str | None
     stored: StoredTensor
     out_first: bool
@@ -387,89 +376,49 @@ class StreamedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A level of a pass.
+    """A level of a pass: a group of calls.
 
-    connected: whether it runs for all inputs at once. reads, writes: values that are stored for all
-    inputs. drops: values that no later level reads. streamed: a layer whose weight is in a file;
-    then there are no calls.
+    connected: whether it runs for all inputs at once. layers: its calls that multiply with weights. streamed: a layer
+    whose weight is in a file, which runs in place of the calls.
     """
 
+    group: CallGroup
     connected: bool
-    calls: tuple[BatchCall, ...] = ()
+    layers: tuple[LayerTraffic, ...]
     streamed: StreamedLayer | None = None
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    drops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """The levels of a pass, in order.
 
-    batch_axes: of stored values, by name. sizes: values of integer nodes for 1, 2, ... inputs.
-    inputs: per pass, N. at_once: inputs at a time between fully connected layers. peak: predicted
-    maximum bytes; least: with the smallest blocks. resident: bytes of constants in memory, if
-    others are in a file. input_names, outputs, out_spec: of the network.
+    program: the network, without its constants. batch_axes: of its values. inputs: per pass, N. at_once: inputs at a
+    time between fully connected layers. peak: predicted maximum bytes; least: with the smallest blocks. constants:
+    names of those that are read from memory; resident: their bytes, if others are in a file.
     """
 
+    program: Program
     levels: tuple[Level, ...]
-    batch_axes: Mapping[str, BatchAxis]
-    sizes: Mapping[str, tuple[int, ...]]
+    batch_axes: BatchAxes
     inputs: int
     at_once: int
     peak: int
     least: int
+    constants: frozenset[str]
     resident: int
-    input_names: tuple[str, ...]
-    outputs: tuple[Any, ...]
-    out_spec: Any
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchPlan:
         return self
+
+    @property
+    def layers(self) -> tuple[LayerTraffic, ...]:
+        """The calls that multiply with weights, in order; nothing is read yet."""
+        return tuple(layer for level in self.levels for layer in level.layers)
 
     def traffic(self, batch: int) -> Traffic:
         """Predicted bytes of weights that a call with `batch` inputs reads."""
         passes = [min(self.inputs, batch - start) for start in range(0, batch, self.inputs)]
         steps = sum(-(-n // self.at_once) for n in passes)
-        layers = [
-            LayerTraffic(name, w.constant, w.connected, w.nbytes, w.nbytes * (len(passes) if w.connected else steps))
-            for name, w in weights_of(self.levels)
-        ]
+        times = {True: len(passes), False: steps}
+        layers = (replace(layer, read=layer.weight_bytes * times[layer.connected]) for layer in self.layers)
         return Traffic(batch, tuple(layers))
-
-
-def weights_of(levels: Sequence[Level]) -> Iterator[tuple[str, LayerWeight]]:
-    """The calls that multiply with weights, in order."""
-    for level in levels:
-        if level.streamed is not None:
-            stored = level.streamed.stored
-            yield level.streamed.name, LayerWeight(stored.name, stored.nbytes, True)
-        for call in level.calls:
-            if call.weight is not None:
-                yield call.name, call.weight
-
-
-def constants_of(plan: BatchPlan) -> set[str]:
-    """The names of the constants that a plan reads from memory."""
-    return constants_read(plan.levels) | {r.name[1:] for r in plan.outputs if _is_constant(r)}
-
-
-def constants_read(levels: Sequence[Level]) -> set[str]:
-    """The names of the constants that levels read from memory."""
-    names: set[str] = set()
-
-    def visit(leaf: Any) -> Any:
-        if _is_constant(leaf):
-            names.add(leaf.name[1:])
-        return leaf
-
-    for level in levels:
-        if level.streamed is not None and level.streamed.bias is not None:
-            names.add(level.streamed.bias)
-        for call in level.calls:
-            map_aggregate((call.args, call.kwargs), visit)
-    return names
-
-
-def _is_constant(leaf: Any) -> bool:
-    return isinstance(leaf, BatchRef) and leaf.name.startswith("=")

@@ -19,11 +19,9 @@ from demask.exec.analysis.flow import Flow, flow_of
 from demask.exec.planning.plan import TilePlan
 from demask.exec.planning.plan_memory import MemoryLayout
 from demask.exec.planning.planner import lay_out_plan
-from demask.graph.input_specs import input_specs
 from demask.graph.program import Constant, Program
-from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.codegen import TRACED, Codegen
-from demask.graph.result.demasked_module import Demasked, build
+from demask.graph.result.demasked_module import Demasked, build, unmeasured
 from demask.ops import TABLE, Table, schema
 from demask.ops.schema import fake
 from demask.registry import RESULT_KINDS
@@ -128,10 +126,8 @@ RESULT_KINDS.register("tiled", Tiled)
 
 def tiled(program: Program, plan: TilePlan, flow: Flow, layout: MemoryLayout, table: Table) -> Tiled:
     """The module of a program and its plan."""
-    nothing = Sizes(0, 0, 0)
     notes = (*program.notes, "runs in tiles: " + str(plan).partition("\n")[0])
-    provenance = Provenance({}, (), {}, notes, input_specs(program), nothing, nothing, guards=program.guards)
-    module: Any = build(program, provenance, Tiled)
+    module: Any = build(program, replace(unmeasured(program), notes=notes), Tiled)
     layout.compile_kernels()
     if plan.budget - plan.peak < LOADED:
         rehearse(flow, layout, constants(module, flow))

@@ -36,13 +36,12 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.editor import GraphEditor
 from demask.graph.input_domains import NOTHING, Domains, domains_of, state_domains
-from demask.graph.input_specs import input_specs
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program
-from demask.graph.provenance import Interface, OnnxPort, Provenance, Sizes
+from demask.graph.provenance import Interface, OnnxPort
 from demask.graph.result.class_result import as_graph
-from demask.graph.result.demasked_module import Demasked, build
+from demask.graph.result.demasked_module import Demasked, build, unmeasured
 from demask.installation import install_command
 from demask.judge import FLIPS
 from demask.ops import TABLE, Table, schema
@@ -364,19 +363,7 @@ def size_of(original: str | bytes) -> int:
 
 def as_demasked(program: Program) -> Demasked:
     """A captured network, not reduced, as a module with `.demasked`."""
-    nothing = Sizes(0, 0, 0)
-    provenance = Provenance(
-        {},
-        (),
-        {},
-        program.notes,
-        input_specs(program),
-        nothing,
-        nothing,
-        guards=program.guards,
-        interface=program.interface,
-    )
-    return build(program, provenance).eval()
+    return build(program, unmeasured(program, interface=program.interface)).eval()
 
 
 def default_interface(slim: Demasked) -> Interface:
