@@ -108,10 +108,10 @@ def row(name: str, size: int, threads: int, budget: int, pairs: int) -> list[Cel
         calls = {"bands": lambda: bands(x), "ours": lambda: ours(x), "torch": lambda: model(x)}
         times = Timing.of_each(race(calls, pairs, 1))
         difference = float((ours(x) - model(x)).abs().max() / model(x).abs().max())
-    found = ", ".join(f"{s.mode} of {s.rows}" if s.rows else s.mode for s in ours.plan.segments)
+    modes = ", ".join(f"{s.mode} of {s.rows}" if s.rows else s.mode for s in ours.plan.segments)
     one, two, three = (times[key] for key in ("bands", "ours", "torch"))
     return [
-        name, size, threads, budget, found, one, two, three, one.median / two.median, three.median / two.median,
+        name, size, threads, budget, modes, one, two, three, one.median / two.median, three.median / two.median,
         bands.plan.peak / MIB, ours.plan.peak / MIB, seconds[1], seconds[2], seconds[0], difference,
     ]  # fmt: skip
 

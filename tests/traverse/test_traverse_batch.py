@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from demask.errors import BadInput
+from demask.exec.device import Device
 from demask.traverse.batching.batch import batch, traffic
 from demask.traverse.batching.levels import WORK
 from night import at_night
@@ -560,3 +561,15 @@ def test_what_is_not_refused_is_right(seed):
     for at_once in (None, 1, 2):
         module = batch(model, (x,), inputs=3, at_once=at_once)
         assert torch.allclose(module(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_device_has_the_memory() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(2, 64)
+    inside = batch(model, (x,), memory=Device("6MiB"), inputs=4)
+    assert inside.plan.peak == batch(model, (x,), memory="6MiB", inputs=4).plan.peak <= 6 * 2**20
+    assert torch.equal(inside(x), model(x))
+    assert traffic(model, (x,), memory=Device("6MiB")).saved == traffic(model, (x,), memory="6MiB").saved
+    with pytest.raises(BadInput, match="memory"):
+        batch(model, (x,), memory=Device(1))
+    with pytest.raises(BadInput, match="dense"):
+        batch(model, (x,), memory=Device("1MiB", weights="compressed"))

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.exec.call_groups import returned, run_calls, stored_constants
+from demask.exec.device import Device
 from demask.failures import public
 from demask.files.weight_file import StoredTensor, WeightFile, with_weights
 from demask.graph.capture.capture import capture
@@ -50,7 +51,7 @@ def batch(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    memory: str | int = BUDGET,
+    memory: str | int | Device = BUDGET,
     inputs: int = 16,
     weights: Weights = None,
     at_once: int | None = None,
@@ -76,7 +77,8 @@ def batch(
         kwargs: mapping of example keyword inputs; default None, no keyword inputs.
         memory: budget in bytes, an int or a text such as "1GiB", for activations, for blocks of
             weights and, if weights are in a file, for all constants in memory; default "512MiB".
-            Inputs, results and temporary memory of convolutions do not count.
+            Inputs, results and temporary memory of convolutions do not count. Or a `Device`, whose
+            memory it is, with dense weights.
         inputs: number of inputs that share one read of the weights, 1 or more; default 16.
         weights: None (default) to share the model's tensors; the path of a .safetensors file with
             the names of the model's state_dict, which may lack some; or the path of a folder, in
@@ -105,7 +107,7 @@ def batch(
     """
     _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once)
     program, stored, file = _capture_with_weights(model, args, kwargs, weights, inputs, table, keep=True)
-    plan = plan_batches(program, stored, parse_memory(memory), inputs, table, at_once)
+    plan = plan_batches(program, stored, _budget(memory), inputs, table, at_once)
     return Batched(program, plan, file)
 
 
@@ -117,7 +119,7 @@ def traffic(
     kwargs: Mapping[str, Any] | None = None,
     *,
     batch: int | None = None,
-    memory: str | int = BUDGET,
+    memory: str | int | Device = BUDGET,
     inputs: int = 16,
     weights: Weights = None,
     at_once: int | None = None,
@@ -134,7 +136,7 @@ def traffic(
         args: tuple of example inputs whose first axis is the batch; default (), no such inputs.
         kwargs: mapping of example keyword inputs; default None, no keyword inputs.
         batch: number of inputs of the call, 1 or more; default None, the value of `inputs`.
-        memory: budget in bytes, an int or a text such as "1GiB"; default "512MiB".
+        memory: budget in bytes, an int or a text such as "1GiB", or a `Device`; default "512MiB".
         inputs: number of inputs that share one read of the weights, 1 or more; default 16.
         weights: None (default) or the path of a file or folder, as in `batch`.
         at_once: number of inputs at a time between fully connected layers, so that the weights of
@@ -160,8 +162,17 @@ def traffic(
     count = inputs if batch is None else batch
     _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once, batch=count)
     program, stored, _ = _capture_with_weights(model, args, kwargs, weights, inputs, table, keep=False)
-    plan = plan_batches(program, stored, parse_memory(memory), inputs, table, at_once)
+    plan = plan_batches(program, stored, _budget(memory), inputs, table, at_once)
     return plan.traffic(count)
+
+
+def _budget(memory: str | int | Device) -> int:
+    """The budget in bytes. Raises BadInput for a device whose weights are not read as they are."""
+    if not isinstance(memory, Device):
+        return parse_memory(memory)
+    if memory.weights != "dense":
+        raise BadInput(f'batches read weights as they are: expected Device(weights="dense"), got {memory.weights!r}')
+    return memory.bytes
 
 
 class Batched(nn.Module):
