@@ -18,11 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from demask.errors import BadInput
 from demask.exec.axes import empty, part
-from demask.traverse.storage import boxes, stored_ends
+from demask.traverse.storage import boxes
 from demask.traverse.storage import sources_and_sinks as ends
-from demask.traverse.storage.sources_and_sinks import spill, tensor_sink, tensor_source
+from demask.traverse.storage.sources_and_sinks import StoredSink, StoredSource, spill, tensor_sink, tensor_source
 from demask.traverse.storage.store import SliceStore, backing_file
-from demask.traverse.storage.stored_ends import StoredSink, StoredSource
 from stored_arrays import array_sink, array_source, full_order
 
 SRC = Path(ends.__file__).parents[3]
@@ -114,7 +113,6 @@ def test_what_is_read_by_parts_is_the_array(tmp_path, monkeypatch, data):
     """read(window) == array[window], from any order of the file, in any partition, of any dtype."""
     limit = data.draw(st.sampled_from([64, 200, 1 << 20]))
     monkeypatch.setattr(ends, "LIMIT", limit)
-    monkeypatch.setattr(stored_ends, "LIMIT", limit)
     shape, axes = data.draw(st.sampled_from(AXES))
     held = data.draw(st.sampled_from(sorted(NUMBERS)))
     array = drawn(shape, held)
@@ -143,7 +141,6 @@ def test_what_is_written_by_parts_is_the_array(tmp_path, monkeypatch, data):
     """The file's array equals the value, converted; in any partition, in any order."""
     limit = data.draw(st.sampled_from([64, 200, 1 << 20]))
     monkeypatch.setattr(ends, "LIMIT", limit)
-    monkeypatch.setattr(stored_ends, "LIMIT", limit)
     shape, axes = data.draw(st.sampled_from(AXES))
     values = data.draw(st.sampled_from(["float16", "float32", "float64", "int64", "uint8"]))
     array = drawn(shape, values)
@@ -251,7 +248,7 @@ def test_a_mapped_destination_holds_what_was_written(tmp_path):
     value = torch.from_numpy(drawn((1, 2, 300, 400)))
     out = np.lib.format.open_memmap(tmp_path / "y.npy", "w+", np.uint8, (1, 2, 300, 400))
     order = full_order(out.shape)
-    sink = StoredSink(SliceStore.of(out), order, (2, 3), None, torch.float32)
+    sink = StoredSink(SliceStore.of(out), order, (2, 3), torch.float32)
     sink.write(((0, 300), (0, 400)), value)
     del out, sink
     assert np.array_equal(np.load(tmp_path / "y.npy"), in_bytes(value.numpy()))
@@ -268,7 +265,7 @@ def test_chunks_stay_until_there_is_no_room() -> None:
     reads, chunks = [], [((k, k + 1), (0, 4)) for k in range(3)]
     read = lambda chunk: reads.append(chunk) or torch.zeros(1, 4)  # noqa: E731
     store = SimpleNamespace(dtype=torch.float32, read=read)
-    cache = stored_ends._ChunkCache(most=2 * 16)
+    cache = ends._ChunkCache(most=2 * 16)
     for k in (0, 1, 0, 1, 2, 1, 0):
         cache.read(store, chunks[k])
     assert reads == [chunks[k] for k in (0, 1, 2, 0)]

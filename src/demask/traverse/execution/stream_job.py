@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,9 @@ from demask.pages import Lines, Page, PageSource
 from demask.traverse.captured_size import captured, network_of
 from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
 from demask.traverse.execution.run import ImageRun, execute
-from demask.traverse.execution.tasks import RecordingStore, TaskMask, TaskRunner, is_intact
+from demask.traverse.execution.tasks import TaskMask, TaskRunner, is_intact
 from demask.traverse.normalization import IMAGE, Statistics, with_normalized_input, with_statistics
+from demask.traverse.storage.boxes import slices
 from demask.traverse.storage.dtype_conversion import check_conversion, name_of
 from demask.traverse.storage.open_ends import (
     FileTarget,
@@ -51,17 +52,8 @@ from demask.traverse.storage.open_ends import (
     scaled_metadata,
     target_of,
 )
-from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource
-from demask.traverse.storage.store import backing_file
-from demask.traverse.storage.stored_ends import (
-    ArgmaxSink,
-    FilledSource,
-    MaskSink,
-    NodataSink,
-    StoredSink,
-    StoredSource,
-    nodata_of,
-)
+from demask.traverse.storage.sources_and_sinks import ArgmaxSink, FilledSink, Sink, StoredSink, StoredSource
+from demask.traverse.storage.store import SliceStore, backing_file
 
 MOST = 64  # tasks of a segment
 AGAIN = 1.05  # largest factor of multiply-adds, by rows that are computed again
@@ -136,7 +128,7 @@ CLASSES = 256  # at most, to store their numbers as uint8
 
 
 def capture_flow(
-    model: Any, source: StoredSource | TensorSource, normalize: Any, statistics: Statistics, table: Table
+    model: Any, source: StoredSource, normalize: Any, statistics: Statistics, table: Table
 ) -> tuple[Flow, fx.Node]:
     """A network captured for one image of a source, and its input."""
     shape = source.shape
@@ -176,45 +168,7 @@ def batched(shape: tuple[int, ...], images: int) -> tuple[int, ...]:
     return (images, *shape[1:]) if shape else shape
 
 
-@dataclass(slots=True)
-class _PlannedStore:
-    """A file that does not exist yet, for what is computed from its sizes."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[int, ...] | None
-    name: str = "the result"
-    layout: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return tuple(range(len(self.shape)))
-
-
-def planned_sink(target: FileTarget, axes: Axes, values: torch.dtype) -> StoredSink:
-    """The sink of a file that is not created yet, of one image."""
-    info = target.info
-    store: Any = _PlannedStore(info.shape, info.dtype, info.chunks)
-    return StoredSink(store, target.images, axes, 0, values)
-
-
-def fillable_sink(
-    destination: Any, shape: tuple[int, ...], values: torch.dtype, output: str | None, layout: str | None
-) -> TensorSink | StoredSink:
-    """The array or tensor that a user gave for the result."""
-    sink = open_sink(destination, shape, values, layout)
-    stored = sink.tensor.dtype if isinstance(sink, TensorSink) else sink.dtype
-    if output not in (None, "argmax") and stored != getattr(torch, output):
-        raise BadInput(
-            f"the destination holds {name_of(stored)}, and output={output!r} was requested: leave `output` out"
-        )
-    if output != "argmax":
-        check_conversion(values, stored)
-    return sink
-
-
-def check_separate(source: Any, destination: Any, reader: Any, sink: Any) -> None:
+def check_separate(source: Any, destination: Any, reader: StoredSource, sink: StoredSink) -> None:
     """Raise BadInput where source and destination share memory or a mapped file. A path as
     destination is a new file, even where it replaces the source."""
     mapped_file, name = getattr(destination, "filename", None), getattr(source, "filename", source)
@@ -226,7 +180,7 @@ def check_separate(source: Any, destination: Any, reader: Any, sink: Any) -> Non
         raise BadInput(f"source and destination are both in {mapped_file}; write to another file")
     if source is destination:
         raise BadInput("source and destination are the same; give a separate destination")
-    if isinstance(reader, TensorSource) and isinstance(sink, TensorSink):
+    if reader.tensor is not None and sink.tensor is not None:
         (first, last), (start, end) = _address_range(reader.tensor), _address_range(sink.tensor)
         if first < end and start < last:
             raise BadInput("source and destination share memory; give a separate destination")
@@ -429,9 +383,9 @@ class Streaming:
     flow: Flow
     plan: TilePlan
     layout: MemoryLayout
-    source: Any
+    source: StoredSource
     target: FileTarget | None
-    sink: TensorSink | StoredSink | None
+    sink: StoredSink | None
     stored: torch.dtype
     shape: tuple[int, ...]
     options: StreamOptions
@@ -485,7 +439,7 @@ class Streaming:
                 if self._is_image_done(k, journal, store):
                     tell.image(self.layout.segments, _extents(self.window)[0])
                     continue
-                counted = Counted(self._with_adjustments(sink).image(k), self.window, tell)
+                counted = Counted(self._with_adjustments(sink, k), self.window, tell)
                 macs += self._run_image(k, counted, journal, store, tell, cluster)
                 counted.check()
                 self._add_image(k, journal, store)
@@ -494,13 +448,7 @@ class Streaming:
         return Streamed(self.shape, dtype, self.images, self.rows, seconds, peak, macs, resumed)
 
     def _run_image(
-        self,
-        k: int,
-        sink: Counted,
-        journal: Journal | None,
-        store: RecordingStore | None,
-        tell: RowProgress,
-        cluster: Any,
+        self, k: int, sink: Counted, journal: Journal | None, store: SliceStore | None, tell: RowProgress, cluster: Any
     ) -> int:
         """Run one image. Returns its multiply-adds."""
         flow, has_rows = self.flow, self.output in self.flow.axes
@@ -537,17 +485,17 @@ class Streaming:
             return None
         return (image, writers[0], 0, _extents(self.window)[0])
 
-    def _is_image_done(self, image: int, journal: Journal | None, store: RecordingStore | None) -> bool:
+    def _is_image_done(self, image: int, journal: Journal | None, store: SliceStore | None) -> bool:
         """Whether an earlier run wrote an image, and the file still has it."""
         key = self._image_key(image)
         if journal is None or store is None or key not in journal.done:
             return False
         return is_intact(store, journal.done[key])
 
-    def _add_image(self, image: int, journal: Journal | None, store: RecordingStore | None) -> None:
+    def _add_image(self, image: int, journal: Journal | None, store: SliceStore | None) -> None:
         key = self._image_key(image)
         if journal is not None and store is not None and key is not None:
-            journal.add(key, TaskRecord(0, store.take(), {}))
+            journal.add(key, TaskRecord(0, store.take_written(), {}))
 
     def written_window(self, placed: PlacedSegment, rows: tuple[int, int]) -> Window:
         """The positions of the output that a task writes."""
@@ -560,7 +508,7 @@ class Streaming:
         return f"map-{image}-{node.name}.bin"
 
     @contextmanager
-    def _opened(self, resume: bool) -> Iterator[tuple[Any, Journal | None, RecordingStore | None]]:
+    def _opened(self, resume: bool) -> Iterator[tuple[Any, Journal | None, SliceStore | None]]:
         """The sink, and for a file its journal and its store. The file gets its name at the end."""
         if self.target is None:
             yield self.sink, None, None
@@ -570,42 +518,39 @@ class Streaming:
             if not self.target.part.exists():
                 self.target.create()
             sink = self.target.open(self.axes, self._written_dtype())
-            store = RecordingStore(sink.store)
             try:
-                yield replace(sink, store=store), journal, store
+                yield sink, journal, sink.store
             finally:
-                store.close()
+                sink.store.close()
             self.target.finish()
             journal.delete()
         finally:
             journal.close()
 
-    def open_part(self) -> tuple[Any, RecordingStore]:
-        """The unfinished file, in another process: its sink and its store."""
+    def open_part(self, image: int) -> tuple[Sink, SliceStore]:
+        """The unfinished file, in another process: the sink of an image, and the store."""
         assert self.target is not None
         sink = self.target.open(self.axes, self._written_dtype())
-        store = RecordingStore(sink.store)
-        return self._with_adjustments(replace(sink, store=store)), store
+        return self._with_adjustments(sink, image), sink.store
 
     def _written_dtype(self) -> torch.dtype:
         value = fake(self.output).dtype
         return torch.int64 if self.options.output == "argmax" else value
 
-    def _with_adjustments(self, sink: Any) -> Any:
-        """The sink, after what changes values on the way to it."""
-        metadata = {} if self.target is None else self.target.info.metadata
-        value, missing = nodata_of(metadata), None
-        if isinstance(self.source, FilledSource):
-            missing = self.source.missing
-        if self.options.output == "argmax":
-            sink = ArgmaxSink(sink, self.axes)
+    def _with_adjustments(self, sink: StoredSink, image: int) -> Sink:
+        """The sink of an image, after what changes values on the way to it."""
+        adjusted: Sink = sink.image(image)
+        is_argmax, source = self.options.output == "argmax", self.source.image(image)
+        if is_argmax:
+            adjusted = ArgmaxSink(adjusted)
+        value = None if self.target is None else self.target.info.metadata.get("nodata")
         same_size = self.source.shape[-2:] == self.shape[-2:] and len(self.shape) == 4
-        is_raster = same_size and None not in self.axes and self.options.output != "argmax"
-        if missing is not None and value is not None and is_raster:
-            sink = NodataSink(sink, self.axes, self.source.source, missing, value)
+        if None not in (source.missing, value, *self.axes) and same_size and not is_argmax:
+            adjusted = FilledSink(adjusted, self.axes, source.lacks, float(value))
         if self.mask is not None:
-            sink = MaskSink(sink, self.axes, self.mask.wanted, self.mask.fill)
-        return sink
+            wanted = self.mask.wanted
+            adjusted = FilledSink(adjusted, self.axes, lambda window: ~wanted[slices(window)], self.mask.fill)
+        return adjusted
 
 
 def prepare_stream(
@@ -622,14 +567,12 @@ def prepare_stream(
         raise BadInput(f"expected output=None or one of {OUTPUTS}, got {options.output!r}")
     budget = parse_memory(options.memory)
     reader = open_source(source, options.layout, options.region)
-    missing = nodata_of(reader.store.metadata) if isinstance(reader, StoredSource) else None
-    images: Any = reader if missing is None else FilledSource(reader, missing)
     flow, node = capture_flow(model, reader, options.normalize, options.statistics, table)
-    images = images.placed(flow.axes[node])
+    images = reader.placed(flow.axes[node])
     target, sink = _result_end(flow, reader, source, destination, options)
     axes = flow.axes.get(flow.outputs[0], NONE)
     values = fake(flow.outputs[0]).dtype
-    end = planned_sink(target, axes, values) if target is not None else sink.image(0)
+    end = (sink if target is None else target.planned(axes, values)).image(0)
     folder = str(spill or folder_of(destination))
     if not os.path.isdir(folder):
         raise BadInput(f"spill: expected a folder that exists, got {folder}")
@@ -656,7 +599,7 @@ def prepare_stream(
 
 
 def _result_end(
-    flow: Flow, reader: Any, source: Any, destination: Any, options: StreamOptions
+    flow: Flow, reader: StoredSource, source: Any, destination: Any, options: StreamOptions
 ) -> tuple[FileTarget | None, Any]:
     """The file to write, or the array or tensor to fill."""
     output = flow.outputs[0]
@@ -670,7 +613,11 @@ def _result_end(
     if options.chunk is not None:
         raise BadInput("chunk: an array has chunks of its own; leave `chunk` out")
     values = torch.int64 if wanted == "argmax" else value.dtype
-    sink = fillable_sink(destination, shape, values, wanted, options.layout).placed(axes)
+    sink = open_sink(destination, shape, values, options.layout).placed(axes)
+    if wanted not in (None, "argmax") and sink.dtype != stored:
+        raise BadInput(
+            f"the destination holds {name_of(sink.dtype)}, and output={wanted!r} was requested: leave `output` out"
+        )
     check_separate(source, destination, reader, sink)
     return None, sink
 
