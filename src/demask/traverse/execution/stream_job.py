@@ -376,8 +376,8 @@ class RowProgress:
 class Streaming:
     """A network with its plan, ready to run.
 
-    source: of all images. target: the file to write; sink: the array or tensor, if it is no file.
-    stored: dtype of the result. identity: what must be equal to go on with an unfinished file.
+    source, sink: of all images. target: the file to write, if the sink is one. identity: what must be
+    equal to go on with an unfinished file.
     """
 
     flow: Flow
@@ -385,9 +385,7 @@ class Streaming:
     layout: MemoryLayout
     source: StoredSource
     target: FileTarget | None
-    sink: StoredSink | None
-    stored: torch.dtype
-    shape: tuple[int, ...]
+    sink: StoredSink
     options: StreamOptions
     mask: TaskMask | None
     folder: str
@@ -444,8 +442,8 @@ class Streaming:
                 counted.check()
                 self._add_image(k, journal, store)
         seconds = time.perf_counter() - begun
-        dtype, peak, resumed = name_of(self.stored), self.plan.peak, int(tell.resumed)
-        return Streamed(self.shape, dtype, self.images, self.rows, seconds, peak, macs, resumed)
+        dtype, peak, resumed = name_of(self.sink.dtype), self.plan.peak, int(tell.resumed)
+        return Streamed(self.sink.shape, dtype, self.images, self.rows, seconds, peak, macs, resumed)
 
     def _run_image(
         self, k: int, sink: Counted, journal: Journal | None, store: SliceStore | None, tell: RowProgress, cluster: Any
@@ -508,16 +506,16 @@ class Streaming:
         return f"map-{image}-{node.name}.bin"
 
     @contextmanager
-    def _opened(self, resume: bool) -> Iterator[tuple[Any, Journal | None, SliceStore | None]]:
+    def _opened(self, resume: bool) -> Iterator[tuple[StoredSink, Journal | None, SliceStore | None]]:
         """The sink, and for a file its journal and its store. The file gets its name at the end."""
         if self.target is None:
-            yield self.sink, None, None
+            yield self.sink.over(self.sink.store), None, None
             return
         journal = Journal.open(self.target.folder, self.identity, resume=resume)
         try:
             if not self.target.part.exists():
                 self.target.create()
-            sink = self.target.open(self.axes, self._written_dtype())
+            sink = self.target.open(self.sink)
             try:
                 yield sink, journal, sink.store
             finally:
@@ -530,12 +528,8 @@ class Streaming:
     def open_part(self, image: int) -> tuple[Sink, SliceStore]:
         """The unfinished file, in another process: the sink of an image, and the store."""
         assert self.target is not None
-        sink = self.target.open(self.axes, self._written_dtype())
+        sink = self.target.open(self.sink)
         return self._with_adjustments(sink, image), sink.store
-
-    def _written_dtype(self) -> torch.dtype:
-        value = fake(self.output).dtype
-        return torch.int64 if self.options.output == "argmax" else value
 
     def _with_adjustments(self, sink: StoredSink, image: int) -> Sink:
         """The sink of an image, after what changes values on the way to it."""
@@ -543,9 +537,9 @@ class Streaming:
         is_argmax, source = self.options.output == "argmax", self.source.image(image)
         if is_argmax:
             adjusted = ArgmaxSink(adjusted)
-        value = None if self.target is None else self.target.info.metadata.get("nodata")
-        same_size = self.source.shape[-2:] == self.shape[-2:] and len(self.shape) == 4
-        if None not in (source.missing, value, *self.axes) and same_size and not is_argmax:
+        value = sink.store.metadata.get("nodata")
+        is_raster = len(sink.shape) == 4 and None not in self.axes and source.shape[-2:] == sink.shape[-2:]
+        if value is not None and source.missing is not None and is_raster and not is_argmax:
             adjusted = FilledSink(adjusted, self.axes, source.lacks, float(value))
         if self.mask is not None:
             wanted = self.mask.wanted
@@ -570,20 +564,15 @@ def prepare_stream(
     flow, node = capture_flow(model, reader, options.normalize, options.statistics, table)
     images = reader.placed(flow.axes[node])
     target, sink = _result_end(flow, reader, source, destination, options)
-    axes = flow.axes.get(flow.outputs[0], NONE)
-    values = fake(flow.outputs[0]).dtype
-    end = (sink if target is None else target.planned(axes, values)).image(0)
     folder = str(spill or folder_of(destination))
     if not os.path.isdir(folder):
         raise BadInput(f"spill: expected a folder that exists, got {folder}")
     if options.shared and target is None:
         raise BadInput("client: the destination must be a file, which all workers can open")
-    flow, plan, layout = _plan_image(flow, budget, images.image(0), end, target, options.stripe)
+    flow, plan, layout = _plan_image(flow, budget, images.image(0), sink.image(0), target, options.stripe)
     if options.shared:
         check_shared(flow, layout)
-    shape = target.images.shape if target is not None else sink.shape
-    stored = target.info.dtype if target is not None else sink.dtype
-    mask = mask_of(options.mask, shape, axes)
+    mask = mask_of(options.mask, sink.shape, sink.axes)
     identity = (
         {}
         if target is None
@@ -595,24 +584,25 @@ def prepare_stream(
             ),
         }
     )
-    return Streaming(flow, plan, layout, images, target, sink, stored, shape, options, mask, folder, identity)
+    return Streaming(flow, plan, layout, images, target, sink, options, mask, folder, identity)
 
 
 def _result_end(
     flow: Flow, reader: StoredSource, source: Any, destination: Any, options: StreamOptions
-) -> tuple[FileTarget | None, Any]:
-    """The file to write, or the array or tensor to fill."""
+) -> tuple[FileTarget | None, StoredSink]:
+    """The sink of the result, and the file to write if it is one."""
     output = flow.outputs[0]
     value, axes, wanted = fake(output), flow.axes.get(output, NONE), options.output
+    values = torch.int64 if wanted == "argmax" else value.dtype
     shape, stored = result_of(batched(tuple(value.shape), reader.shape[0]), value.dtype, wanted)
     if isinstance(destination, str | os.PathLike):
         if wanted != "argmax":
             check_conversion(value.dtype, stored)
         metadata = scaled_metadata(reader, shape, stored, labels=wanted == "argmax")
-        return target_of(destination, shape, stored, metadata, options.chunk), None
+        target, images = target_of(destination, shape, stored, metadata, options.chunk)
+        return target, StoredSink(target.planned_store(), images, axes, values)
     if options.chunk is not None:
         raise BadInput("chunk: an array has chunks of its own; leave `chunk` out")
-    values = torch.int64 if wanted == "argmax" else value.dtype
     sink = open_sink(destination, shape, values, options.layout).placed(axes)
     if wanted not in (None, "argmax") and sink.dtype != stored:
         raise BadInput(
@@ -623,32 +613,30 @@ def _result_end(
 
 
 def _plan_image(
-    flow: Flow, budget: int, source: Any, sink: Any, target: FileTarget | None, stripe: int | None
+    flow: Flow, budget: int, source: StoredSource, sink: StoredSink, target: FileTarget | None, stripe: int | None
 ) -> tuple[Flow, TilePlan, MemoryLayout]:
     """The flow with its kernels, which are compiled, and the plan of one image; for a file, cut
     into tasks."""
 
     def cut(flow: Flow) -> Callable[[MemoryLayout], MemoryLayout]:
-        return partial(cut_into_tasks, flow, rows=target.rows if target else 0, stripe=stripe)
+        return partial(cut_into_tasks, flow, rows=sink.chunk_rows, stripe=stripe)
 
+    parts = replace(sink, values=fake(flow.outputs[0]).dtype)  # of the network: before classes are chosen
     flow, plan, layout = plan_flow(
-        flow, budget, reserved=_buffer_bytes(source, sink), compiles=True, cut=None if target is None else cut
+        flow, budget, reserved=_buffer_bytes(source, parts), compiles=True, cut=None if target is None else cut
     )
     layout.compile_kernels()
     return flow, plan, layout
 
 
-def _buffer_bytes(source: Any, sink: Any) -> int:
+def _buffer_bytes(source: StoredSource, sink: StoredSink) -> int:
     """Bytes of the budget for buffers: those of chunks live at the same time, others one after
     another; they are largest for a full value."""
-    sizes = [end.workspace(_full_window(end)) for end in (source, sink)]
-    has_chunks = any(getattr(getattr(end, "store", None), "chunks", None) for end in (source, sink))
-    return sum(sizes) if has_chunks else max(sizes)
-
-
-def _full_window(end: Any) -> Window:
-    rows, columns = ((0, 1 if axis is None else end.shape[axis]) for axis in end.axes)
-    return rows, columns
+    sizes = []
+    for end in (source, sink):
+        rows, columns = ((0, 1 if axis is None else end.shape[axis]) for axis in end.axes)
+        sizes.append(end.workspace((rows, columns)))
+    return max(sizes) if source.store.chunks is None and sink.store.chunks is None else sum(sizes)
 
 
 def _extents(window: Window) -> tuple[int, int]:

@@ -135,8 +135,13 @@ class DenseFile:
     def reserve(self, folder: Path) -> None:
         """Reserve its bytes on the disk, so that it is not full after hours of work."""
         try:
-            if not _allocate(self.file.number, self.end):
-                os.ftruncate(self.file.number, self.end)
+            if self.end and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.file.number, 0, self.end)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise BadInput(self._error_text(folder, error)) from error
+        try:
+            os.ftruncate(self.file.number, self.end)
         except OSError as error:
             raise BadInput(self._error_text(folder, error)) from error
 
@@ -147,19 +152,6 @@ class DenseFile:
                 f"({error.strerror}): free some, or name a folder on another disk"
             )
         return f"{self.file.name}: {error.strerror or error}"
-
-
-def _allocate(number: int, size: int) -> bool:
-    """Whether the file system reserved the bytes."""
-    if size == 0 or not hasattr(os, "posix_fallocate"):
-        return False
-    try:
-        os.posix_fallocate(number, 0, size)
-    except OSError as error:
-        if error.errno in UNSUPPORTED:
-            return False
-        raise
-    return True
 
 
 def open_store(path: Path) -> SliceStore:

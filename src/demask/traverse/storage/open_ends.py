@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 
 from demask.errors import BadInput
-from demask.exec.axes import NONE, Axes
+from demask.exec.axes import NONE
 from demask.files.atomic_write import check_writable
 from demask.traverse.storage.axis_order import KINDS, AxisOrder, usual_letters, usual_order
 from demask.traverse.storage.dtype_conversion import name_of
 from demask.traverse.storage.sources_and_sinks import StoredSink, StoredSource, writable_store
-from demask.traverse.storage.store import ArrayInfo, Format, SliceStore, format_of, replace_path
+from demask.traverse.storage.store import EDGE, ArrayInfo, Format, SliceStore, format_of, replace_path
 
 End = Any  # a path, an array, a tensor, or an object that can be sliced
 Region = tuple[int, int, int, int]  # first row, first column, rows, columns
@@ -62,12 +63,11 @@ def _read_order(shape: tuple[int, ...], layout: str | None, name: str, region: R
 
 @dataclass(frozen=True, slots=True)
 class FileTarget:
-    """A file to write: its format, final path, array and the order of its axes."""
+    """A file to write: its format, final path and array."""
 
     format: Format
     final: Path
     info: ArrayInfo
-    images: AxisOrder
 
     @property
     def folder(self) -> Path:
@@ -79,26 +79,24 @@ class FileTarget:
         """The unfinished file."""
         return self.folder / self.final.name
 
-    @property
-    def rows(self) -> int:
-        """Rows that are written together."""
-        axis = self.images.axes[-2] if len(self.images.letters) > 3 else None
-        return 1 if axis is None or self.info.chunks is None else self.info.chunks[axis]
-
-    def planned(self, axes: Axes, values: torch.dtype) -> StoredSink:
-        """The sink of the file, which is not created yet, for what is computed from its sizes."""
+    def planned_store(self) -> SliceStore:
+        """The store of the file, which is not created yet, for what is computed from its sizes."""
         shape, dims = self.info.shape, tuple(range(len(self.info.shape)))
-        store = SliceStore(None, "the result", shape, self.info.dtype, self.info.chunks, dims)
-        return StoredSink(store, self.images, axes, values)
+        return SliceStore(None, "the result", shape, self.info.dtype, self.info.chunks, dims)
 
     def create(self) -> None:
-        """Create the unfinished file."""
-        self.format.load().create(self.part, self.info)
+        """Create the unfinished file, or nothing: it gets its name when it is complete but for values."""
+        new = self.folder / "new" / self.final.name
+        shutil.rmtree(new.parent, ignore_errors=True)
+        new.parent.mkdir()
+        self.format.load().create(new, self.info)
+        os.replace(new, self.part)
+        new.parent.rmdir()
 
-    def open(self, axes: Axes, values: torch.dtype) -> StoredSink:
+    def open(self, planned: StoredSink) -> StoredSink:
         """The unfinished file as a sink that notes what is written. Any process may open it."""
-        store: SliceStore = replace(self.format.load().open_again(self.part, self.info), written=[])
-        return StoredSink(store, self.images, axes, values)
+        store: SliceStore = self.format.load().open_again(self.part, self.info)
+        return planned.over(replace(store, metadata=self.info.metadata, written=[]))
 
     def finish(self) -> None:
         """Give the complete file its name, replacing what has it."""
@@ -124,31 +122,30 @@ def check_target(destination: End, metadata: Mapping[str, Any] | None = None) ->
 
 def target_of(
     destination: End, shape: tuple[int, ...], stored: torch.dtype, metadata: Mapping[str, Any], chunk: int | None = None
-) -> FileTarget:
-    """The file for a result of this shape (N, C, ...) and dtype. chunk: rows and columns of its
-    chunks; None: the format's. Raises BadInput where the format cannot hold it."""
+) -> tuple[FileTarget, AxisOrder]:
+    """The file for a result of this shape (N, C, ...) and dtype, and the order of its axes. chunk: rows
+    and columns of its chunks; None: the format's. Raises BadInput where the format cannot hold it."""
     format_, final = check_target(destination, metadata)
-    module = format_.load()
     if format_.name != "NumPy" and len(shape) not in KINDS:
         raise BadInput(f"{destination}: the result has the shape {shape}, which is no image; write a .npy file")
     kind = usual_letters(len(shape))
-    letters = module.letters(kind, shape, stored)
+    letters: str = format_.load().letters(kind, shape, stored)
     sizes = dict(zip(kind, shape, strict=True))
-    array_shape = tuple(sizes[letter] for letter in letters)
-    chunks = format_.chunks(array_shape, letters)
-    if chunk is not None:
-        if not format_.marks or chunk < 1:
-            raise BadInput(
-                f"chunk={chunk}: expected at least 1, for .zarr; {format_.name} files "
-                "have no chunks, or tiles of 512 x 512"
-            )
-        chunks = tuple(
-            min(n, chunk) if letter in "HW" else c for n, c, letter in zip(array_shape, chunks, letters, strict=True)
+    if not set(letters) <= set(kind):
+        raise BadInput(
+            f"{destination}: {format_.name} files have rows and columns, the result has the shape {shape}; "
+            "write a .zarr or .npy file"
         )
+    if chunk is not None and (not format_.marks or chunk < 1):
+        raise BadInput(
+            f"chunk={chunk}: expected at least 1, for .zarr; {format_.name} files have no chunks, or tiles of 512 x 512"
+        )
+    array_shape = tuple(sizes[letter] for letter in letters)
+    chunks = format_.chunks(array_shape, letters, EDGE if chunk is None else chunk)
     info = ArrayInfo(array_shape, stored, letters, chunks, metadata)
     axes = tuple(letters.index(k) if k in letters else None for k in kind)
     images = AxisOrder(kind, axes, shape, len(letters), (0,) * len(kind))
-    return FileTarget(format_, final, info, images)
+    return FileTarget(format_, final, info), images
 
 
 def open_sink(destination: End, shape: tuple[int, ...], values: torch.dtype, layout: str | None = None) -> StoredSink:

@@ -203,6 +203,16 @@ class StoredSink(_StoredEnd):
     values: torch.dtype
     open_chunks: _OpenChunks = field(default_factory=_OpenChunks)
 
+    def over(self, store: SliceStore) -> Self:
+        """The sink of the same images in another store, with no open chunks."""
+        return replace(self, store=store, open_chunks=_OpenChunks())
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that are written together."""
+        axis = self.images.axes[-2] if len(self.images.letters) > 3 else None
+        return 1 if axis is None or self.store.chunks is None else self.store.chunks[axis]
+
     def write(self, window: Window, part: Tensor) -> None:
         """Write the positions of a window, each position once."""
         wanted, values = self._in_array(window), self.images.view_array(part)

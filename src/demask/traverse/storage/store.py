@@ -83,12 +83,12 @@ class Format:
                 f"{self.name} files need {error.name}, which is not installed: {install_command('stream')}"
             ) from error
 
-    def chunks(self, shape: tuple[int, ...], letters: str) -> tuple[int, ...] | None:
-        """Chunks for a new array: all channels, EDGE rows and columns, one image."""
+    def chunks(self, shape: tuple[int, ...], letters: str, edge: int) -> tuple[int, ...] | None:
+        """Chunks for a new array: all channels, `edge` rows and columns, one image."""
         if self.package is None:
             return None
         return tuple(
-            (min(size, EDGE) if self.marks else EDGE) if letter in "HWL" else size if letter == "C" else 1
+            (min(size, edge) if self.marks else edge) if letter in "HWL" else size if letter == "C" else 1
             for size, letter in zip(shape, letters, strict=True)
         )
 
