@@ -255,5 +255,7 @@ def test_damaged_chunks_and_formats_are_errors_by_name(image):
     Path("bad.tif").write_bytes(struct.pack("<2sHI", b"II", 42, 10**6))
     with pytest.raises(BadInput, match=r"bad\.tif"):
         prepare(net(), "bad.tif", "y.npy", memory=MEMORY)
+    with pytest.raises(BadInput, match="files have rows and columns, the result has the shape"):
+        prepare(nn.Conv1d(3, 4, 5), torch.zeros(1, 3, 50), "y.tif", memory=MEMORY)
     with pytest.raises(BadInput, match="are only read"):
         prepare(net(), "image.npy", "y.svs", memory=MEMORY)

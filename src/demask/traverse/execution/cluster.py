@@ -166,14 +166,8 @@ def _run_task(job: Streaming, arena: Any, folder: str, image: int, segment: int,
     stored = {name for p in job.layout.segments for name in p.segment.spills}
     for value in {*placed.stage.enters, *placed.stage.targets}:
         if value.name in stored:
-            fake = value.meta["val"]
-            file = spill(
-                tuple(fake.shape),
-                fake.dtype,
-                job.flow.axes[value],
-                str(job.target.folder),
-                job.spill_name(image, value),
-            )
+            fake, name = value.meta["val"], job.spill_name(image, value)
+            file = spill(fake.shape, fake.dtype, job.flow.axes[value], job.target.folder, name)
             (ends.sinks if value in placed.stage.targets else ends.sources)[value] = file
     if job.output not in placed.stage.targets:
         ends.sinks.pop(job.output)

@@ -402,21 +402,9 @@ class Streaming:
         return self.flow.outputs[0]
 
     @property
-    def axes(self) -> Axes:
-        """The axes of rows and columns of the output."""
-        return self.flow.axes.get(self.output, NONE)
-
-    @property
-    def window(self) -> Window:
-        """The window of one image of the result."""
-        value = fake(self.output)
-        rows, columns = ((0, 1 if axis is None else value.shape[axis]) for axis in self.axes)
-        return rows, columns
-
-    @property
     def rows(self) -> int:
         """The number of rows to write, of all images."""
-        return self.images * _extents(self.window)[0]
+        return self.images * _extents(self.sink.window)[0]
 
     @property
     def steps(self) -> int:
@@ -435,9 +423,9 @@ class Streaming:
         with self._opened(resume) as (sink, journal, store), torch.no_grad():
             for k in range(self.images):
                 if self._is_image_done(k, journal, store):
-                    tell.image(self.layout.segments, _extents(self.window)[0])
+                    tell.image(self.layout.segments, _extents(self.sink.window)[0])
                     continue
-                counted = Counted(self._with_adjustments(sink, k), self.window, tell)
+                counted = Counted(self._with_adjustments(sink, k), self.sink.window, tell)
                 macs += self._run_image(k, counted, journal, store, tell, cluster)
                 counted.check()
                 self._add_image(k, journal, store)
@@ -472,7 +460,7 @@ class Streaming:
             spill_name=names,
         )
         if not has_rows:
-            sink.write(self.window, values[self.output])
+            sink.write(self.sink.window, values[self.output])
         return counter.macs
 
     def _image_key(self, image: int) -> TaskKey | None:
@@ -481,7 +469,7 @@ class Streaming:
         writers = [k for k, placed in enumerate(self.layout.segments) if self.output in placed.stage.targets]
         if not writers or self.layout.segments[writers[0]].segment.stripe:
             return None
-        return (image, writers[0], 0, _extents(self.window)[0])
+        return (image, writers[0], 0, _extents(self.sink.window)[0])
 
     def _is_image_done(self, image: int, journal: Journal | None, store: SliceStore | None) -> bool:
         """Whether an earlier run wrote an image, and the file still has it."""
@@ -499,7 +487,7 @@ class Streaming:
         """The positions of the output that a task writes."""
         heights = target_rows(placed.stage)
         factor = max(heights.values()) // heights[self.output]
-        return (rows[0] // factor, rows[1] // factor), self.window[1]
+        return (rows[0] // factor, rows[1] // factor), self.sink.window[1]
 
     def spill_name(self, image: int, node: fx.Node) -> str:
         """The name of the file of a map."""
@@ -538,12 +526,12 @@ class Streaming:
         if is_argmax:
             adjusted = ArgmaxSink(adjusted)
         value = sink.store.metadata.get("nodata")
-        is_raster = len(sink.shape) == 4 and None not in self.axes and source.shape[-2:] == sink.shape[-2:]
+        is_raster = len(sink.shape) == 4 and None not in self.sink.axes and source.shape[-2:] == sink.shape[-2:]
         if value is not None and source.missing is not None and is_raster and not is_argmax:
-            adjusted = FilledSink(adjusted, self.axes, source.lacks, float(value))
+            adjusted = FilledSink(adjusted, self.sink.axes, source.lacks, float(value))
         if self.mask is not None:
             wanted = self.mask.wanted
-            adjusted = FilledSink(adjusted, self.axes, lambda window: ~wanted[slices(window)], self.mask.fill)
+            adjusted = FilledSink(adjusted, self.sink.axes, lambda window: ~wanted[slices(window)], self.mask.fill)
         return adjusted
 
 
@@ -632,10 +620,7 @@ def _plan_image(
 def _buffer_bytes(source: StoredSource, sink: StoredSink) -> int:
     """Bytes of the budget for buffers: those of chunks live at the same time, others one after
     another; they are largest for a full value."""
-    sizes = []
-    for end in (source, sink):
-        rows, columns = ((0, 1 if axis is None else end.shape[axis]) for axis in end.axes)
-        sizes.append(end.workspace((rows, columns)))
+    sizes = [end.workspace(end.window) for end in (source, sink)]
     return max(sizes) if source.store.chunks is None and sink.store.chunks is None else sum(sizes)
 
 

@@ -167,16 +167,11 @@ def open_store(path: Path) -> SliceStore:
     return SliceStore.of(dense, str(path))
 
 
-def letters(images: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """The axes of the file: all axes of the images."""
-    return images
-
-
 def create(path: Path, info: ArrayInfo) -> None:
     """Create the file at its full size. Raises BadInput where the disk has no room, or NumPy has no
     such dtype."""
     header = _header(info, path)
-    dense = _new_dense(path, info, header, os.O_CREAT | os.O_EXCL)
+    dense = _open_dense(path, info, len(header), os.O_CREAT | os.O_EXCL)
     dense.reserve(path.parent)
     os.pwrite(dense.file.number, header, 0)
     dense.file.close()
@@ -184,11 +179,11 @@ def create(path: Path, info: ArrayInfo) -> None:
 
 def open_again(path: Path, info: ArrayInfo) -> SliceStore:
     """The file, open for writing."""
-    return SliceStore.of(_new_dense(path, info, _header(info, path)), str(path))
+    return SliceStore.of(_open_dense(path, info, len(_header(info, path))), str(path))
 
 
-def _new_dense(path: Path, info: ArrayInfo, header: bytes, flags: int = 0) -> DenseFile:
-    return DenseFile(Descriptor.open(path, flags), len(header), info.shape, tuple(range(len(info.shape))), info.dtype)
+def _open_dense(path: Path, info: ArrayInfo, offset: int, flags: int = 0) -> DenseFile:
+    return DenseFile(Descriptor.open(path, flags), offset, info.shape, tuple(range(len(info.shape))), info.dtype)
 
 
 def _header(info: ArrayInfo, path: Path) -> bytes:

@@ -129,7 +129,7 @@ def target_of(
     if format_.name != "NumPy" and len(shape) not in KINDS:
         raise BadInput(f"{destination}: the result has the shape {shape}, which is no image; write a .npy file")
     kind = usual_letters(len(shape))
-    letters: str = format_.load().letters(kind, shape, stored)
+    letters: str = getattr(format_.load(), "letters", lambda images, *_: images)(kind, shape, stored)
     sizes = dict(zip(kind, shape, strict=True))
     if not set(letters) <= set(kind):
         raise BadInput(
@@ -215,5 +215,6 @@ def identity_of(source: End, reader: StoredSource) -> str:
         for file in files or [Path(path)]:
             status = file.stat()
             parts.append(f"{file}:{status.st_size}:{status.st_mtime_ns}")
-    parts.append(f"{reader.images.text} {reader.images.origin}")
+    if reader.tensor is None:
+        parts.append(f"{reader.images.text} {reader.images.origin}")
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

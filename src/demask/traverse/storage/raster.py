@@ -85,25 +85,11 @@ def letters(images: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 def create(path: Path, info: ArrayInfo) -> None:
     """Create a tiled GeoTIFF, which grows as tiles are written."""
-    bands, height, width = info.shape
-    georeference = {k: info.metadata[k] for k in ("crs", "transform", "nodata") if info.metadata.get(k) is not None}
+    options = {k: info.metadata[k] for k in ("crs", "transform", "nodata") if info.metadata.get(k) is not None}
+    options |= dict(zip(("count", "height", "width"), info.shape, strict=True), dtype=name_of(info.dtype))
+    options |= {"tiled": True, "blockxsize": EDGE, "blockysize": EDGE, "BIGTIFF": "YES", "SPARSE_OK": "TRUE"}
     try:
-        with rasterio.open(
-            path,
-            "w",
-            driver="GTiff",
-            count=bands,
-            height=height,
-            width=width,
-            dtype=name_of(info.dtype),
-            tiled=True,
-            blockxsize=EDGE,
-            blockysize=EDGE,
-            BIGTIFF="YES",
-            SPARSE_OK="TRUE",
-            **georeference,
-        ):
-            pass
+        rasterio.open(path, "w", driver="GTiff", **options).close()
     except (RasterioError, ValueError) as error:
         raise BadInput(f"{path}: {first_line(error)}") from error
 

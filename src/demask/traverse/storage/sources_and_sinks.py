@@ -79,14 +79,6 @@ class _ChunkCache:
             return self.chunks[chunk]
 
 
-@dataclass(slots=True)
-class _OpenChunks:
-    """Chunks of which some positions are still missing, with the number of those that are there."""
-
-    chunks: dict[Box, tuple[Tensor, int]] = field(default_factory=dict)
-    lock: Lock = field(default_factory=Lock)
-
-
 @dataclass(frozen=True, slots=True)
 class _StoredEnd:
     """Base class. images: the order of the store's axes. axes: of the value."""
@@ -99,6 +91,12 @@ class _StoredEnd:
     def shape(self) -> tuple[int, ...]:
         """The shape of the image, or of all images."""
         return self.images.shape
+
+    @property
+    def window(self) -> Window:
+        """The window of all rows and columns."""
+        rows, columns = ((0, 1 if axis is None else self.shape[axis]) for axis in self.axes)
+        return rows, columns
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,25 +121,35 @@ class _StoredEnd:
     def _in_array(self, window: Window) -> Box:
         return self.images.in_array(box_of(self.shape, self.axes, window))
 
-    def _cut_into_pieces(self, window: Window, each: int) -> Iterator[Box]:
-        """A window in boxes of LIMIT bytes at most, `each` bytes per element; 0 for one box."""
-        box = self._in_array(window)
+    @property
+    def _scratch_bytes(self) -> int:
+        """Bytes that the conversion of an element needs."""
+        return 0
+
+    @property
+    def _element_bytes(self) -> int:
+        """Bytes that an element of a piece needs; 0 for arrays in memory that are not converted."""
+        return self._scratch_bytes + (self.dtype.itemsize if self.store.tensor is None else 0)
+
+    def _cut_into_pieces(self, window: Window) -> Iterator[Box]:
+        """A window in boxes that need LIMIT bytes at most."""
+        box, each = self._in_array(window), self._element_bytes
         dims = [axis for k in order(len(self.shape), self.axes) if (axis := self.images.axes[k]) is not None]
         if self.store.tensor is None:  # after the part's rows, in the order of the store
             dims = [*dims[:1], *(axis for axis in self.store.order if axis not in dims[:1])]
         return pieces(box, tuple(dims), max(LIMIT // each, 1) if each else elements(box))
 
-    def _piece_bytes(self, window: Window, each: int) -> int:
-        return each * elements(next(self._cut_into_pieces(window, each), ((0, 0),)))
+    def _piece_bytes(self, window: Window) -> int:
+        return self._element_bytes * elements(next(self._cut_into_pieces(window), ((0, 0),)))
 
-    def _chunk_rows_bytes(self, each: int) -> int:
+    def _chunk_rows_bytes(self) -> int:
         """Bytes of two rows of chunks: of those that a band begins and ends in."""
         assert self.store.chunks is not None
         sizes = list(self.store.chunks)
         axis = self.images.axes[-1] if len(self.images.letters) > 3 else None
         if axis is not None:  # the full width
             sizes[axis] = -(-self.store.shape[axis] // sizes[axis]) * sizes[axis]
-        return 2 * each * math.prod(sizes)
+        return 2 * self.dtype.itemsize * math.prod(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +164,7 @@ class StoredSource(_StoredEnd):
     def of(cls, store: SliceStore, images: AxisOrder, axes: Axes) -> Self:
         """The source of a store."""
         source = cls(store, images, axes)
-        if store.chunks is None:
-            return source
-        return replace(source, cache=_ChunkCache(source._chunk_rows_bytes(store.dtype.itemsize)))
+        return source if store.chunks is None else replace(source, cache=_ChunkCache(source._chunk_rows_bytes()))
 
     def read(self, window: Window, into: Tensor) -> None:
         """Fill a part with the positions of a window."""
@@ -178,7 +184,7 @@ class StoredSource(_StoredEnd):
 
     def _read_boxes(self, window: Window, wanted: Box) -> Iterator[tuple[Box, Tensor]]:
         if self.cache is None:
-            for box in self._cut_into_pieces(window, self._element_bytes):
+            for box in self._cut_into_pieces(window):
                 yield box, self.store.read(box)
             return
         assert self.store.chunks is not None
@@ -188,24 +194,22 @@ class StoredSource(_StoredEnd):
 
     def workspace(self, window: Window) -> int:
         """Bytes of the cache, or of the largest piece."""
-        return self._piece_bytes(window, self._element_bytes) if self.cache is None else self.cache.most
-
-    @property
-    def _element_bytes(self) -> int:
-        return 0 if self.store.tensor is not None else self.dtype.itemsize
+        return self._piece_bytes(window) if self.cache is None else self.cache.most
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSink(_StoredEnd):
     """Images to write, in the store's dtype; floating-point parts are converted to 8 or 16 bits as
-    images. values: dtype of the parts."""
+    images. values: dtype of the parts. open_chunks: those of which some positions are still missing,
+    with the number of positions that are there."""
 
     values: torch.dtype
-    open_chunks: _OpenChunks = field(default_factory=_OpenChunks)
+    open_chunks: dict[Box, tuple[Tensor, int]] = field(default_factory=dict)
+    lock: Lock = field(default_factory=Lock)
 
     def over(self, store: SliceStore) -> Self:
         """The sink of the same images in another store, with no open chunks."""
-        return replace(self, store=store, open_chunks=_OpenChunks())
+        return replace(self, store=store, open_chunks={})
 
     @property
     def chunk_rows(self) -> int:
@@ -224,7 +228,7 @@ class StoredSink(_StoredEnd):
         count = self.workspace(window) // max(self._element_bytes, 1)
         tensor, scratch = self.store.tensor, self._conversion_scratch(count)
         buffer = torch.empty(count if tensor is None else 0, dtype=self.dtype)
-        for box in self._cut_into_pieces(window, self._element_bytes):
+        for box in self._cut_into_pieces(window):
             stored = buffer[: elements(box)].view(extents(box)) if tensor is None else view(tensor, box)
             convert(view(values, relative(box, wanted)), stored, scratch)
             if tensor is None:
@@ -233,20 +237,19 @@ class StoredSink(_StoredEnd):
     def workspace(self, window: Window) -> int:
         """Bytes of open chunks, or of the largest piece."""
         if self.store.chunks is None:
-            return self._piece_bytes(window, self._element_bytes)
-        scratch = scratch_size(self.values, self.dtype) * math.prod(self.store.chunks)
-        return self._chunk_rows_bytes(self.dtype.itemsize) + scratch
+            return self._piece_bytes(window)
+        return self._chunk_rows_bytes() + self._scratch_bytes * math.prod(self.store.chunks)
 
     def _add_to_chunk(self, chunk: Box, both: Box, values: Tensor) -> None:
         """Add positions to a chunk, and write it if none is missing."""
         region = intersect(chunk, self.images.box)
-        with self.open_chunks.lock:
-            stored, done = self.open_chunks.chunks.pop(chunk, (None, 0))
+        with self.lock:
+            stored, done = self.open_chunks.pop(chunk, (None, 0))
             stored = torch.zeros(extents(chunk), dtype=self.dtype) if stored is None else stored
             convert(values, view(stored, relative(both, chunk)), self._conversion_scratch(values.numel()))
             done += elements(both)
             if done < elements(region):
-                self.open_chunks.chunks[chunk] = stored, done
+                self.open_chunks[chunk] = stored, done
                 return
         self.store.write(region, view(stored, relative(region, chunk)))
 
@@ -256,9 +259,8 @@ class StoredSink(_StoredEnd):
         return torch.empty(size, dtype=work_dtype(self.values))
 
     @property
-    def _element_bytes(self) -> int:
-        own = self.dtype.itemsize if self.store.tensor is None else 0
-        return own + scratch_size(self.values, self.dtype)
+    def _scratch_bytes(self) -> int:
+        return scratch_size(self.values, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

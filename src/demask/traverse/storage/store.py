@@ -59,10 +59,10 @@ class ArrayInfo:
 @dataclass(frozen=True, slots=True)
 class Format:
     """One format. module: has `open_store(path) -> SliceStore` and, where it is written,
-    `letters(images, shape, dtype) -> str`, the axes in the order of the format; `create(path, info)`,
-    which creates an array without values at a path that does not exist; `open_again(path, info) ->
-    SliceStore`, by which any process may write to it; and optionally `finish(part, final, info)`, which
-    gives a complete array its name. package: that the module needs. marks: names of files of which a
+    `create(path, info)`, which creates an array without values at a path that does not exist;
+    `open_again(path, info) -> SliceStore`, by which any process may write to it; and optionally
+    `letters(images, shape, dtype) -> str`, the axes in the order of the format, and `finish(part, final,
+    info)`, which gives a complete array its name. package: that the module needs. marks: names of files of which a
     folder of this format has one; () where it is a single file, whose chunks are full tiles."""
 
     name: str

@@ -105,7 +105,7 @@ def open_again(path: Path, info: ArrayInfo) -> SliceStore:
     try:
         tiles: Any = tifffile.imread(path, mode="r+", aszarr=True)
         # Chunks of zeros are written, too: tiles cannot be deleted, and may have other values.
-        array = zarr.open_array(tiles, mode="r+", config={"write_empty_chunks": True})
+        array: Any = zarr.open(tiles, mode="r+", config={"write_empty_chunks": True})
     except Exception as error:  # of many types, by what is damaged
         raise BadInput(f"{path}: cannot be written: {first_line(error)}") from error
     return replace(SliceStore.of(array, str(path)), chunks=info.chunks, close=tiles.close)

@@ -52,19 +52,16 @@ def _largest_level(group: zarr.Group, scales: dict[str, Any], name: str) -> Slic
     dataset = scales["datasets"][0]
     try:
         array: Any = group[dataset["path"]]
-        axes = [axis["name"] if isinstance(axis, dict) else axis for axis in scales["axes"]]
-        letters = "".join(axes).upper()
+        axes = [axis if isinstance(axis, dict) else {"name": axis} for axis in scales["axes"]]
+        letters = "".join(axis["name"] for axis in axes).upper()
     except (KeyError, TypeError) as error:
         raise BadInput(f"{name}: its OME-NGFF metadata lacks {error}") from error
-    units = [axis.get("unit") if isinstance(axis, dict) else None for axis in scales["axes"]]
-    sizes = next(
-        (t["scale"] for t in dataset.get("coordinateTransformations", ()) if t.get("type") == "scale"),
-        [1.0] * len(letters),
-    )
+    transforms = dataset.get("coordinateTransformations", ())
+    sizes = next((t["scale"] for t in transforms if t.get("type") == "scale"), [1.0] * len(letters))
     to_ours = {other.upper(): ours for ours, (other, _) in TYPES.items() if ours != "L"}
     scale = {
-        to_ours[letter]: (float(size), unit)
-        for letter, size, unit in zip(letters, sizes, units, strict=True)
+        to_ours[letter]: (float(size), axis.get("unit"))
+        for letter, size, axis in zip(letters, sizes, axes, strict=True)
         if letter in to_ours
     }
     return SliceStore.of(array, name, layout=letters, metadata={"scale": scale})
