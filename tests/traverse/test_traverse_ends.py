@@ -243,6 +243,8 @@ def test_only_pages_that_are_in_a_file_are_released(tmp_path):
         array = np.load(tmp_path / "x.npy", mmap_mode=mode)
         mappings = [backing_file(a) for a in (array, array[:, :1], np.asarray(array))]
         assert [m is not None for m in mappings] == [shared] * 3
+        values = SliceStore.of(array).read(tuple((0, n) for n in array.shape)).numpy()
+        assert np.array_equal(values, array) and np.shares_memory(values, array) != shared
     assert backing_file(plain) is None
 
 
@@ -311,10 +313,10 @@ def test_chunks_are_read_and_written_once_in_the_memory_that_is_counted(chunks) 
 def test_buffers_of_chunks_are_in_the_plan_together() -> None:
     """The chunks of source and destination are in memory at the same time."""
     torch.manual_seed(0)
-    net, x = torch.nn.Conv2d(3, 3, 1).eval(), drawn((1, 3, 256, 1024))
-    out = Chunked(np.zeros_like(x), (1, 3, 128, 256))
-    job = prepare(net, Chunked(x, (1, 3, 256, 256)), out, memory="60MiB")
-    assert job.plan.peak > 2 * 4 * 3 * 1024 * (128 + 256)
+    net, x = torch.nn.Conv2d(3, 3, 1).eval(), drawn((1, 3, 256, 4096))
+    out = Chunked(np.zeros_like(x), (1, 3, 256, 512))
+    job = prepare(net, Chunked(x, (1, 3, 256, 512)), out, memory="100MiB")
+    assert job.plan.peak > 2 * (2 * 4 * 3 * 256 * 4096)
     job.run()
     torch.testing.assert_close(torch.from_numpy(out.array), net(torch.from_numpy(x)).detach())
 
@@ -325,14 +327,14 @@ def test_a_job_that_stopped_may_run_again() -> None:
     class Stop(Exception):
         pass
 
-    def stop(*_, **__):
-        raise Stop
+    def stop(words, done):
+        if words.startswith("383"):
+            raise Stop
 
     torch.manual_seed(0)
     net, x = torch.nn.Conv2d(3, 3, 3, padding=1).eval(), drawn((1, 3, 512, 512))
     out = Chunked(np.zeros_like(x), (1, 3, 512, 512))
     job = prepare(net, x, out, memory="32MiB")
-    assert job.steps > 1
     with pytest.raises(Stop):
         job.run(stop)
     job.run()

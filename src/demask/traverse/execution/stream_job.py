@@ -420,21 +420,21 @@ class Streaming:
         """
         begun, macs = time.perf_counter(), 0
         tell = RowProgress(self.rows, progress, self.images * self.plan.macs)
-        with self._opened(resume) as (sink, journal, store), torch.no_grad():
+        with self._opened(resume) as (sink, journal), torch.no_grad():
             for k in range(self.images):
-                if self._is_image_done(k, journal, store):
+                if self._is_image_done(k, journal, sink.store):
                     tell.image(self.layout.segments, _extents(self.sink.window)[0])
                     continue
                 counted = Counted(self._with_adjustments(sink, k), self.sink.window, tell)
-                macs += self._run_image(k, counted, journal, store, tell, cluster)
+                macs += self._run_image(k, counted, journal, sink.store, tell, cluster)
                 counted.check()
-                self._add_image(k, journal, store)
+                self._add_image(k, journal, sink.store)
         seconds = time.perf_counter() - begun
         dtype, peak, resumed = name_of(self.sink.dtype), self.plan.peak, int(tell.resumed)
         return Streamed(self.sink.shape, dtype, self.images, self.rows, seconds, peak, macs, resumed)
 
     def _run_image(
-        self, k: int, sink: Counted, journal: Journal | None, store: SliceStore | None, tell: RowProgress, cluster: Any
+        self, k: int, sink: Counted, journal: Journal | None, store: SliceStore, tell: RowProgress, cluster: Any
     ) -> int:
         """Run one image. Returns its multiply-adds."""
         flow, has_rows = self.flow, self.output in self.flow.axes
@@ -471,16 +471,14 @@ class Streaming:
             return None
         return (image, writers[0], 0, _extents(self.sink.window)[0])
 
-    def _is_image_done(self, image: int, journal: Journal | None, store: SliceStore | None) -> bool:
+    def _is_image_done(self, image: int, journal: Journal | None, store: SliceStore) -> bool:
         """Whether an earlier run wrote an image, and the file still has it."""
         key = self._image_key(image)
-        if journal is None or store is None or key not in journal.done:
-            return False
-        return is_intact(store, journal.done[key])
+        return journal is not None and key in journal.done and is_intact(store, journal.done[key])
 
-    def _add_image(self, image: int, journal: Journal | None, store: SliceStore | None) -> None:
+    def _add_image(self, image: int, journal: Journal | None, store: SliceStore) -> None:
         key = self._image_key(image)
-        if journal is not None and store is not None and key is not None:
+        if journal is not None and key is not None:
             journal.add(key, TaskRecord(0, store.take_written(), {}))
 
     def written_window(self, placed: PlacedSegment, rows: tuple[int, int]) -> Window:
@@ -494,10 +492,10 @@ class Streaming:
         return f"map-{image}-{node.name}.bin"
 
     @contextmanager
-    def _opened(self, resume: bool) -> Iterator[tuple[StoredSink, Journal | None, SliceStore | None]]:
-        """The sink, and for a file its journal and its store. The file gets its name at the end."""
+    def _opened(self, resume: bool) -> Iterator[tuple[StoredSink, Journal | None]]:
+        """The sink, and for a file its journal. The file gets its name at the end."""
         if self.target is None:
-            yield self.sink.over(self.sink.store), None, None
+            yield self.sink.over(self.sink.store), None
             return
         journal = Journal.open(self.target.folder, self.identity, resume=resume)
         try:
@@ -505,7 +503,7 @@ class Streaming:
                 self.target.create()
             sink = self.target.open(self.sink)
             try:
-                yield sink, journal, sink.store
+                yield sink, journal
             finally:
                 sink.store.close()
             self.target.finish()

@@ -112,7 +112,7 @@ class TaskRunner:
     layout: MemoryLayout
     image: int
     journal: Journal | None
-    store: SliceStore | None
+    store: SliceStore
     count: Callable[..., None]
     mask: TaskMask | None = None
     remote: Callable[..., Iterator[tuple[Interval, TaskRecord]]] | None = None
@@ -128,7 +128,7 @@ class TaskRunner:
         missing = []
         for rows in stripes_of(placed.stage, placed.segment):
             done = self.journal.done.get(self._task_key(number, rows)) if self.journal else None
-            if done is not None and is_durable and (self.store is None or is_intact(self.store, done)):
+            if done is not None and is_durable and is_intact(self.store, done):
                 records[rows] = done
                 self.count(placed, rows, resumed=True)
             else:
@@ -163,7 +163,7 @@ def compute_record(
     ends: SourcesAndSinks,
     work: Tensor,
     rows: Interval,
-    store: SliceStore | None,
+    store: SliceStore,
     mask: TaskMask | None = None,
     on_step: OnStep = None,
 ) -> TaskRecord:
@@ -176,7 +176,7 @@ def compute_record(
         columns = _columns_to_compute(placed, output, rows, mask)
         _write_fill(placed, output, ends.sinks[output], rows, columns, mask)
     macs, states = run_task(placed, ends, work, rows, on_step, columns)
-    return TaskRecord(macs, store.take_written() if store is not None else (), states)
+    return TaskRecord(macs, store.take_written(), states)
 
 
 def _columns_to_compute(placed: PlacedSegment, output: fx.Node, rows: Interval, mask: TaskMask) -> list[Interval]:

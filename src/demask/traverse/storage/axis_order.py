@@ -80,6 +80,10 @@ class AxisOrder:
         """The box of the array that has the images."""
         return self.in_array(tuple((0, size) for size in self.shape))
 
+    def image(self, index: int | None) -> AxisOrder:
+        """The order of one image; None for all."""
+        return self if index is None else self.part({0: (index, index + 1)})
+
     def part(self, parts: Mapping[int, Interval]) -> AxisOrder:
         """The order of a part of the images: an interval for each of some letters, by their number."""
         shape, origin = list(self.shape), list(self.origin)

@@ -96,7 +96,8 @@ def chunks_in(box: Box, shape: Sequence[int], chunks: Sequence[int]) -> Iterator
 def view(tensor: Tensor, box: Box) -> Tensor:
     """The positions of a box."""
     for axis, (start, end) in enumerate(box):
-        tensor = tensor.narrow(axis, start, end - start)
+        if end - start != tensor.shape[axis]:
+            tensor = tensor.narrow(axis, start, end - start)
     return tensor
 
 

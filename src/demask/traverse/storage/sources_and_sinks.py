@@ -112,7 +112,7 @@ class _StoredEnd:
 
     def image(self, index: int) -> Self:
         """The source or sink of one image of the batch."""
-        return replace(self, images=self.images.part({0: (index, index + 1)}))
+        return replace(self, images=self.images.image(index))
 
     def placed(self, axes: Axes) -> Self:
         """The source or sink with the axes of rows and columns."""
@@ -131,16 +131,16 @@ class _StoredEnd:
         """Bytes that an element of a piece needs; 0 for arrays in memory that are not converted."""
         return self._scratch_bytes + (self.dtype.itemsize if self.store.tensor is None else 0)
 
-    def _cut_into_pieces(self, window: Window) -> Iterator[Box]:
-        """A window in boxes that need LIMIT bytes at most."""
-        box, each = self._in_array(window), self._element_bytes
+    def _cut_into_pieces(self, box: Box) -> Iterator[Box]:
+        """A box in boxes that need LIMIT bytes at most."""
+        each = self._element_bytes
         dims = [axis for k in order(len(self.shape), self.axes) if (axis := self.images.axes[k]) is not None]
         if self.store.tensor is None:  # after the part's rows, in the order of the store
             dims = [*dims[:1], *(axis for axis in self.store.order if axis not in dims[:1])]
         return pieces(box, tuple(dims), max(LIMIT // each, 1) if each else elements(box))
 
     def _piece_bytes(self, window: Window) -> int:
-        return self._element_bytes * elements(next(self._cut_into_pieces(window), ((0, 0),)))
+        return self._element_bytes * elements(next(self._cut_into_pieces(self._in_array(window)), ((0, 0),)))
 
     def _chunk_rows_bytes(self) -> int:
         """Bytes of two rows of chunks: of those that a band begins and ends in."""
@@ -169,7 +169,7 @@ class StoredSource(_StoredEnd):
     def read(self, window: Window, into: Tensor) -> None:
         """Fill a part with the positions of a window."""
         wanted, part = self._in_array(window), self.images.view_array(into)
-        for box, values in self._read_boxes(window, wanted):
+        for box, values in self._read_boxes(wanted):
             assign(view(part, relative(box, wanted)), values)
         if self.missing is not None:
             missing = self.missing / LARGEST.get(self.dtype, 1.0) if into.is_floating_point() else self.missing
@@ -182,9 +182,9 @@ class StoredSource(_StoredEnd):
         replace(self, missing=None).read(window, values)
         return is_missing(values, self.missing).all(1, keepdim=True)
 
-    def _read_boxes(self, window: Window, wanted: Box) -> Iterator[tuple[Box, Tensor]]:
+    def _read_boxes(self, wanted: Box) -> Iterator[tuple[Box, Tensor]]:
         if self.cache is None:
-            for box in self._cut_into_pieces(window):
+            for box in self._cut_into_pieces(wanted):
                 yield box, self.store.read(box)
             return
         assert self.store.chunks is not None
@@ -228,7 +228,7 @@ class StoredSink(_StoredEnd):
         count = self.workspace(window) // max(self._element_bytes, 1)
         tensor, scratch = self.store.tensor, self._conversion_scratch(count)
         buffer = torch.empty(count if tensor is None else 0, dtype=self.dtype)
-        for box in self._cut_into_pieces(window):
+        for box in self._cut_into_pieces(wanted):
             stored = buffer[: elements(box)].view(extents(box)) if tensor is None else view(tensor, box)
             convert(view(values, relative(box, wanted)), stored, scratch)
             if tensor is None:
@@ -314,15 +314,13 @@ def writable_store(data: Any, values: torch.dtype, name: str = "the destination"
 def tensor_source(data: Tensor | np.ndarray, axes: Axes, index: int | None = None) -> StoredSource:
     """A tensor or an array of any layout to read."""
     store = SliceStore.of(data)
-    source = StoredSource.of(store, AxisOrder.unchanged(store.shape), axes)
-    return source if index is None else source.image(index)
+    return StoredSource.of(store, AxisOrder.unchanged(store.shape).image(index), axes)
 
 
 def tensor_sink(data: Tensor | np.ndarray, axes: Axes, values: torch.dtype, index: int | None = None) -> StoredSink:
     """A tensor or an array to write to, in place. values: dtype of the parts."""
     store = writable_store(data, values)
-    sink = StoredSink(store, AxisOrder.unchanged(store.shape), axes, values)
-    return sink if index is None else sink.image(index)
+    return StoredSink(store, AxisOrder.unchanged(store.shape).image(index), axes, values)
 
 
 def in_place(end: Any) -> Tensor | None:
