@@ -28,17 +28,13 @@ Region = tuple[int, int, int, int]  # first row, first column, rows, columns
 def open_source(source: End, layout: str | None = None, region: Region | None = None) -> StoredSource:
     """The images of a source. layout: letters of its axes; None: those that it names, or torch's
     order. Raises BadInput where it is no array of images."""
-    if _is_path(source):
+    if isinstance(source, str | os.PathLike):
         store: SliceStore = format_of(source).load().open_store(Path(source))
     else:
         store = SliceStore.of(source, "the source")
     images = _read_order(store.shape, layout or store.layout, store.name, region)
     missing = store.metadata.get("nodata")
     return replace(StoredSource.of(store, images, NONE), missing=None if missing is None else float(missing))
-
-
-def _is_path(end: End) -> bool:
-    return isinstance(end, str | os.PathLike)
 
 
 def _read_order(shape: tuple[int, ...], layout: str | None, name: str, region: Region | None) -> AxisOrder:
@@ -202,7 +198,7 @@ def identity_of(source: End, reader: StoredSource) -> str:
     """A text that differs for other inputs: of a file its path, size and time of change, of an
     array in memory its values."""
     parts = [str(reader.shape), name_of(reader.dtype)]
-    path = source if _is_path(source) else getattr(source, "filename", None)
+    path = source if isinstance(source, str | os.PathLike) else getattr(source, "filename", None)
     if path is None and reader.tensor is not None:
         digest = hashlib.blake2b(digest_size=16)
         for image in reader.tensor:

@@ -296,7 +296,7 @@ def is_missing(values: Tensor, missing: float) -> Tensor:
     return values == torch.tensor(missing).to(values.dtype)
 
 
-def writable_store(data: Any, values: torch.dtype, name: str = "the destination") -> SliceStore:
+def writable_store(data: Any, values: torch.dtype) -> SliceStore:
     """The store of an object to write values of a dtype to. Raises BadInput where it cannot be written,
     or numbers would be lost."""
     if isinstance(data, np.ndarray) and not data.flags.writeable:
@@ -306,7 +306,7 @@ def writable_store(data: Any, values: torch.dtype, name: str = "the destination"
             f"destination: expected a path, an array, a tensor or an object to which "
             f"slices can be assigned, got {type(data).__name__}"
         )
-    store = SliceStore.of(data, name)
+    store = SliceStore.of(data, "the destination")
     check_conversion(values, store.dtype)
     return store
 

@@ -203,10 +203,14 @@ class SliceStore:
         if self.tensor is not None:
             return view(self.tensor, box)
         with _refusals(self.name, box, "read"):
-            values = to_tensor(self.array[slices(box)], self.dtype, self.name)
-        if tuple(values.shape) != extents(box):
+            array = np.asarray(self.array[slices(box)])
+            array = array.astype(array.dtype.newbyteorder("="), copy=False)
+            if not array.flags.writeable or any(step < 0 for step in array.strides):
+                array = array.copy()
+            values = torch.from_numpy(array)
+        if values.dtype != self.dtype or tuple(values.shape) != extents(box):
             raise BadInput(
-                f"{self.name}: positions {_text_of(box)} came as {tuple(values.shape)}: "
+                f"{self.name}: positions {_text_of(box)} came as {array.dtype} {array.shape}: "
                 "was it changed, or does it end early?"
             )
         if self.mapping is None:
@@ -267,20 +271,6 @@ def _as_cpu_tensor(data: Tensor | np.ndarray) -> Tensor:
             return torch.from_numpy(data)
     except (TypeError, ValueError) as error:
         raise BadInput(f"the array's layout is not supported ({error}); copy it first") from error
-
-
-def to_tensor(values: Any, dtype: torch.dtype, name: str) -> Tensor:
-    """The values of a slice as a tensor in this machine's byte order, of any strides."""
-    array = np.asarray(values)
-    array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    if any(step < 0 for step in array.strides):
-        array = array.copy()
-    if not array.flags.writeable:
-        array = array.copy() if array.size else np.empty(array.shape, array.dtype)
-    tensor = torch.from_numpy(array)
-    if tensor.dtype != dtype:
-        raise BadInput(f"{name}: a slice has the dtype {array.dtype}, the array another")
-    return tensor
 
 
 def memory_order(array: Any) -> tuple[int, ...]:
