@@ -13,6 +13,8 @@ from torch import nn
 
 from demask.errors import BadInput
 from demask.traverse import stream
+from demask.traverse.storage.boxes import chunks_in, view
+from demask.traverse.storage.store import ArrayInfo, format_of
 from demask.traverse.stream import prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the formats' packages
@@ -221,6 +223,23 @@ def test_classes_a_region_a_mask_and_normalization(image):
     assert done.macs < whole.macs
     stream(net(), "image.npy", "normal.npy", memory=MEMORY, normalize="image")
     torch.testing.assert_close(torch.from_numpy(np.load("normal.npy")), by_image, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["y.npy", *WRITTEN])
+def test_two_writers_of_a_file_lose_nothing_of_each_other(tmp_path, name):
+    """Workers open a file for themselves, and write different chunks of it."""
+    for package in ("zarr", "tifffile", "rasterio"):
+        pytest.importorskip(package)
+    values = torch.rand(3, 600, 1100, generator=torch.Generator().manual_seed(0))
+    info, whole = ArrayInfo(values.shape, values.dtype, "CHW", (3, 512, 512)), ((0, 3), (0, 600), (0, 1100))
+    module = format_of(name).load()
+    module.create(tmp_path / name, info)
+    stores = [module.open_again(tmp_path / name, info) for _ in range(2)]
+    for k, chunk in enumerate(chunks_in(whole, values.shape, (3, 512, 512))):
+        stores[k % 2].write(chunk, view(values, chunk).contiguous())
+    for store in stores:
+        store.close()
+    assert torch.equal(module.open_store(tmp_path / name).read(whole), values)
 
 
 BAD = {

@@ -500,7 +500,12 @@ class Streaming:
         journal = Journal.open(self.target.folder, self.identity, resume=resume)
         try:
             if not self.target.part.exists():
-                self.target.create()
+                try:
+                    self.target.create()
+                except Exception:
+                    if not journal.done:
+                        journal.delete()
+                    raise
             sink = self.target.open(self.sink)
             try:
                 yield sink, journal

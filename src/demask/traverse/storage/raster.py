@@ -84,10 +84,10 @@ def letters(images: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def create(path: Path, info: ArrayInfo) -> None:
-    """Create a tiled GeoTIFF, which grows as tiles are written."""
+    """Create a GeoTIFF with all tiles: one that grew would lose tiles that several processes write."""
     options = {k: info.metadata[k] for k in ("crs", "transform", "nodata") if info.metadata.get(k) is not None}
     options |= dict(zip(("count", "height", "width"), info.shape, strict=True), dtype=name_of(info.dtype))
-    options |= {"tiled": True, "blockxsize": EDGE, "blockysize": EDGE, "BIGTIFF": "YES", "SPARSE_OK": "TRUE"}
+    options |= {"tiled": True, "blockxsize": EDGE, "blockysize": EDGE, "BIGTIFF": "YES"}
     try:
         rasterio.open(path, "w", driver="GTiff", **options).close()
     except (RasterioError, ValueError) as error:
