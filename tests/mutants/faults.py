@@ -276,7 +276,7 @@ WRITTEN = (
           "if segment.workers > 1:", "stream_tasks"),
     fault("padding-inside", "exec/local/windows.py", "padding.append(before if is_own else 0)",
           "padding.append(before)", "traverse_local"),
-    fault("frames-as-images", "traverse/storage/stored_ends.py",
+    fault("frames-as-images", "traverse/storage/axis_order.py",
           'aliases = ALIASES | ({"T": "D"} if is_video else {})', "aliases = ALIASES",
           "traverse_videos"),
     # pilot

@@ -114,8 +114,7 @@ def child(code, tmp_path):
         import os, resource, sys, time
         import numpy as np, torch
         from demask.exec.axes import empty, part
-        from demask.traverse.storage.sources_and_sinks import spill, tensor_source
-        from demask.traverse.storage.stored_ends import StoredSource
+        from demask.traverse.storage.sources_and_sinks import StoredSource, spill, tensor_source
         from demask.traverse.storage.store import SliceStore
         from stored_arrays import array_sink, array_source, full_order
         torch.set_num_threads(1)

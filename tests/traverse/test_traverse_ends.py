@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from demask.errors import BadInput
 from demask.exec.axes import empty, part
-from demask.traverse.storage import boxes, stored_ends
+from demask.traverse.storage import boxes
 from demask.traverse.storage import sources_and_sinks as ends
-from demask.traverse.storage.sources_and_sinks import spill, tensor_sink, tensor_source
+from demask.traverse.storage.sources_and_sinks import StoredSink, StoredSource, spill, tensor_sink, tensor_source
 from demask.traverse.storage.store import SliceStore, backing_file
-from demask.traverse.storage.stored_ends import StoredSink, StoredSource
+from demask.traverse.stream import prepare
 from stored_arrays import array_sink, array_source, full_order
 
 SRC = Path(ends.__file__).parents[3]
@@ -114,7 +115,6 @@ def test_what_is_read_by_parts_is_the_array(tmp_path, monkeypatch, data):
     """read(window) == array[window], from any order of the file, in any partition, of any dtype."""
     limit = data.draw(st.sampled_from([64, 200, 1 << 20]))
     monkeypatch.setattr(ends, "LIMIT", limit)
-    monkeypatch.setattr(stored_ends, "LIMIT", limit)
     shape, axes = data.draw(st.sampled_from(AXES))
     held = data.draw(st.sampled_from(sorted(NUMBERS)))
     array = drawn(shape, held)
@@ -143,7 +143,6 @@ def test_what_is_written_by_parts_is_the_array(tmp_path, monkeypatch, data):
     """The file's array equals the value, converted; in any partition, in any order."""
     limit = data.draw(st.sampled_from([64, 200, 1 << 20]))
     monkeypatch.setattr(ends, "LIMIT", limit)
-    monkeypatch.setattr(stored_ends, "LIMIT", limit)
     shape, axes = data.draw(st.sampled_from(AXES))
     values = data.draw(st.sampled_from(["float16", "float32", "float64", "int64", "uint8"]))
     array = drawn(shape, values)
@@ -244,6 +243,8 @@ def test_only_pages_that_are_in_a_file_are_released(tmp_path):
         array = np.load(tmp_path / "x.npy", mmap_mode=mode)
         mappings = [backing_file(a) for a in (array, array[:, :1], np.asarray(array))]
         assert [m is not None for m in mappings] == [shared] * 3
+        values = SliceStore.of(array).read(tuple((0, n) for n in array.shape)).numpy()
+        assert np.array_equal(values, array) and np.shares_memory(values, array) != shared
     assert backing_file(plain) is None
 
 
@@ -251,7 +252,7 @@ def test_a_mapped_destination_holds_what_was_written(tmp_path):
     value = torch.from_numpy(drawn((1, 2, 300, 400)))
     out = np.lib.format.open_memmap(tmp_path / "y.npy", "w+", np.uint8, (1, 2, 300, 400))
     order = full_order(out.shape)
-    sink = StoredSink(SliceStore.of(out), order, (2, 3), None, torch.float32)
+    sink = StoredSink(SliceStore.of(out), order, (2, 3), torch.float32)
     sink.write(((0, 300), (0, 400)), value)
     del out, sink
     assert np.array_equal(np.load(tmp_path / "y.npy"), in_bytes(value.numpy()))
@@ -268,7 +269,73 @@ def test_chunks_stay_until_there_is_no_room() -> None:
     reads, chunks = [], [((k, k + 1), (0, 4)) for k in range(3)]
     read = lambda chunk: reads.append(chunk) or torch.zeros(1, 4)  # noqa: E731
     store = SimpleNamespace(dtype=torch.float32, read=read)
-    cache = stored_ends._ChunkCache(most=2 * 16)
+    cache = ends._ChunkCache(most=2 * 16)
     for k in (0, 1, 0, 1, 2, 1, 0):
         cache.read(store, chunks[k])
     assert reads == [chunks[k] for k in (0, 1, 2, 0)]
+
+
+class Chunked:
+    """An array in chunks, as libraries offer it, that counts how often each is read and written."""
+
+    def __init__(self, array, chunks):
+        self.array, self.chunks, self.shape, self.dtype = array, chunks, array.shape, array.dtype
+        self.reads, self.writes = Counter(), Counter()
+
+    def __getitem__(self, index):
+        self.reads[str(index)] += 1
+        return self.array[index]
+
+    def __setitem__(self, index, values):
+        self.writes[str(index)] += 1
+        self.array[index] = values
+
+
+@pytest.mark.parametrize("chunks", [(1, 3, 8, 16), (1, 3, 8, 50), (2, 3, 37, 7)])
+def test_chunks_are_read_and_written_once_in_the_memory_that_is_counted(chunks) -> None:
+    """Of two rows of chunks: a budget counts `workspace`."""
+    array, axes = drawn((1, 3, 37, 50)), (2, 3)
+    from_, to = Chunked(array, chunks), Chunked(np.zeros(array.shape, np.uint8), chunks)
+    order, most = full_order(array.shape), [0, 0]
+    source = StoredSource.of(SliceStore.of(from_), order, axes)
+    sink = StoredSink(SliceStore.of(to), order, axes, torch.float32)
+    for window in [((row, min(row + 3, 37)), (0, 50)) for row in range(0, 37, 3)]:
+        values = empty((1, 3, window[0][1] - window[0][0], 50), axes, torch.float32)
+        source.read(window, values)
+        sink.write(window, values)
+        now = [sum(c.nbytes for c in source.cache.chunks.values()), sum(c.nbytes for c, _ in sink.open_chunks.values())]
+        most = [max(pair) for pair in zip(most, now, strict=True)]
+    assert all(0 < taken <= end.workspace(end.window) for end, taken in zip((source, sink), most, strict=True))
+    assert np.array_equal(to.array, in_bytes(array))
+    assert set(from_.reads.values()) == set(to.writes.values()) == {1}
+
+
+def test_buffers_of_chunks_are_in_the_plan_together() -> None:
+    """The chunks of source and destination are in memory at the same time."""
+    torch.manual_seed(0)
+    net, x = torch.nn.Conv2d(3, 3, 1).eval(), drawn((1, 3, 256, 4096))
+    out = Chunked(np.zeros_like(x), (1, 3, 256, 512))
+    job = prepare(net, Chunked(x, (1, 3, 256, 512)), out, memory="100MiB")
+    assert job.plan.peak > 2 * (2 * 4 * 3 * 256 * 4096)
+    job.run()
+    torch.testing.assert_close(torch.from_numpy(out.array), net(torch.from_numpy(x)).detach())
+
+
+def test_a_job_that_stopped_may_run_again() -> None:
+    """What it had of a chunk is not counted twice."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(words, done):
+        if 256 < int(words.split()[0]) < 512:
+            raise Stop
+
+    torch.manual_seed(0)
+    net, x = torch.nn.Conv2d(3, 3, 3, padding=1).eval(), drawn((1, 3, 512, 512))
+    out = Chunked(np.zeros_like(x), (1, 3, 512, 512))
+    job = prepare(net, x, out, memory="32MiB")
+    with pytest.raises(Stop):
+        job.run(stop)
+    job.run()
+    torch.testing.assert_close(torch.from_numpy(out.array), net(torch.from_numpy(x)).detach())

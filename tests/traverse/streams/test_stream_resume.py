@@ -17,6 +17,8 @@ import own_process
 from demask.errors import BadInput
 from demask.traverse import stream
 from demask.traverse.execution.journal import Journal
+from demask.traverse.storage.store import format_of
+from test_stream_stores import read
 
 MEMORY = "14MiB"
 SCRIPT = """
@@ -59,8 +61,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def lines(folder, text=b"\n"):
-    path = folder / ".result.npy.partial" / "journal.jsonl"
+def lines(folder, text=b"\n", name="result.npy"):
+    path = folder / f".{name}.partial" / "journal.jsonl"
     return path.read_bytes().count(text) if path.exists() else 0
 
 
@@ -101,15 +103,15 @@ class Stop(Exception):
     """Ends a stream in the middle."""
 
 
-def interrupt(model, source="image.npy", tasks=5, **options):
+def interrupt(model, source="image.npy", tasks=5, name="result.npy", memory=MEMORY, **options):
     """Run a stream until its journal has so many tasks that wrote rows."""
 
     def step(*_, **__):
-        if lines(Path.cwd(), b'"written": [[') >= tasks:
+        if lines(Path.cwd(), b'"written": [[', name) >= tasks:
             raise Stop
 
     with pytest.raises(Stop):
-        stream(model, source, "result.npy", memory=MEMORY, progress=step, **options)
+        stream(model, source, name, memory=memory, progress=step, **options)
 
 
 def is_done(folder):
@@ -152,6 +154,62 @@ def test_what_was_written_is_checked_before_it_is_trusted(folder):
     rows = sum(box[2][1] - box[2][0] for task in written for box, _ in task["written"])
     assert 0 < done.resumed < rows
     assert (folder / "result.npy").read_bytes() == (folder / "whole.npy").read_bytes()
+
+
+def damage(name, columns):
+    """Change some positions in the first rows of the unfinished file."""
+    part = f".{name}.partial/{name}"
+    if name.endswith(".zarr"):
+        pytest.importorskip("zarr").open(part, mode="r+")["0"][0, :8, columns] = 7
+        return
+    rasterio = pytest.importorskip("rasterio")
+    values = np.full((8, columns.stop - columns.start), 7, np.float32)
+    with rasterio.open(part, "r+") as file:
+        file.write(values, 1, window=rasterio.windows.Window.from_slices(slice(0, 8), columns))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the formats' packages
+@pytest.mark.parametrize("name", ["result.zarr", "result.tif", "result.ome.tif", "result.cog.tif"])
+@pytest.mark.parametrize("columns", [None, slice(8, 16), slice(550, 560)])
+def test_each_format_goes_on_and_writes_again_what_was_damaged(folder, name, columns):
+    """Zeros, too: the right tiles of the result are zero."""
+    for package in ("zarr", "tifffile", "rasterio"):
+        pytest.importorskip(package)
+    model, options = network(), {"memory": "40MiB", "mask": np.arange(600)[None] < 512}
+    stream(model, "image.npy", "whole.npy", **options)
+    whole = np.load("whole.npy")[0]
+    assert not whole[..., 512:].any() and whole[:, :512, :512].any()
+    interrupt(model, tasks=1, name=name, **options)
+    if columns is not None:
+        damage(name, columns)
+    done = stream(model, "image.npy", name, **options)
+    assert (done.resumed > 0) == (columns is None)
+    np.testing.assert_allclose(read(name), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["result.npy", "result.zarr", "result.tif"])
+def test_a_file_that_was_not_created_whole_is_no_unfinished_file(folder, name, monkeypatch):
+    """A process may be killed between a new file and its header, or a new folder and its arrays."""
+    for package in ("zarr", "tifffile"):
+        pytest.importorskip(package)
+    module, create = format_of(name).load(), format_of(name).load().create
+
+    def stop(path, info):
+        create(path, info)
+        if path.is_dir():
+            (path / "zarr.json").unlink()
+        else:
+            path.write_bytes(bytes(path.stat().st_size))
+        raise Stop
+
+    monkeypatch.setattr(module, "create", stop)
+    with pytest.raises(Stop):
+        stream(network(), "image.npy", name, memory="40MiB")
+    monkeypatch.setattr(module, "create", create)
+    stream(network(), "image.npy", name, memory="40MiB")
+    expected = network()(torch.from_numpy(np.load("image.npy"))).detach().numpy()[0]
+    values = np.load(name)[0] if name.endswith(".npy") else read(name)
+    np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_half_written_line_is_no_finished_task(folder):

@@ -13,6 +13,8 @@ from torch import nn
 
 from demask.errors import BadInput
 from demask.traverse import stream
+from demask.traverse.storage.boxes import chunks_in, view
+from demask.traverse.storage.store import ArrayInfo, format_of
 from demask.traverse.stream import prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the formats' packages
@@ -223,6 +225,23 @@ def test_classes_a_region_a_mask_and_normalization(image):
     torch.testing.assert_close(torch.from_numpy(np.load("normal.npy")), by_image, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["y.npy", *WRITTEN])
+def test_two_writers_of_a_file_lose_nothing_of_each_other(tmp_path, name):
+    """Workers open a file for themselves, and write different chunks of it."""
+    for package in ("zarr", "tifffile", "rasterio"):
+        pytest.importorskip(package)
+    values = torch.rand(3, 600, 1100, generator=torch.Generator().manual_seed(0))
+    info, whole = ArrayInfo(values.shape, values.dtype, "CHW", (3, 512, 512)), ((0, 3), (0, 600), (0, 1100))
+    module = format_of(name).load()
+    module.create(tmp_path / name, info)
+    stores = [module.open_again(tmp_path / name, info) for _ in range(2)]
+    for k, chunk in enumerate(chunks_in(whole, values.shape, (3, 512, 512))):
+        stores[k % 2].write(chunk, view(values, chunk).contiguous())
+    for store in stores:
+        store.close()
+    assert torch.equal(module.open_store(tmp_path / name).read(whole), values)
+
+
 BAD = {
     "object": (np.array([[["text"] * 4] * 4] * 3, object), None, "expected floating"),
     "records": (np.zeros((3, 4, 4), [("a", "f4")]), "CHW", "expected floating"),
@@ -255,5 +274,7 @@ def test_damaged_chunks_and_formats_are_errors_by_name(image):
     Path("bad.tif").write_bytes(struct.pack("<2sHI", b"II", 42, 10**6))
     with pytest.raises(BadInput, match=r"bad\.tif"):
         prepare(net(), "bad.tif", "y.npy", memory=MEMORY)
+    with pytest.raises(BadInput, match="files have rows and columns, the result has the shape"):
+        prepare(nn.Conv1d(3, 4, 5), torch.zeros(1, 3, 50), "y.tif", memory=MEMORY)
     with pytest.raises(BadInput, match="are only read"):
         prepare(net(), "image.npy", "y.svs", memory=MEMORY)

@@ -160,20 +160,14 @@ def _run_task(job: Streaming, arena: Any, folder: str, image: int, segment: int,
     uncut = dict(job.flow.constants)
     nodes = {node.name: node for node in job.flow.program.graph.nodes}
     uncut.update({nodes[name]: value for name, value in values.items()})
-    sink, store = job.open_part()
-    ends = SourcesAndSinks({}, {job.flow.inputs[0]: job.source.image(image)}, {job.output: sink.image(image)}, uncut)
+    sink, store = job.open_part(image)
+    ends = SourcesAndSinks({}, {job.flow.inputs[0]: job.source.image(image)}, {job.output: sink}, uncut)
     assert job.target is not None
     stored = {name for p in job.layout.segments for name in p.segment.spills}
     for value in {*placed.stage.enters, *placed.stage.targets}:
         if value.name in stored:
-            fake = value.meta["val"]
-            file = spill(
-                tuple(fake.shape),
-                fake.dtype,
-                job.flow.axes[value],
-                str(job.target.folder),
-                job.spill_name(image, value),
-            )
+            fake, name = value.meta["val"], job.spill_name(image, value)
+            file = spill(fake.shape, fake.dtype, job.flow.axes[value], job.target.folder, name)
             (ends.sinks if value in placed.stage.targets else ends.sources)[value] = file
     if job.output not in placed.stage.targets:
         ends.sinks.pop(job.output)

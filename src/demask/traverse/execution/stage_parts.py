@@ -47,7 +47,7 @@ from demask.sparse.segment.build_segments import segmented, segments_of
 from demask.sparse.segment.candidates import SUMS
 from demask.sparse.segment.segment_plans import PlanRecorder
 from demask.traverse.execution.segment_executor import Counter, SegmentExecutor, SourcesAndSinks
-from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource, tensor_source
+from demask.traverse.storage.sources_and_sinks import Spill, StoredSink, tensor_source
 
 HEIGHTS = (128, 64, 32)  # of the parts that are tried, in rows of the tallest target
 NETWORKS = 6  # at most, of the parts of a stage
@@ -219,7 +219,7 @@ class StageParts:
                 part(ends.maps[value], axes, window).copy_(result)
             sink: Any = ends.sinks.get(value)
             if sink is not None:
-                takes_any = isinstance(sink, TensorSink | _Scratch)  # others write parts in their layout
+                takes_any = isinstance(sink, StoredSink | _Scratch)  # a file of a value takes its layout
                 sink.write(window, result if takes_any else empty(result.shape, axes, result.dtype).copy_(result))
         network.recycle(results)
 
@@ -228,7 +228,7 @@ class StageParts:
         shape, dtype = cut_shape(fake(value).shape, axes, window), fake(value).dtype
         if value in ends.maps:
             return torch.empty(shape, dtype=dtype).copy_(part(ends.maps[value], axes, window))
-        into = torch.empty(shape, dtype=dtype) if isinstance(source, TensorSource) else empty(shape, axes, dtype)
+        into = empty(shape, axes, dtype) if isinstance(source, Spill) else torch.empty(shape, dtype=dtype)
         assert source is not None
         source.read(window, into)
         return into.contiguous()

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,9 @@ from demask.pages import Lines, Page, PageSource
 from demask.traverse.captured_size import captured, network_of
 from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
 from demask.traverse.execution.run import ImageRun, execute
-from demask.traverse.execution.tasks import RecordingStore, TaskMask, TaskRunner, is_intact
+from demask.traverse.execution.tasks import TaskMask, TaskRunner, is_intact
 from demask.traverse.normalization import IMAGE, Statistics, with_normalized_input, with_statistics
+from demask.traverse.storage.boxes import slices
 from demask.traverse.storage.dtype_conversion import check_conversion, name_of
 from demask.traverse.storage.open_ends import (
     FileTarget,
@@ -51,17 +52,8 @@ from demask.traverse.storage.open_ends import (
     scaled_metadata,
     target_of,
 )
-from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource
-from demask.traverse.storage.store import backing_file
-from demask.traverse.storage.stored_ends import (
-    ArgmaxSink,
-    FilledSource,
-    MaskSink,
-    NodataSink,
-    StoredSink,
-    StoredSource,
-    nodata_of,
-)
+from demask.traverse.storage.sources_and_sinks import ArgmaxSink, FilledSink, Sink, StoredSink, StoredSource
+from demask.traverse.storage.store import SliceStore, backing_file
 
 MOST = 64  # tasks of a segment
 AGAIN = 1.05  # largest factor of multiply-adds, by rows that are computed again
@@ -136,7 +128,7 @@ CLASSES = 256  # at most, to store their numbers as uint8
 
 
 def capture_flow(
-    model: Any, source: StoredSource | TensorSource, normalize: Any, statistics: Statistics, table: Table
+    model: Any, source: StoredSource, normalize: Any, statistics: Statistics, table: Table
 ) -> tuple[Flow, fx.Node]:
     """A network captured for one image of a source, and its input."""
     shape = source.shape
@@ -176,45 +168,7 @@ def batched(shape: tuple[int, ...], images: int) -> tuple[int, ...]:
     return (images, *shape[1:]) if shape else shape
 
 
-@dataclass(slots=True)
-class _PlannedStore:
-    """A file that does not exist yet, for what is computed from its sizes."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[int, ...] | None
-    name: str = "the result"
-    layout: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return tuple(range(len(self.shape)))
-
-
-def planned_sink(target: FileTarget, axes: Axes, values: torch.dtype) -> StoredSink:
-    """The sink of a file that is not created yet, of one image."""
-    info = target.info
-    store: Any = _PlannedStore(info.shape, info.dtype, info.chunks)
-    return StoredSink(store, target.images, axes, 0, values)
-
-
-def fillable_sink(
-    destination: Any, shape: tuple[int, ...], values: torch.dtype, output: str | None, layout: str | None
-) -> TensorSink | StoredSink:
-    """The array or tensor that a user gave for the result."""
-    sink = open_sink(destination, shape, values, layout)
-    stored = sink.tensor.dtype if isinstance(sink, TensorSink) else sink.dtype
-    if output not in (None, "argmax") and stored != getattr(torch, output):
-        raise BadInput(
-            f"the destination holds {name_of(stored)}, and output={output!r} was requested: leave `output` out"
-        )
-    if output != "argmax":
-        check_conversion(values, stored)
-    return sink
-
-
-def check_separate(source: Any, destination: Any, reader: Any, sink: Any) -> None:
+def check_separate(source: Any, destination: Any, reader: StoredSource, sink: StoredSink) -> None:
     """Raise BadInput where source and destination share memory or a mapped file. A path as
     destination is a new file, even where it replaces the source."""
     mapped_file, name = getattr(destination, "filename", None), getattr(source, "filename", source)
@@ -226,7 +180,7 @@ def check_separate(source: Any, destination: Any, reader: Any, sink: Any) -> Non
         raise BadInput(f"source and destination are both in {mapped_file}; write to another file")
     if source is destination:
         raise BadInput("source and destination are the same; give a separate destination")
-    if isinstance(reader, TensorSource) and isinstance(sink, TensorSink):
+    if reader.tensor is not None and sink.tensor is not None:
         (first, last), (start, end) = _address_range(reader.tensor), _address_range(sink.tensor)
         if first < end and start < last:
             raise BadInput("source and destination share memory; give a separate destination")
@@ -422,18 +376,16 @@ class RowProgress:
 class Streaming:
     """A network with its plan, ready to run.
 
-    source: of all images. target: the file to write; sink: the array or tensor, if it is no file.
-    stored: dtype of the result. identity: what must be equal to go on with an unfinished file.
+    source, sink: of all images. target: the file to write, if the sink is one. identity: what must be
+    equal to go on with an unfinished file.
     """
 
     flow: Flow
     plan: TilePlan
     layout: MemoryLayout
-    source: Any
+    source: StoredSource
     target: FileTarget | None
-    sink: TensorSink | StoredSink | None
-    stored: torch.dtype
-    shape: tuple[int, ...]
+    sink: StoredSink
     options: StreamOptions
     mask: TaskMask | None
     folder: str
@@ -450,21 +402,9 @@ class Streaming:
         return self.flow.outputs[0]
 
     @property
-    def axes(self) -> Axes:
-        """The axes of rows and columns of the output."""
-        return self.flow.axes.get(self.output, NONE)
-
-    @property
-    def window(self) -> Window:
-        """The window of one image of the result."""
-        value = fake(self.output)
-        rows, columns = ((0, 1 if axis is None else value.shape[axis]) for axis in self.axes)
-        return rows, columns
-
-    @property
     def rows(self) -> int:
         """The number of rows to write, of all images."""
-        return self.images * _extents(self.window)[0]
+        return self.images * _extents(self.sink.window)[0]
 
     @property
     def steps(self) -> int:
@@ -480,27 +420,21 @@ class Streaming:
         """
         begun, macs = time.perf_counter(), 0
         tell = RowProgress(self.rows, progress, self.images * self.plan.macs)
-        with self._opened(resume) as (sink, journal, store), torch.no_grad():
+        with self._opened(resume) as (sink, journal), torch.no_grad():
             for k in range(self.images):
-                if self._is_image_done(k, journal, store):
-                    tell.image(self.layout.segments, _extents(self.window)[0])
+                if self._is_image_done(k, journal, sink.store):
+                    tell.image(self.layout.segments, _extents(self.sink.window)[0])
                     continue
-                counted = Counted(self._with_adjustments(sink).image(k), self.window, tell)
-                macs += self._run_image(k, counted, journal, store, tell, cluster)
+                counted = Counted(self._with_adjustments(sink, k), self.sink.window, tell)
+                macs += self._run_image(k, counted, journal, sink.store, tell, cluster)
                 counted.check()
-                self._add_image(k, journal, store)
+                self._add_image(k, journal, sink.store)
         seconds = time.perf_counter() - begun
-        dtype, peak, resumed = name_of(self.stored), self.plan.peak, int(tell.resumed)
-        return Streamed(self.shape, dtype, self.images, self.rows, seconds, peak, macs, resumed)
+        dtype, peak, resumed = name_of(self.sink.dtype), self.plan.peak, int(tell.resumed)
+        return Streamed(self.sink.shape, dtype, self.images, self.rows, seconds, peak, macs, resumed)
 
     def _run_image(
-        self,
-        k: int,
-        sink: Counted,
-        journal: Journal | None,
-        store: RecordingStore | None,
-        tell: RowProgress,
-        cluster: Any,
+        self, k: int, sink: Counted, journal: Journal | None, store: SliceStore, tell: RowProgress, cluster: Any
     ) -> int:
         """Run one image. Returns its multiply-adds."""
         flow, has_rows = self.flow, self.output in self.flow.axes
@@ -526,7 +460,7 @@ class Streaming:
             spill_name=names,
         )
         if not has_rows:
-            sink.write(self.window, values[self.output])
+            sink.write(self.sink.window, values[self.output])
         return counter.macs
 
     def _image_key(self, image: int) -> TaskKey | None:
@@ -535,77 +469,73 @@ class Streaming:
         writers = [k for k, placed in enumerate(self.layout.segments) if self.output in placed.stage.targets]
         if not writers or self.layout.segments[writers[0]].segment.stripe:
             return None
-        return (image, writers[0], 0, _extents(self.window)[0])
+        return (image, writers[0], 0, _extents(self.sink.window)[0])
 
-    def _is_image_done(self, image: int, journal: Journal | None, store: RecordingStore | None) -> bool:
+    def _is_image_done(self, image: int, journal: Journal | None, store: SliceStore) -> bool:
         """Whether an earlier run wrote an image, and the file still has it."""
         key = self._image_key(image)
-        if journal is None or store is None or key not in journal.done:
-            return False
-        return is_intact(store, journal.done[key])
+        return journal is not None and key in journal.done and is_intact(store, journal.done[key])
 
-    def _add_image(self, image: int, journal: Journal | None, store: RecordingStore | None) -> None:
+    def _add_image(self, image: int, journal: Journal | None, store: SliceStore) -> None:
         key = self._image_key(image)
-        if journal is not None and store is not None and key is not None:
-            journal.add(key, TaskRecord(0, store.take(), {}))
+        if journal is not None and key is not None:
+            journal.add(key, TaskRecord(0, store.take_written(), {}))
 
     def written_window(self, placed: PlacedSegment, rows: tuple[int, int]) -> Window:
         """The positions of the output that a task writes."""
         heights = target_rows(placed.stage)
         factor = max(heights.values()) // heights[self.output]
-        return (rows[0] // factor, rows[1] // factor), self.window[1]
+        return (rows[0] // factor, rows[1] // factor), self.sink.window[1]
 
     def spill_name(self, image: int, node: fx.Node) -> str:
         """The name of the file of a map."""
         return f"map-{image}-{node.name}.bin"
 
     @contextmanager
-    def _opened(self, resume: bool) -> Iterator[tuple[Any, Journal | None, RecordingStore | None]]:
-        """The sink, and for a file its journal and its store. The file gets its name at the end."""
+    def _opened(self, resume: bool) -> Iterator[tuple[StoredSink, Journal | None]]:
+        """The sink, and for a file its journal. The file gets its name at the end."""
         if self.target is None:
-            yield self.sink, None, None
+            yield self.sink.over(self.sink.store), None
             return
         journal = Journal.open(self.target.folder, self.identity, resume=resume)
         try:
             if not self.target.part.exists():
-                self.target.create()
-            sink = self.target.open(self.axes, self._written_dtype())
-            store = RecordingStore(sink.store)
+                try:
+                    self.target.create()
+                except Exception:
+                    if not journal.done:
+                        journal.delete()
+                    raise
+            sink = self.target.open(self.sink)
             try:
-                yield replace(sink, store=store), journal, store
+                yield sink, journal
             finally:
-                store.close()
+                sink.store.close()
             self.target.finish()
             journal.delete()
         finally:
             journal.close()
 
-    def open_part(self) -> tuple[Any, RecordingStore]:
-        """The unfinished file, in another process: its sink and its store."""
+    def open_part(self, image: int) -> tuple[Sink, SliceStore]:
+        """The unfinished file, in another process: the sink of an image, and the store."""
         assert self.target is not None
-        sink = self.target.open(self.axes, self._written_dtype())
-        store = RecordingStore(sink.store)
-        return self._with_adjustments(replace(sink, store=store)), store
+        sink = self.target.open(self.sink)
+        return self._with_adjustments(sink, image), sink.store
 
-    def _written_dtype(self) -> torch.dtype:
-        value = fake(self.output).dtype
-        return torch.int64 if self.options.output == "argmax" else value
-
-    def _with_adjustments(self, sink: Any) -> Any:
-        """The sink, after what changes values on the way to it."""
-        metadata = {} if self.target is None else self.target.info.metadata
-        value, missing = nodata_of(metadata), None
-        if isinstance(self.source, FilledSource):
-            missing = self.source.missing
-        if self.options.output == "argmax":
-            sink = ArgmaxSink(sink, self.axes)
-        same_size = self.source.shape[-2:] == self.shape[-2:] and len(self.shape) == 4
-        is_raster = same_size and None not in self.axes and self.options.output != "argmax"
-        if missing is not None and value is not None and is_raster:
-            sink = NodataSink(sink, self.axes, self.source.source, missing, value)
+    def _with_adjustments(self, sink: StoredSink, image: int) -> Sink:
+        """The sink of an image, after what changes values on the way to it."""
+        adjusted: Sink = sink.image(image)
+        is_argmax, source = self.options.output == "argmax", self.source.image(image)
+        if is_argmax:
+            adjusted = ArgmaxSink(adjusted)
+        value = sink.store.metadata.get("nodata")
+        is_raster = len(sink.shape) == 4 and None not in self.sink.axes and source.shape[-2:] == sink.shape[-2:]
+        if value is not None and source.missing is not None and is_raster and not is_argmax:
+            adjusted = FilledSink(adjusted, self.sink.axes, source.lacks, float(value))
         if self.mask is not None:
-            sink = MaskSink(sink, self.axes, self.mask.wanted, self.mask.fill)
-        return sink
+            wanted = self.mask.wanted
+            adjusted = FilledSink(adjusted, self.sink.axes, lambda window: ~wanted[slices(window)], self.mask.fill)
+        return adjusted
 
 
 def prepare_stream(
@@ -622,25 +552,18 @@ def prepare_stream(
         raise BadInput(f"expected output=None or one of {OUTPUTS}, got {options.output!r}")
     budget = parse_memory(options.memory)
     reader = open_source(source, options.layout, options.region)
-    missing = nodata_of(reader.store.metadata) if isinstance(reader, StoredSource) else None
-    images: Any = reader if missing is None else FilledSource(reader, missing)
     flow, node = capture_flow(model, reader, options.normalize, options.statistics, table)
-    images = images.placed(flow.axes[node])
+    images = reader.placed(flow.axes[node])
     target, sink = _result_end(flow, reader, source, destination, options)
-    axes = flow.axes.get(flow.outputs[0], NONE)
-    values = fake(flow.outputs[0]).dtype
-    end = planned_sink(target, axes, values) if target is not None else sink.image(0)
     folder = str(spill or folder_of(destination))
     if not os.path.isdir(folder):
         raise BadInput(f"spill: expected a folder that exists, got {folder}")
     if options.shared and target is None:
         raise BadInput("client: the destination must be a file, which all workers can open")
-    flow, plan, layout = _plan_image(flow, budget, images.image(0), end, target, options.stripe)
+    flow, plan, layout = _plan_image(flow, budget, images.image(0), sink.image(0), target, options.stripe)
     if options.shared:
         check_shared(flow, layout)
-    shape = target.images.shape if target is not None else sink.shape
-    stored = target.info.dtype if target is not None else sink.dtype
-    mask = mask_of(options.mask, shape, axes)
+    mask = mask_of(options.mask, sink.shape, sink.axes)
     identity = (
         {}
         if target is None
@@ -652,56 +575,56 @@ def prepare_stream(
             ),
         }
     )
-    return Streaming(flow, plan, layout, images, target, sink, stored, shape, options, mask, folder, identity)
+    return Streaming(flow, plan, layout, images, target, sink, options, mask, folder, identity)
 
 
 def _result_end(
-    flow: Flow, reader: Any, source: Any, destination: Any, options: StreamOptions
-) -> tuple[FileTarget | None, Any]:
-    """The file to write, or the array or tensor to fill."""
+    flow: Flow, reader: StoredSource, source: Any, destination: Any, options: StreamOptions
+) -> tuple[FileTarget | None, StoredSink]:
+    """The sink of the result, and the file to write if it is one."""
     output = flow.outputs[0]
     value, axes, wanted = fake(output), flow.axes.get(output, NONE), options.output
+    values = torch.int64 if wanted == "argmax" else value.dtype
     shape, stored = result_of(batched(tuple(value.shape), reader.shape[0]), value.dtype, wanted)
     if isinstance(destination, str | os.PathLike):
         if wanted != "argmax":
             check_conversion(value.dtype, stored)
         metadata = scaled_metadata(reader, shape, stored, labels=wanted == "argmax")
-        return target_of(destination, shape, stored, metadata, options.chunk), None
+        target, images = target_of(destination, shape, stored, metadata, options.chunk)
+        return target, StoredSink(target.planned_store(), images, axes, values)
     if options.chunk is not None:
         raise BadInput("chunk: an array has chunks of its own; leave `chunk` out")
-    values = torch.int64 if wanted == "argmax" else value.dtype
-    sink = fillable_sink(destination, shape, values, wanted, options.layout).placed(axes)
+    sink = open_sink(destination, shape, values, options.layout).placed(axes)
+    if wanted not in (None, "argmax") and sink.dtype != stored:
+        raise BadInput(
+            f"the destination holds {name_of(sink.dtype)}, and output={wanted!r} was requested: leave `output` out"
+        )
     check_separate(source, destination, reader, sink)
     return None, sink
 
 
 def _plan_image(
-    flow: Flow, budget: int, source: Any, sink: Any, target: FileTarget | None, stripe: int | None
+    flow: Flow, budget: int, source: StoredSource, sink: StoredSink, target: FileTarget | None, stripe: int | None
 ) -> tuple[Flow, TilePlan, MemoryLayout]:
     """The flow with its kernels, which are compiled, and the plan of one image; for a file, cut
     into tasks."""
 
     def cut(flow: Flow) -> Callable[[MemoryLayout], MemoryLayout]:
-        return partial(cut_into_tasks, flow, rows=target.rows if target else 0, stripe=stripe)
+        return partial(cut_into_tasks, flow, rows=sink.chunk_rows, stripe=stripe)
 
+    parts = replace(sink, values=fake(flow.outputs[0]).dtype)  # of the network: before classes are chosen
     flow, plan, layout = plan_flow(
-        flow, budget, reserved=_buffer_bytes(source, sink), compiles=True, cut=None if target is None else cut
+        flow, budget, reserved=_buffer_bytes(source, parts), compiles=True, cut=None if target is None else cut
     )
     layout.compile_kernels()
     return flow, plan, layout
 
 
-def _buffer_bytes(source: Any, sink: Any) -> int:
+def _buffer_bytes(source: StoredSource, sink: StoredSink) -> int:
     """Bytes of the budget for buffers: those of chunks live at the same time, others one after
     another; they are largest for a full value."""
-    sizes = [end.workspace(_full_window(end)) for end in (source, sink)]
-    has_chunks = any(getattr(getattr(end, "store", None), "chunks", None) for end in (source, sink))
-    return sum(sizes) if has_chunks else max(sizes)
-
-
-def _full_window(end: Any) -> Window:
-    rows, columns = ((0, 1 if axis is None else end.shape[axis]) for axis in end.axes)
-    return rows, columns
+    sizes = [end.workspace(end.window) for end in (source, sink)]
+    return max(sizes) if source.store.chunks is None and sink.store.chunks is None else sum(sizes)
 
 
 def _extents(window: Window) -> tuple[int, int]:

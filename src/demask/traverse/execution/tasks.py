@@ -6,9 +6,8 @@ on which process computed which task, or when.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,45 +20,14 @@ from demask.ops.regions import Interval
 from demask.ops.schema import fake
 from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
 from demask.traverse.execution.segment_executor import Counter, SegmentExecutor, SourcesAndSinks
-from demask.traverse.storage.boxes import Box
+from demask.traverse.storage.store import SliceStore, checksum
 
 States = dict[str, tuple[Tensor, ...]]  # of reductions, by the name of the call
 OnStep = Callable[[Step], None] | None
 PIECE = 512  # columns of a piece of fill
 
 
-@dataclass(slots=True)
-class RecordingStore:
-    """A store that notes what is written: boxes and checksums."""
-
-    store: Any
-    written: list[tuple[Box, str]] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-    def write(self, box: Box, values: Tensor) -> None:
-        self.store.write(box, values)
-        self.written.append((box, checksum(values)))
-
-    def close(self) -> None:
-        """Write what the store's library still holds."""
-        getattr(self.store, "close", lambda: None)()
-
-    def take(self) -> tuple[tuple[Box, str], ...]:
-        """What was written since the last call."""
-        taken = tuple(self.written)
-        self.written.clear()
-        return taken
-
-
-def checksum(values: Tensor) -> str:
-    """A checksum of values (BLAKE2b of 128 bits)."""
-    data: Any = values.contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def is_intact(store: Any, record: TaskRecord) -> bool:
+def is_intact(store: SliceStore, record: TaskRecord) -> bool:
     """Whether a store still has what a task wrote."""
     return all(checksum(store.read(box)) == check for box, check in record.written)
 
@@ -144,7 +112,7 @@ class TaskRunner:
     layout: MemoryLayout
     image: int
     journal: Journal | None
-    store: RecordingStore | None
+    store: SliceStore
     count: Callable[..., None]
     mask: TaskMask | None = None
     remote: Callable[..., Iterator[tuple[Interval, TaskRecord]]] | None = None
@@ -160,7 +128,7 @@ class TaskRunner:
         missing = []
         for rows in stripes_of(placed.stage, placed.segment):
             done = self.journal.done.get(self._task_key(number, rows)) if self.journal else None
-            if done is not None and is_durable and (self.store is None or is_intact(self.store, done)):
+            if done is not None and is_durable and is_intact(self.store, done):
                 records[rows] = done
                 self.count(placed, rows, resumed=True)
             else:
@@ -195,7 +163,7 @@ def compute_record(
     ends: SourcesAndSinks,
     work: Tensor,
     rows: Interval,
-    store: RecordingStore | None,
+    store: SliceStore,
     mask: TaskMask | None = None,
     on_step: OnStep = None,
 ) -> TaskRecord:
@@ -208,7 +176,7 @@ def compute_record(
         columns = _columns_to_compute(placed, output, rows, mask)
         _write_fill(placed, output, ends.sinks[output], rows, columns, mask)
     macs, states = run_task(placed, ends, work, rows, on_step, columns)
-    return TaskRecord(macs, store.take() if store is not None else (), states)
+    return TaskRecord(macs, store.take_written(), states)
 
 
 def _columns_to_compute(placed: PlacedSegment, output: fx.Node, rows: Interval, mask: TaskMask) -> list[Interval]:

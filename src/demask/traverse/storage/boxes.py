@@ -43,6 +43,11 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, end) for start, end in box)
 
 
+def box_at(index: tuple[slice, ...]) -> Box:
+    """The inverse of `slices`."""
+    return tuple((part.start, part.stop) for part in index)
+
+
 def intersect(a: Box, b: Box) -> Box:
     """The positions that are in both boxes; an interval is empty where there are none."""
     pairs = zip(a, b, strict=True)
@@ -91,11 +96,17 @@ def chunks_in(box: Box, shape: Sequence[int], chunks: Sequence[int]) -> Iterator
 def view(tensor: Tensor, box: Box) -> Tensor:
     """The positions of a box."""
     for axis, (start, end) in enumerate(box):
-        tensor = tensor.narrow(axis, start, end - start)
+        if end - start != tensor.shape[axis]:
+            tensor = tensor.narrow(axis, start, end - start)
     return tensor
 
 
-def within(part: Tensor, box: Box, axes: Axes, window: Window) -> Tensor:
-    """The positions of a box in the part of a window."""
-    starts = {axis: first for axis, (first, _) in zip(axes, window, strict=True) if axis is not None}
-    return view(part, tuple((a - starts.get(k, 0), b - starts.get(k, 0)) for k, (a, b) in enumerate(box)))
+def view_flat(buffer: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
+    """A view of a flat buffer as a tensor of a shape, dense, its `dims` from outermost to innermost.
+
+    >>> import torch
+    >>> view_flat(torch.arange(6), (2, 3), (1, 0)).stride()
+    (1, 2)
+    """
+    ordered = buffer[: math.prod(shape)].view([shape[axis] for axis in dims])
+    return ordered.permute([dims.index(axis) for axis in range(len(dims))])

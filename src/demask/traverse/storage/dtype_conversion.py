@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.exec.axes import Axes, strides
+from demask.traverse.storage.boxes import view_flat
 
 LARGEST = {torch.uint8: 255, torch.uint16: 65535}  # stored for 1.0
 
@@ -63,13 +63,14 @@ def assign(into: Tensor, values: Tensor) -> None:
         into.div_(LARGEST[values.dtype])
 
 
-def convert(values: Tensor, into: Tensor, axes: Axes, scratch: Tensor) -> None:
+def convert(values: Tensor, into: Tensor, scratch: Tensor) -> None:
     """Write values to `into` in its dtype. scratch: memory of as many elements, for 8 bits."""
     if not is_quantized(values.dtype, into.dtype):
         into.copy_(values)
         return
-    # In the order of the part, which is fast; the copy at the end changes order and dtype at once.
-    work = scratch[: values.numel()].as_strided(values.shape, strides(values.shape, axes))
+    # In the values' own order, which is fast; the copy at the end changes order and dtype at once.
+    dims = sorted(range(values.dim()), key=lambda axis: -values.stride(axis))
+    work = view_flat(scratch, values.shape, dims)
     if values.dtype == work.dtype:
         torch.clamp(values, 0, 1, out=work)
     else:

@@ -4,46 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from demask.errors import BadInput
-from demask.exec.axes import NONE, Axes
+from demask.exec.axes import NONE
 from demask.files.atomic_write import check_writable
-from demask.traverse.storage.dtype_conversion import check_conversion, name_of
-from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource, tensor_sink, tensor_source
-from demask.traverse.storage.store import ArrayInfo, Format, SliceStore, Store, backing_file, format_of, open_path
-from demask.traverse.storage.stored_ends import KINDS, AxisOrder, StoredSink, StoredSource, usual_order
+from demask.traverse.storage.axis_order import KINDS, AxisOrder, usual_letters, usual_order
+from demask.traverse.storage.dtype_conversion import name_of
+from demask.traverse.storage.sources_and_sinks import StoredSink, StoredSource, writable_store
+from demask.traverse.storage.store import EDGE, ArrayInfo, Format, SliceStore, format_of, replace_path
 
 End = Any  # a path, an array, a tensor, or an object that can be sliced
 Region = tuple[int, int, int, int]  # first row, first column, rows, columns
 
 
-def open_source(source: End, layout: str | None = None, region: Region | None = None) -> StoredSource | TensorSource:
+def open_source(source: End, layout: str | None = None, region: Region | None = None) -> StoredSource:
     """The images of a source. layout: letters of its axes; None: those that it names, or torch's
     order. Raises BadInput where it is no array of images."""
-    if _is_in_memory(source):
-        images = _read_order(tuple(source.shape), layout, "the source", region)
-        opened = tensor_source(source, NONE)
-        return replace(opened, tensor=_view_images(opened.tensor, images))
-    store: Store = open_path(source) if _is_path(source) else SliceStore.of(source, "the source")
+    if isinstance(source, str | os.PathLike):
+        store: SliceStore = format_of(source).load().open_store(Path(source))
+    else:
+        store = SliceStore.of(source, "the source")
     images = _read_order(store.shape, layout or store.layout, store.name, region)
-    return StoredSource.of(store, images, NONE)
-
-
-def _is_path(end: End) -> bool:
-    return isinstance(end, str | os.PathLike)
-
-
-def _is_in_memory(end: End) -> bool:
-    return isinstance(end, Tensor) or (isinstance(end, np.ndarray) and backing_file(end) is None)
+    missing = store.metadata.get("nodata")
+    return replace(StoredSource.of(store, images, NONE), missing=None if missing is None else float(missing))
 
 
 def _read_order(shape: tuple[int, ...], layout: str | None, name: str, region: Region | None) -> AxisOrder:
@@ -59,14 +50,8 @@ def _read_order(shape: tuple[int, ...], layout: str | None, name: str, region: R
         raise BadInput(
             f"region={region}: expected (first row, first column, rows, columns) inside of {height} x {width}"
         )
-    return images.region((top, top + rows), (left, left + columns))
-
-
-def _view_images(tensor: Tensor, images: AxisOrder) -> Tensor:
-    box = images.in_array(tuple((0, n) for n in images.shape))
-    for axis, (start, end) in enumerate(box):
-        tensor = tensor.narrow(axis, start, end - start)
-    return images.view_images(tensor)
+    k = len(images.letters)
+    return images.part({k - 2: (top, top + rows), k - 1: (left, left + columns)})
 
 
 # ------------------------------------------------------------------------------------ results
@@ -74,12 +59,11 @@ def _view_images(tensor: Tensor, images: AxisOrder) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FileTarget:
-    """A file to write: its format, final path, array and the order of its axes."""
+    """A file to write: its format, final path and array."""
 
     format: Format
     final: Path
     info: ArrayInfo
-    images: AxisOrder
 
     @property
     def folder(self) -> Path:
@@ -91,24 +75,28 @@ class FileTarget:
         """The unfinished file."""
         return self.folder / self.final.name
 
-    @property
-    def rows(self) -> int:
-        """Rows that are written together."""
-        axis = self.images.axes[-2] if len(self.images.letters) > 3 else None
-        return 1 if axis is None or self.info.chunks is None else self.info.chunks[axis]
+    def planned_store(self) -> SliceStore:
+        """The store of the file, which is not created yet, for what is computed from its sizes."""
+        shape, dims = self.info.shape, tuple(range(len(self.info.shape)))
+        return SliceStore(None, "the result", shape, self.info.dtype, self.info.chunks, dims)
 
     def create(self) -> None:
-        """Create the unfinished file."""
-        self.format.create(self.part, self.info)
+        """Create the unfinished file, or nothing: it gets its name when it is complete but for values."""
+        new = self.folder / "new" / self.final.name
+        shutil.rmtree(new.parent, ignore_errors=True)
+        new.parent.mkdir()
+        self.format.load().create(new, self.info)
+        os.replace(new, self.part)
+        new.parent.rmdir()
 
-    def open(self, axes: Axes, values: torch.dtype) -> StoredSink:
-        """The unfinished file as a sink. Any process may open it."""
-        store = self.format.open_again(self.part, self.info)
-        return StoredSink(store, self.images, axes, None, values)
+    def open(self, planned: StoredSink) -> StoredSink:
+        """The unfinished file as a sink that notes what is written. Any process may open it."""
+        store: SliceStore = self.format.load().open_again(self.part, self.info)
+        return planned.over(replace(store, metadata=self.info.metadata, written=[]))
 
     def finish(self) -> None:
-        """Give the complete file its name."""
-        self.format.finish(self.part, self.final, self.info)
+        """Give the complete file its name, replacing what has it."""
+        getattr(self.format.load(), "finish", replace_path)(self.part, self.final, self.info)
 
 
 def check_target(destination: End, metadata: Mapping[str, Any] | None = None) -> tuple[Format, Path]:
@@ -130,52 +118,36 @@ def check_target(destination: End, metadata: Mapping[str, Any] | None = None) ->
 
 def target_of(
     destination: End, shape: tuple[int, ...], stored: torch.dtype, metadata: Mapping[str, Any], chunk: int | None = None
-) -> FileTarget:
-    """The file for a result of this shape (N, C, ...) and dtype. chunk: rows and columns of its
-    chunks; None: the format's. Raises BadInput where the format cannot hold it."""
+) -> tuple[FileTarget, AxisOrder]:
+    """The file for a result of this shape (N, C, ...) and dtype, and the order of its axes. chunk: rows
+    and columns of its chunks; None: the format's. Raises BadInput where the format cannot hold it."""
     format_, final = check_target(destination, metadata)
-    module = format_.load()
     if format_.name != "NumPy" and len(shape) not in KINDS:
         raise BadInput(f"{destination}: the result has the shape {shape}, which is no image; write a .npy file")
-    kind = KINDS.get(len(shape), "NC"[: len(shape)])
-    letters = module.letters(kind, shape, stored)
+    kind = usual_letters(len(shape))
+    letters: str = getattr(format_.load(), "letters", lambda images, *_: images)(kind, shape, stored)
     sizes = dict(zip(kind, shape, strict=True))
-    array_shape = tuple(sizes[letter] for letter in letters)
-    chunks = module.chunks(array_shape, letters)
-    if chunk is not None:
-        if not format_.marks or chunk < 1:
-            raise BadInput(
-                f"chunk={chunk}: expected at least 1, for .zarr; {format_.name} files "
-                "have no chunks, or tiles of 512 x 512"
-            )
-        chunks = tuple(
-            min(n, chunk) if letter in "HW" else c for n, c, letter in zip(array_shape, chunks, letters, strict=True)
+    if not set(letters) <= set(kind):
+        raise BadInput(
+            f"{destination}: {format_.name} files have rows and columns, the result has the shape {shape}; "
+            "write a .zarr or .npy file"
         )
+    if chunk is not None and (not format_.marks or chunk < 1):
+        raise BadInput(
+            f"chunk={chunk}: expected at least 1, for .zarr; {format_.name} files have no chunks, or tiles of 512 x 512"
+        )
+    array_shape = tuple(sizes[letter] for letter in letters)
+    chunks = format_.chunks(array_shape, letters, EDGE if chunk is None else chunk)
     info = ArrayInfo(array_shape, stored, letters, chunks, metadata)
     axes = tuple(letters.index(k) if k in letters else None for k in kind)
     images = AxisOrder(kind, axes, shape, len(letters), (0,) * len(kind))
-    return FileTarget(format_, final, info, images)
+    return FileTarget(format_, final, info), images
 
 
-def open_sink(
-    destination: End, shape: tuple[int, ...], values: torch.dtype, layout: str | None = None
-) -> TensorSink | StoredSink:
+def open_sink(destination: End, shape: tuple[int, ...], values: torch.dtype, layout: str | None = None) -> StoredSink:
     """A tensor, array or object that can be sliced, to write a result of this shape to."""
-    if _is_in_memory(destination):
-        sink = tensor_sink(destination, NONE, values)
-        images = _order_of_result(tuple(destination.shape), shape, layout)
-        return replace(sink, tensor=_view_images(sink.tensor, images))
-    if isinstance(destination, np.ndarray) and not destination.flags.writeable:
-        raise BadInput("the destination is a read-only array; open it with mode='r+'")
-    if not hasattr(destination, "__setitem__"):
-        raise BadInput(
-            f"destination: expected a path, an array, a tensor or an object to which "
-            f"slices can be assigned, got {type(destination).__name__}"
-        )
-    store = SliceStore.of(destination, "the destination")
-    check_conversion(values, store.dtype)
-    images = _order_of_result(store.shape, shape, layout)
-    return StoredSink(store, images, NONE, None, values)
+    store = writable_store(destination, values)
+    return StoredSink(store, _order_of_result(store.shape, shape, layout), NONE, values)
 
 
 def _order_of_result(own: tuple[int, ...], shape: tuple[int, ...], layout: str | None) -> AxisOrder:
@@ -188,15 +160,15 @@ def _order_of_result(own: tuple[int, ...], shape: tuple[int, ...], layout: str |
                 return images
     if own != shape:
         raise BadInput(f"the destination has the shape {own}, the result {shape}")
-    return AxisOrder.unchanged(KINDS.get(len(shape), "NC"[: len(shape)]), shape)
+    return AxisOrder.unchanged(shape)
 
 
 def scaled_metadata(
-    source: StoredSource | TensorSource, shape: tuple[int, ...], stored: torch.dtype, *, labels: bool
+    source: StoredSource, shape: tuple[int, ...], stored: torch.dtype, *, labels: bool
 ) -> dict[str, Any]:
     """What of a source's metadata is true of a result: sizes of pixels and coordinates, scaled."""
     metadata: dict[str, Any] = {"labels": True} if labels else {}
-    if not isinstance(source, StoredSource) or len(shape) < 4:
+    if len(shape) < 4:
         return metadata
     known, images = source.store.metadata, source.images
     letters = images.letters
@@ -222,12 +194,12 @@ def _is_exact(value: float, dtype: torch.dtype) -> bool:
     return value == value and limits.min <= value <= limits.max and value == int(value)
 
 
-def identity_of(source: End, reader: StoredSource | TensorSource) -> str:
+def identity_of(source: End, reader: StoredSource) -> str:
     """A text that differs for other inputs: of a file its path, size and time of change, of an
     array in memory its values."""
     parts = [str(reader.shape), name_of(reader.dtype)]
-    path = source if _is_path(source) else getattr(source, "filename", None)
-    if path is None and isinstance(reader, TensorSource):
+    path = source if isinstance(source, str | os.PathLike) else getattr(source, "filename", None)
+    if path is None and reader.tensor is not None:
         digest = hashlib.blake2b(digest_size=16)
         for image in reader.tensor:
             digest.update(image.contiguous().view(torch.uint8).numpy().tobytes())
@@ -239,6 +211,6 @@ def identity_of(source: End, reader: StoredSource | TensorSource) -> str:
         for file in files or [Path(path)]:
             status = file.stat()
             parts.append(f"{file}:{status.st_size}:{status.st_mtime_ns}")
-    if isinstance(reader, StoredSource):
+    if reader.tensor is None:
         parts.append(f"{reader.images.text} {reader.images.origin}")
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

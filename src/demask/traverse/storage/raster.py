@@ -3,27 +3,26 @@ and nodata value go from the source to the result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import rasterio
 import rasterio.shutil
-import rasterio.windows
 import torch
 from rasterio.env import get_gdal_config, set_gdal_config
 from rasterio.errors import RasterioError
-from torch import Tensor
+from rasterio.windows import Window
 
 from demask.errors import BadInput
-from demask.traverse.storage.boxes import Box
+from demask.traverse.storage.boxes import Box, box_at
 from demask.traverse.storage.dtype_conversion import name_of
-from demask.traverse.storage.store import ArrayInfo, first_line, replace_path, to_tensor, torch_dtype
+from demask.traverse.storage.store import EDGE, ArrayInfo, SliceStore, first_line, replace_path
 
-EDGE = 512
 CACHE = 16 << 20  # bytes
 CACHE_OPTION = "GDAL_CACHEMAX"
 
@@ -42,65 +41,29 @@ def small_cache() -> Iterator[None]:
             set_gdal_config(CACHE_OPTION, before)
 
 
-@dataclass(slots=True)
-class RasterStore:
+class Raster:
     """An open raster, (C, H, W). GDAL's datasets serve one thread at a time."""
 
-    data: Any
-    name: str
-    dtype: torch.dtype
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    layout: str | None = "CHW"
-    lock: Lock = field(default_factory=Lock)
+    def __init__(self, data: Any):
+        self.data, self.lock = data, Lock()
+        self.shape = (data.count, data.height, data.width)
+        self.dtype = np.dtype(data.dtypes[0])
+        self.chunks = (data.count, *data.block_shapes[0])
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.data.count, self.data.height, self.data.width)
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        with self.lock, small_cache():
+            return self.data.read(_bands(box_at(index)), window=Window.from_slices(index[1], index[2]))
 
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        rows, columns = self.data.block_shapes[0]
-        return (self.data.count, rows, columns)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return (0, 1, 2)
-
-    def read(self, box: Box) -> Tensor:
-        """The values of a box."""
-        bands, window = _bands(box), _window(box)
-        try:
-            with self.lock, small_cache():
-                values = self.data.read(bands, window=window)
-        except RasterioError as error:
-            raise BadInput(f"{self.name}: {window} cannot be read: {first_line(error)}") from error
-        return to_tensor(values, self.dtype, self.name)
-
-    def write(self, box: Box, values: Tensor) -> None:
-        """Write the values of a box."""
-        try:
-            with self.lock, small_cache():
-                self.data.write(values.numpy(), _bands(box), window=_window(box))
-        except RasterioError as error:
-            raise BadInput(f"{self.name}: cannot be written: {first_line(error)}") from error
-
-    def close(self) -> None:
-        """Write what GDAL still holds."""
-        self.data.close()
-
-    __del__ = close
+    def __setitem__(self, index: tuple[slice, ...], values: np.ndarray) -> None:
+        with self.lock, small_cache():
+            self.data.write(values, _bands(box_at(index)), window=Window.from_slices(index[1], index[2]))
 
 
 def _bands(box: Box) -> list[int]:
     return list(range(box[0][0] + 1, box[0][1] + 1))
 
 
-def _window(box: Box) -> Any:
-    (top, bottom), (left, right) = box[1:]
-    return rasterio.windows.Window.from_slices((top, bottom), (left, right))
-
-
-def open_store(path: Path) -> RasterStore:
+def open_store(path: Path) -> SliceStore:
     """A raster to read."""
     try:
         data = rasterio.open(path)
@@ -108,11 +71,8 @@ def open_store(path: Path) -> RasterStore:
         raise BadInput(f"{path}: {first_line(error)}") from error
     if len(set(data.dtypes)) > 1:
         raise BadInput(f"{path} has bands of several dtypes {sorted(set(data.dtypes))}; convert them to one")
-    import numpy as np
-
-    dtype = torch_dtype(np.dtype(data.dtypes[0]), str(path))
     metadata = {"crs": data.crs, "transform": data.transform, "nodata": data.nodata}
-    return RasterStore(data, str(path), dtype, metadata)
+    return SliceStore.of(Raster(data), str(path), layout="CHW", metadata=metadata)
 
 
 def letters(images: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
@@ -123,39 +83,21 @@ def letters(images: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return "CHW"
 
 
-def chunks(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
-    """Tiles of 512 x 512, of all bands."""
-    return (shape[0], EDGE, EDGE)
-
-
 def create(path: Path, info: ArrayInfo) -> None:
-    """Create a tiled GeoTIFF, which grows as tiles are written."""
-    bands, height, width = info.shape
-    georeference = {k: info.metadata[k] for k in ("crs", "transform", "nodata") if info.metadata.get(k) is not None}
+    """Create a GeoTIFF with all tiles: one that grew would lose tiles that several processes write."""
+    options = {k: info.metadata[k] for k in ("crs", "transform", "nodata") if info.metadata.get(k) is not None}
+    options |= dict(zip(("count", "height", "width"), info.shape, strict=True), dtype=name_of(info.dtype))
+    options |= {"tiled": True, "blockxsize": EDGE, "blockysize": EDGE, "BIGTIFF": "YES"}
     try:
-        with rasterio.open(
-            path,
-            "w",
-            driver="GTiff",
-            count=bands,
-            height=height,
-            width=width,
-            dtype=name_of(info.dtype),
-            tiled=True,
-            blockxsize=EDGE,
-            blockysize=EDGE,
-            BIGTIFF="YES",
-            SPARSE_OK="TRUE",
-            **georeference,
-        ):
-            pass
+        rasterio.open(path, "w", driver="GTiff", **options).close()
     except (RasterioError, ValueError) as error:
         raise BadInput(f"{path}: {first_line(error)}") from error
 
 
-def open_again(path: Path, info: ArrayInfo) -> RasterStore:
+def open_again(path: Path, info: ArrayInfo) -> SliceStore:
     """The file, open for writing."""
-    return RasterStore(rasterio.open(path, "r+"), str(path), info.dtype)
+    data = rasterio.open(path, "r+")
+    return replace(SliceStore.of(Raster(data), str(path)), close=data.close)
 
 
 def finish(part: Path, final: Path, info: ArrayInfo) -> None:

@@ -2,59 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openslide  # pyright: ignore
-import torch
-from torch import Tensor
 
 from demask.errors import BadInput
-from demask.traverse.storage.boxes import Box
-from demask.traverse.storage.store import first_line
-
-EDGE = 512
+from demask.traverse.storage.store import EDGE, SliceStore, first_line
 
 
-@dataclass(slots=True)
-class SlideStore:
+class Slide:
     """An open slide. Positions that were not scanned are white."""
 
-    slide: Any
-    name: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.uint8
-    layout: str | None = "HWC"
-    chunks: tuple[int, ...] | None = (EDGE, EDGE, 3)
-    order: tuple[int, ...] = (0, 1, 2)
+    dtype, chunks = np.dtype(np.uint8), (EDGE, EDGE, 3)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        width, height = self.slide.dimensions
-        return (height, width, 3)
+    def __init__(self, slide: Any):
+        self.slide, self.shape = slide, (*slide.dimensions[::-1], 3)
 
-    def read(self, box: Box) -> Tensor:
-        """The values of a box."""
-        (top, bottom), (left, right), (first, last) = box
-        try:
-            region = self.slide.read_region((left, top), 0, (right - left, bottom - top))
-        except openslide.OpenSlideError as error:
-            raise BadInput(f"{self.name}: rows {top}:{bottom} cannot be read: {first_line(error)}") from error
-        pixels = np.array(region)
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        rows, columns, channels = index
+        size = columns.stop - columns.start, rows.stop - rows.start
+        pixels = np.array(self.slide.read_region((columns.start, rows.start), 0, size))
         alpha = pixels[..., 3:].astype(np.uint16)
         # OpenSlide's colors are not multiplied by alpha once they are an image of PIL.
         mixed = (pixels[..., :3] * alpha + 255 * (255 - alpha) + 127) // 255
-        return torch.from_numpy(mixed[..., first:last].astype(np.uint8))
-
-    def write(self, box: Box, values: Tensor) -> None:
-        """Slides are only read."""
-        raise BadInput(f"{self.name}: slides cannot be written")
+        return mixed[..., channels].astype(np.uint8)
 
 
-def open_store(path: Path) -> SlideStore:
+def open_store(path: Path) -> SliceStore:
     """A slide to read."""
     try:
         slide = openslide.OpenSlide(path)
@@ -64,4 +40,4 @@ def open_store(path: Path) -> SlideStore:
     scale = {
         letter: (float(slide.properties[key]), "micrometer") for letter, key in sizes.items() if key in slide.properties
     }
-    return SlideStore(slide, str(path), {"scale": scale} if scale else {})
+    return SliceStore.of(Slide(slide), str(path), layout="HWC", metadata={"scale": scale} if scale else {})

@@ -1,19 +1,31 @@
-"""Stores: arrays that are read and written in boxes, in files or wherever slices come from.
+"""Arrays that are read and written in boxes, in files or wherever slices come from.
 
-A format says how an array is opened, created under a temporary name, and finished. A new format is
-an entry in FORMATS. Packages other than NumPy are imported when a file of their format is opened.
+Everything here speaks one protocol, that of a zarr array: `shape`, `dtype`, `chunks` (None or
+missing where any box is read at the same speed), `array[slices]` and `array[slices] = values`.
+Arrays of zarr (and through it of tifffile), h5py and NumPy have it; the modules of `npy`, `raster`
+and `slide` adapt the others, and raise what their library raises.
+
+`SliceStore` adds once what all need. Laws: `read(box)` has the values of `array[slices(box)]` in this
+machine's byte order and exactly the box's shape, or is a BadInput that names the array and the
+positions; after `write(box, values)`, `read(box)` equals `values`; no page of a mapped file stays in
+memory. A format says how an array is opened, created under a temporary name, and finished. A new
+format is an entry in FORMATS. Packages other than NumPy are imported when a file of their format is
+opened.
 """
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +33,10 @@ from torch import Tensor
 
 from demask.errors import BadInput, DemaskError
 from demask.installation import install_command
-from demask.traverse.storage.boxes import Box, extents, slices
+from demask.traverse.storage.boxes import Box, extents, slices, view
 
 HERE = __name__.rpartition(".")[0]
+EDGE = 512  # rows and columns of a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +58,12 @@ class ArrayInfo:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format. module: has `open_store(path) -> Store` and, where it is written,
-    `letters(channels, images, dtype) -> str`, `chunks(shape, letters) -> tuple or None`,
-    `create(path, info) -> None`, `open_again(path, info) -> Store`, and optionally
-    `finish(part, final, info)`. package: that the module needs. marks: names of files of which a
-    folder of this format has one; () where it is a single file."""
+    """One format. module: has `open_store(path) -> SliceStore` and, where it is written,
+    `create(path, info)`, which creates an array without values at a path that does not exist;
+    `open_again(path, info) -> SliceStore`, by which any process may write to it; and optionally
+    `letters(images, shape, dtype) -> str`, the axes in the order of the format, and `finish(part, final,
+    info)`, which gives a complete array its name. package: that the module needs. marks: names of files of which a
+    folder of this format has one; () where it is a single file, whose chunks are full tiles."""
 
     name: str
     suffixes: tuple[str, ...]
@@ -69,18 +83,14 @@ class Format:
                 f"{self.name} files need {error.name}, which is not installed: {install_command('stream')}"
             ) from error
 
-    def create(self, path: Path, info: ArrayInfo) -> None:
-        """Create the array, without values, at a path that does not exist."""
-        self.load().create(path, info)
-
-    def open_again(self, path: Path, info: ArrayInfo) -> Store:
-        """The array after `create`, to write to it. Any process may open it."""
-        return self.load().open_again(path, info)
-
-    def finish(self, part: Path, final: Path, info: ArrayInfo) -> None:
-        """Give a complete array its name, replacing what has it."""
-        finish: Callable[[Path, Path, ArrayInfo], None] | None = getattr(self.load(), "finish", None)
-        (finish or replace_path)(part, final, info)
+    def chunks(self, shape: tuple[int, ...], letters: str, edge: int) -> tuple[int, ...] | None:
+        """Chunks for a new array: all channels, `edge` rows and columns, one image."""
+        if self.package is None:
+            return None
+        return tuple(
+            (min(size, edge) if self.marks else edge) if letter in "HWL" else size if letter == "C" else 1
+            for size, letter in zip(shape, letters, strict=True)
+        )
 
 
 FORMATS = (
@@ -114,11 +124,6 @@ def format_of(path: str | os.PathLike[str], metadata: Mapping[str, Any] | None =
     return best
 
 
-def open_path(path: str | os.PathLike[str]) -> Store:
-    """The array in a file. Raises BadInput where it is missing, damaged or of another kind."""
-    return format_of(path).load().open_store(Path(path))
-
-
 def replace_path(part: Path, final: Path, info: ArrayInfo | None = None) -> None:
     """Rename a file or folder; another of that name is deleted afterwards."""
     old = None
@@ -130,35 +135,16 @@ def replace_path(part: Path, final: Path, info: ArrayInfo | None = None) -> None
         shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
-class Store(Protocol):
-    """An array of numbers that is read and written in boxes.
-
-    name: for messages. shape, dtype: of the array, in this machine's byte order. chunks: the boxes
-    in which it is stored, None where any box is read at the same speed. order: axes from outermost
-    to innermost in memory. layout: letters of its axes, None where nothing names them. metadata:
-    what a result of the same region should keep (see `ArrayInfo`).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[int, ...] | None
-    order: tuple[int, ...]
-    layout: str | None
-    metadata: Mapping[str, Any]
-
-    def read(self, box: Box) -> Tensor:
-        """The values of a box."""
-        ...
-
-    def write(self, box: Box, values: Tensor) -> None:
-        """Write the values of a box, of the store's dtype."""
-        ...
-
-
 @dataclass(slots=True)
 class SliceStore:
-    """Any object that can be sliced and has a shape and a dtype: arrays of zarr, h5py, numpy."""
+    """An array that can be sliced, of zarr, h5py, numpy or a format's module, or a tensor.
+
+    name: for messages. dtype: in this machine's byte order. chunks: the boxes in which it is stored,
+    None where any box is read at the same speed. order: axes from outermost to innermost in memory.
+    layout: letters of its axes, None where nothing names them. metadata: what a result of the same
+    region should have, too (see `ArrayInfo`). close: writes what a library has not written yet.
+    written: boxes and checksums of what was written; None to note nothing.
+    """
 
     array: Any
     name: str
@@ -169,6 +155,8 @@ class SliceStore:
     layout: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     mapping: mmap.mmap | None = None
+    close: Callable[[], object] = lambda: None
+    written: list[tuple[Box, str]] | None = None
 
     @classmethod
     def of(
@@ -180,6 +168,9 @@ class SliceStore:
         metadata: Mapping[str, Any] | None = None,
     ) -> SliceStore:
         """The store of an object. Raises BadInput unless it has a shape and numbers."""
+        if isinstance(array, Tensor) or (isinstance(array, np.ndarray) and backing_file(array) is None):
+            tensor = _as_cpu_tensor(array)
+            return cls(tensor, name, tuple(tensor.shape), tensor.dtype, None, tuple(range(tensor.dim())))
         try:
             shape, dtype = tuple(int(n) for n in array.shape), np.dtype(array.dtype)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # closed: h5py
@@ -188,30 +179,38 @@ class SliceStore:
                 f"can be sliced, got {type(array).__name__}"
             ) from error
         chunks = getattr(array, "chunks", None)
-        known = isinstance(chunks, tuple) and all(isinstance(n, int) for n in chunks)
+        is_regular = isinstance(chunks, tuple) and all(isinstance(n, int) for n in chunks)
         shards = getattr(array, "shards", None)  # of zarr: what is written as one file
         return cls(
             array,
             name,
             shape,
             torch_dtype(dtype, name),
-            (shards or chunks) if known else None,
+            (shards or chunks) if is_regular else None,
             memory_order(array),
             layout,
             metadata or {},
             backing_file(array),
         )
 
+    @property
+    def tensor(self) -> Tensor | None:
+        """The array if it is in memory, to read and write in place."""
+        return self.array if isinstance(self.array, Tensor) else None
+
     def read(self, box: Box) -> Tensor:
-        try:
-            values = to_tensor(self.array[slices(box)], self.dtype, self.name)
-        except DemaskError:
-            raise
-        except Exception as error:  # of any type: codecs and file formats have their own
-            raise BadInput(f"{self.name}: positions {_text_of(box)} cannot be read: {first_line(error)}") from error
-        if tuple(values.shape) != extents(box):
+        """The values of a box."""
+        if self.tensor is not None:
+            return view(self.tensor, box)
+        with _refusals(self.name, box, "read"):
+            array = np.asarray(self.array[slices(box)])
+            array = array.astype(array.dtype.newbyteorder("="), copy=False)
+            if not array.flags.writeable or any(step < 0 for step in array.strides):
+                array = array.copy()
+            values = torch.from_numpy(array)
+        if values.dtype != self.dtype or tuple(values.shape) != extents(box):
             raise BadInput(
-                f"{self.name}: positions {_text_of(box)} came as {tuple(values.shape)}: "
+                f"{self.name}: positions {_text_of(box)} came as {array.dtype} {array.shape}: "
                 "was it changed, or does it end early?"
             )
         if self.mapping is None:
@@ -221,11 +220,30 @@ class SliceStore:
         return copy
 
     def write(self, box: Box, values: Tensor) -> None:
-        try:
+        """Write the values of a box, of the store's dtype."""
+        with _refusals(self.name, box, "written"):
             self.array[slices(box)] = values.numpy()
-        except Exception as error:
-            raise BadInput(f"{self.name}: positions {_text_of(box)} cannot be written: {first_line(error)}") from error
         release_pages(self.mapping)
+        if self.written is not None:
+            self.written.append((box, checksum(values)))
+
+    def take_written(self) -> tuple[tuple[Box, str], ...]:
+        """What was written since the last call."""
+        taken = tuple(self.written or ())
+        if self.written is not None:
+            self.written.clear()
+        return taken
+
+
+@contextmanager
+def _refusals(name: str, box: Box, verb: str) -> Iterator[None]:
+    """What a library raises in the block, as BadInput with the positions."""
+    try:
+        yield
+    except DemaskError:
+        raise
+    except Exception as error:  # of any type: codecs and file formats have their own
+        raise BadInput(f"{name}: positions {_text_of(box)} cannot be {verb}: {first_line(error)}") from error
 
 
 def torch_dtype(dtype: np.dtype[Any], name: str) -> torch.dtype:
@@ -239,18 +257,20 @@ def torch_dtype(dtype: np.dtype[Any], name: str) -> torch.dtype:
         ) from error
 
 
-def to_tensor(values: Any, dtype: torch.dtype, name: str) -> Tensor:
-    """The values of a slice as a tensor in this machine's byte order, of any strides."""
-    array = np.asarray(values)
-    array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    if any(step < 0 for step in array.strides):
-        array = array.copy()
-    if not array.flags.writeable:
-        array = array.copy() if array.size else np.empty(array.shape, array.dtype)
-    tensor = torch.from_numpy(array)
-    if tensor.dtype != dtype:
-        raise BadInput(f"{name}: a slice has the dtype {array.dtype}, the array another")
-    return tensor
+def _as_cpu_tensor(data: Tensor | np.ndarray) -> Tensor:
+    if isinstance(data, Tensor):
+        if data.device.type != "cpu" or data.layout != torch.strided:
+            raise BadInput(
+                f"expected a dense tensor on the CPU, got {data.layout} on {data.device}; move it first: tensor.cpu()"
+            )
+        return data.detach()
+    torch_dtype(data.dtype, "the array")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of arrays that are read-only: a source is only read
+            return torch.from_numpy(data)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"the array's layout is not supported ({error}); copy it first") from error
 
 
 def memory_order(array: Any) -> tuple[int, ...]:
@@ -278,12 +298,10 @@ def release_pages(mapping: mmap.mmap | None) -> None:
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
-def usual_chunks(shape: Sequence[int], letters: str, edge: int = 512) -> tuple[int, ...]:
-    """Chunks for a new array: all channels, `edge` rows and columns, one image."""
-    return tuple(
-        min(size, edge) if letter in "HWL" else size if letter == "C" else 1
-        for size, letter in zip(shape, letters, strict=True)
-    )
+def checksum(values: Tensor) -> str:
+    """A checksum of values (BLAKE2b of 128 bits)."""
+    data: Any = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def first_line(error: Exception) -> str:

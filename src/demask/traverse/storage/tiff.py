@@ -1,39 +1,33 @@
 """Tiled BigTIFF and OME-TIFF files, through tifffile.
 
-A new file is created with all of its tiles, without compression; each tile is then written at its
-offset, by any process and in any order. Coordinates (GeoTIFF) are read by `raster`.
+A file is a zarr array to tifffile. A new one is created with all of its tiles, without compression;
+each tile is then written at its offset, by any process and in any order. Coordinates (GeoTIFF) are
+read by `raster`.
 """
 
 from __future__ import annotations
 
-import math
-import os
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tifffile
 import torch
 import zarr
-from torch import Tensor
 
 from demask.errors import BadInput
-from demask.traverse.storage.boxes import Box
 from demask.traverse.storage.dtype_conversion import name_of
-from demask.traverse.storage.store import ArrayInfo, SliceStore, Store, first_line, usual_chunks
+from demask.traverse.storage.store import EDGE, ArrayInfo, SliceStore, first_line
 
-EDGE = 512
 GEO_KEYS = 34735  # the tag of a GeoTIFF's coordinate system
 AXES = {"N": "T", "C": "C", "D": "Z", "H": "Y", "W": "X", "L": "X"}
 # Units of OME-XML, in which sizes of pixels are.
 MICROMETERS = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3, "meter": 1e6}
 
 
-def open_store(path: Path) -> Store:
+def open_store(path: Path) -> SliceStore:
     """The first image of a TIFF file, at full size."""
     try:
         file = tifffile.TiffFile(path)
@@ -47,10 +41,9 @@ def open_store(path: Path) -> Store:
             from demask.traverse.storage import raster
 
             file.close()
-            store: Any = raster.open_store(path)
-            return store
-        series = file.series[0]
-        levels: Any = series.aszarr(level=0)
+            return raster.open_store(path)
+        axes = file.series[0].axes.replace("Q", "N").replace("I", "N")
+        levels: Any = file.series[0].aszarr(level=0)
         array: Any = zarr.open(levels, mode="r")
     except BadInput:
         raise
@@ -58,7 +51,6 @@ def open_store(path: Path) -> Store:
         file.close()
         raise BadInput(f"{path}: expected a TIFF file: {first_line(error)}") from error
     weakref.finalize(array, file.close)  # the file is open as long as its array
-    axes = series.axes.replace("Q", "N").replace("I", "N")
     return SliceStore.of(array, str(path), layout=axes, metadata=_pixel_sizes(file))
 
 
@@ -75,63 +67,6 @@ def _pixel_sizes(file: tifffile.TiffFile) -> dict[str, Any]:
     return {"scale": scale} if scale else {}
 
 
-@dataclass(slots=True)
-class TiledFile:
-    """A file of tiles of equal size, each at its offset.
-
-    offsets: of tiles, by image or channel (pages), then row and column of tiles. letters: of the
-    axes; channels are pages of their own, or the innermost axis.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[int, ...] | None
-    letters: str
-    offsets: np.ndarray
-    number: int
-    layout: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return tuple(range(len(self.shape)))
-
-    def read(self, box: Box) -> Tensor:
-        """Not needed: what is written is not read."""
-        raise NotImplementedError
-
-    def write(self, box: Box, values: Tensor) -> None:
-        """Write full tiles: the positions of a chunk."""
-        rows = self.letters.index("H")
-        outer, inner = box[:rows], values.shape[rows + 2 :]
-        tile = (EDGE, EDGE, *inner)
-        pages = np.ndindex(*(b - a for a, b in outer))
-        (top, bottom), (left, right) = box[rows], box[rows + 1]
-        for page in pages:
-            number = 0
-            for (first, _), k, size in zip(outer, page, self.shape[:rows], strict=True):
-                number = number * size + first + k
-            padded = np.zeros(tile, values.numpy().dtype)
-            padded[: bottom - top, : right - left] = values[page].numpy()
-            offset = int(self.offsets[number, top // EDGE, left // EDGE])
-            _write_all(self.number, padded.tobytes(), offset, self.name)
-
-    def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
-            self.number = -1
-
-
-def _write_all(number: int, data: bytes, offset: int, name: str) -> None:
-    done = 0
-    try:
-        while done < len(data):
-            done += os.pwrite(number, data[done:], offset + done)
-    except OSError as error:
-        raise BadInput(f"{name}: {error.strerror or error}") from error
-
-
 def letters(images: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """Pictures of three or four 8-bit channels have channels last; others one page per channel."""
     size = dict(zip(images, shape, strict=True))
@@ -139,11 +74,6 @@ def letters(images: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
     if size["C"] in (3, 4) and dtype == torch.uint8 and not outer:
         return "HWC"
     return outer + ("C" if size["C"] > 1 else "") + "HW"
-
-
-def chunks(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
-    """Tiles of 512 x 512, of all channels."""
-    return tuple(EDGE if letter in "HW" else n for letter, n in zip(letters, usual_chunks(shape, letters), strict=True))
 
 
 def create(path: Path, info: ArrayInfo) -> None:
@@ -170,14 +100,12 @@ def create(path: Path, info: ArrayInfo) -> None:
         raise BadInput(f"{path}: {first_line(error)}") from error
 
 
-def open_again(path: Path, info: ArrayInfo) -> TiledFile:
+def open_again(path: Path, info: ArrayInfo) -> SliceStore:
     """The file, open for writing."""
-    rows = info.letters.index("H")
-    down, across = (-(-info.shape[rows + k] // EDGE) for k in (0, 1))
-    with tifffile.TiffFile(path) as file:
-        pages: Any = file.pages
-        offsets = [page.dataoffsets for page in pages]
-    count = math.prod(info.shape[:rows])
-    table = np.array(offsets, np.int64).reshape(count, down, across)
-    number = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
-    return TiledFile(str(path), info.shape, info.dtype, info.chunks, info.letters, table, number)
+    try:
+        tiles: Any = tifffile.imread(path, mode="r+", aszarr=True)
+        # Chunks of zeros are written, too: tiles cannot be deleted, and may have other values.
+        array: Any = zarr.open(tiles, mode="r+", config={"write_empty_chunks": True})
+    except Exception as error:  # of many types, by what is damaged
+        raise BadInput(f"{path}: cannot be written: {first_line(error)}") from error
+    return replace(SliceStore.of(array, str(path)), chunks=info.chunks, close=tiles.close)

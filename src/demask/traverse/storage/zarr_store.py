@@ -7,21 +7,20 @@ level, and no two writers share a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import zarr
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.traverse.storage.boxes import Box
 from demask.traverse.storage.dtype_conversion import name_of
-from demask.traverse.storage.store import ArrayInfo, SliceStore, first_line, usual_chunks
+from demask.traverse.storage.store import EDGE, ArrayInfo, SliceStore, first_line
 
-SMALLEST, EDGE = 32, 512  # rows of a chunk of the last level, of the first
+SMALLEST = 32  # rows of a chunk of the last level
 TYPES = {
     "N": ("t", "time"),
     "C": ("c", "channel"),
@@ -53,68 +52,41 @@ def _largest_level(group: zarr.Group, scales: dict[str, Any], name: str) -> Slic
     dataset = scales["datasets"][0]
     try:
         array: Any = group[dataset["path"]]
-        axes = [axis["name"] if isinstance(axis, dict) else axis for axis in scales["axes"]]
-        letters = "".join(axes).upper()
+        axes = [axis if isinstance(axis, dict) else {"name": axis} for axis in scales["axes"]]
+        letters = "".join(axis["name"] for axis in axes).upper()
     except (KeyError, TypeError) as error:
         raise BadInput(f"{name}: its OME-NGFF metadata lacks {error}") from error
-    units = [axis.get("unit") if isinstance(axis, dict) else None for axis in scales["axes"]]
-    sizes = next(
-        (t["scale"] for t in dataset.get("coordinateTransformations", ()) if t.get("type") == "scale"),
-        [1.0] * len(letters),
-    )
+    transforms = dataset.get("coordinateTransformations", ())
+    sizes = next((t["scale"] for t in transforms if t.get("type") == "scale"), [1.0] * len(letters))
     to_ours = {other.upper(): ours for ours, (other, _) in TYPES.items() if ours != "L"}
     scale = {
-        to_ours[letter]: (float(size), unit)
-        for letter, size, unit in zip(letters, sizes, units, strict=True)
+        to_ours[letter]: (float(size), axis.get("unit"))
+        for letter, size, axis in zip(letters, sizes, axes, strict=True)
         if letter in to_ours
     }
     return SliceStore.of(array, name, layout=letters, metadata={"scale": scale})
 
 
-@dataclass(slots=True)
-class PyramidStore:
-    """The levels of a result, written together."""
+class Pyramid:
+    """The levels of a result, written together, in boxes of full chunks."""
 
-    levels: tuple[SliceStore, ...]
-    letters: str
-    is_labels: bool
-    layout: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    def __init__(self, levels: Sequence[Any], info: ArrayInfo):
+        self.levels, self.info = levels, info
+        self.shape, self.dtype, self.chunks = levels[0].shape, levels[0].dtype, levels[0].chunks
 
-    @property
-    def name(self) -> str:
-        return self.levels[0].name
+    def __getitem__(self, index: tuple[slice, ...]) -> Any:
+        return self.levels[0][index]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.levels[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.levels[0].dtype
-
-    @property
-    def chunks(self) -> tuple[int, ...] | None:
-        return self.levels[0].chunks
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return self.levels[0].order
-
-    def read(self, box: Box) -> Tensor:
-        """The values of a box of the first level."""
-        return self.levels[0].read(box)
-
-    def write(self, box: Box, values: Tensor) -> None:
-        """Write a box of full chunks to all levels."""
-        self.levels[0].write(box, values)
-        for level in self.levels[1:]:
-            values = halve(values, self.letters, self.is_labels)
-            box = tuple(
-                (a // 2, a // 2 + n) if letter in "HW" else (a, b)
-                for (a, b), n, letter in zip(box, values.shape, self.letters, strict=True)
+    def __setitem__(self, index: tuple[slice, ...], values: np.ndarray) -> None:
+        level, letters = torch.from_numpy(values), self.info.letters
+        self.levels[0][index] = values
+        for array in self.levels[1:]:
+            level = halve(level, letters, bool(self.info.metadata.get("labels")))
+            index = tuple(
+                slice(part.start // 2, part.start // 2 + size) if letter in "HW" else part
+                for part, size, letter in zip(index, level.shape, letters, strict=True)
             )
-            level.write(box, values)
+            array[index] = level.numpy()
 
 
 def halve(values: Tensor, letters: str, is_labels: bool = False) -> Tensor:
@@ -138,13 +110,7 @@ def halve(values: Tensor, letters: str, is_labels: bool = False) -> Tensor:
 
 def letters(images: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """The axes in the order of OME-NGFF, t c z y x, without a single image's N."""
-    wanted = [k for k in images if k != "N" or shape[images.index("N")] > 1]
-    return "".join(wanted)
-
-
-def chunks(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
-    """All channels of 512 rows and columns of one image."""
-    return usual_chunks(shape, letters, EDGE)
+    return "".join(k for k in images if k != "N" or shape[images.index("N")] > 1)
 
 
 def _level_sizes(info: ArrayInfo) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -194,9 +160,7 @@ def _multiscales(info: ArrayInfo, levels: int) -> dict[str, Any]:
     return {"name": "result", "axes": axes, "datasets": datasets, "type": kind}
 
 
-def open_again(path: Path, info: ArrayInfo) -> PyramidStore:
+def open_again(path: Path, info: ArrayInfo) -> SliceStore:
     """The levels, open for writing."""
     group: Any = zarr.open_group(str(path), mode="r+")
-    count = len(_level_sizes(info))
-    levels = tuple(SliceStore.of(group[str(k)], f"{path}/{k}") for k in range(count))
-    return PyramidStore(levels, info.letters, bool(info.metadata.get("labels")))
+    return SliceStore.of(Pyramid([group[str(k)] for k in range(len(_level_sizes(info)))], info), str(path))
