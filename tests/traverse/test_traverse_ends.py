@@ -291,7 +291,7 @@ class Chunked:
         self.array[index] = values
 
 
-@pytest.mark.parametrize("chunks", [(1, 3, 8, 16), (1, 3, 8, 50), (2, 3, 37, 7)])
+@pytest.mark.parametrize("chunks", [(1, 3, 8, 16), (1, 3, 8, 50), (2, 3, 37, 7), (1, 1, 8, 16)])
 def test_chunks_are_read_and_written_once_in_the_memory_that_is_counted(chunks) -> None:
     """Of two rows of chunks: a budget counts `workspace`."""
     array, axes = drawn((1, 3, 37, 50)), (2, 3)
@@ -308,6 +308,19 @@ def test_chunks_are_read_and_written_once_in_the_memory_that_is_counted(chunks) 
     assert all(0 < taken <= end.workspace(end.window) for end, taken in zip((source, sink), most, strict=True))
     assert np.array_equal(to.array, in_bytes(array))
     assert set(from_.reads.values()) == set(to.writes.values()) == {1}
+
+
+def test_chunks_of_a_volume_are_read_once_in_the_memory_that_is_counted() -> None:
+    """Its rows are those along the depth: a band begins and ends in two layers of chunks."""
+    array, axes = drawn((1, 2, 9, 12, 10)), (2, 3)
+    from_ = Chunked(array, (1, 1, 4, 5, 10))
+    source = StoredSource.of(SliceStore.of(from_), full_order(array.shape), axes)
+    for row in range(9):
+        values = empty((1, 2, 1, 12, 10), axes, torch.float32)
+        source.read(((row, row + 1), (0, 12)), values)
+        assert np.array_equal(values.numpy(), array[:, :, row : row + 1])
+        assert sum(c.nbytes for c in source.cache.chunks.values()) <= source.workspace(source.window)
+    assert set(from_.reads.values()) == {1}
 
 
 def test_buffers_of_chunks_are_in_the_plan_together() -> None:

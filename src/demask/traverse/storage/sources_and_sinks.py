@@ -143,12 +143,12 @@ class _StoredEnd:
         return self._element_bytes * elements(next(self._cut_into_pieces(self._in_array(window)), ((0, 0),)))
 
     def _chunk_rows_bytes(self) -> int:
-        """Bytes of two rows of chunks: of those that a band begins and ends in."""
+        """Bytes of two rows of chunks: of those that a band begins and ends in, in all channels."""
         assert self.store.chunks is not None
         sizes = list(self.store.chunks)
-        axis = self.images.axes[-1] if len(self.images.letters) > 3 else None
-        if axis is not None:  # the full width
-            sizes[axis] = -(-self.store.shape[axis] // sizes[axis]) * sizes[axis]
+        for letter, axis in zip(self.images.letters, self.images.axes, strict=True):
+            if axis is not None and letter not in ("N", self.images.letters[2]):
+                sizes[axis] = -(-self.store.shape[axis] // sizes[axis]) * sizes[axis]
         return 2 * self.dtype.itemsize * math.prod(sizes)
 
 
