@@ -145,7 +145,7 @@ def main() -> None:
     ratios = [float(str(r[8])) for r in parted]
     text = f"""
 One image, float32, NCHW; random weights. *Bands*: `tile` without parts; *tile()*: as it chooses, by
-the times of a part and of two bands on zeros. {options.pairs} calls of each in turns, in one process:
+the times of a part and of two bands on zeros, in turns. {options.pairs} calls of each in turns, in one process:
 milliseconds, the median (10 %–90 % quantile). *Peak*: as planned. *Planned*: seconds of the first
 `tile`, whose times were not known unless an earlier run left them, and which compiles; *again*: of the
 second; *without parts*: of bands alone. *Difference*: from torch, relative to the largest output."""

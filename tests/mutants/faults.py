@@ -46,8 +46,8 @@ WRITTEN = (
           "if trial.peak <= plan.budget and trial.segments[k].parts is not None:",
           "if trial.segments[k].parts is not None:", "stage_parts"),
     fault("parts-that-are-slower", "traverse/execution/stage_parts.py",
-          "return [trial for seconds, trial in sorted(timed, key=lambda pair: pair[0]) if seconds < least]",
-          "return [trial for seconds, trial in timed]", "stage_parts"),
+          "return [trial for ratio, trial in sorted(ratios, key=lambda pair: pair[0]) if ratio < GAIN]",
+          "return [trial for ratio, trial in ratios]", "stage_parts"),
     fault("a-network-without-its-statistics", "exec/parts.py", "writer.values[value] = entering",
           "writer.values[value] = value", "stage_parts"),
     # facts

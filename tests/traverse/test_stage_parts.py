@@ -198,14 +198,13 @@ def test_slower_parts_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the times; and parts that multiply much twice are not timed."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)).eval()
     x = torch.randn(1, 3, 256, 256)
-    seconds = {"parts": 1.0, "bands": 2.0}
+    ratio = 0.5
     monkeypatch.setattr(stage_parts, "LEAST", 0)
-    monkeypatch.setattr(stage_parts, "_seconds_of_parts", lambda parts: seconds["parts"])
-    monkeypatch.setattr(stage_parts, "_seconds_of_bands", lambda placed: seconds["bands"])
+    monkeypatch.setattr(stage_parts, "_time_over_bands", lambda placed, parts: ratio)
     assert plan(model, (x,), memory="16MiB").segments[0].mode == PARTS
-    seconds["parts"] = 1.9
+    ratio = 0.95
     assert plan(model, (x,), memory="16MiB").segments[0].mode == BANDS
-    seconds["parts"] = 1.0
+    ratio = 0.5
     monkeypatch.setattr(stage_parts, "MOST", 1.0)
     assert plan(model, (x,), memory="16MiB").segments[0].mode == BANDS
 

@@ -165,6 +165,16 @@ class Costs:
         taken = self._measured_or_inf(question)
         return taken if question.name in self._known else analytic
 
+    def known(self, name: str) -> float | None:
+        """The seconds with this name; None if they were not measured."""
+        return self._known.get(name)
+
+    def note(self, name: str, timing: Timing) -> None:
+        """Add the seconds of a call that was timed elsewhere, in turns with others."""
+        self._known[name] = max(timing.median, 1e-9)  # a clock may return equal times, and answers are divided
+        if timing.high - timing.low > SPREAD * timing.median:
+            self._noisy.add(name)
+
     def forget(self, names: Iterable[str]) -> None:
         """Drop the answers with these names, so that they are measured again."""
         for name in names:
@@ -217,11 +227,7 @@ class Costs:
         """Seconds of a call, measured if they are not known; inf if it may not or cannot run."""
         name = question.name
         if name not in self._known and self.measure:
-            timing = self._time_call(question.make)
-            # a clock may return equal times, and answers are divided
-            self._known[name] = max(timing.median, 1e-9)
-            if timing.high - timing.low > SPREAD * timing.median:
-                self._noisy.add(name)
+            self.note(name, self._time_call(question.make))
         return self._known.get(name, inf)
 
     def _time_call(self, make: Callable[[], Callable[[], object]]) -> Timing:

@@ -38,8 +38,8 @@ from demask.kernels.llvm import availability as llvm
 from demask.kernels.memory_probe import MemoryProbe
 from demask.kernels.plan_cache import version
 from demask.machine.arena import Block, peak_bytes
-from demask.machine.clock import set_threads
-from demask.machine.cost import Costs, Question
+from demask.machine.clock import Timing, race, set_threads, without_collection
+from demask.machine.cost import Costs
 from demask.ops import Table
 from demask.ops.schema import fake
 from demask.rewrites.driver import rewrite
@@ -49,11 +49,12 @@ from demask.sparse.segment.segment_plans import PlanRecorder
 from demask.traverse.execution.segment_executor import Counter, SegmentExecutor, SourcesAndSinks
 from demask.traverse.storage.sources_and_sinks import Spill, StoredSink, tensor_source
 
-HEIGHTS = (128, 64, 32)  # of the parts that are tried, in rows of the tallest target
+HEIGHTS = (64, 128)  # of the parts that are tried, in rows of the tallest target
 NETWORKS = 6  # at most, of the parts of a stage
 LEAST = 10**9  # multiply-adds of a segment for which parts are tried: 10 to 20 ms
 Geometry = tuple[tuple[int, int, bool, bool], ...]
-GAIN = 0.9  # of the time of bands, below which parts are chosen
+ROUNDS, ENOUGH = 9, 1.0  # calls in turns, and seconds after which no more are timed
+GAIN, HOPELESS = 0.9, 1.1  # of the time of bands: parts below are chosen, others are not tried after one above
 MOST = 1.2  # of the multiply-adds of a segment, for parts to be tried
 
 
@@ -307,8 +308,8 @@ def _bytes(node: fx.Node) -> int:
 def choose_parts(flow: Flow, plan: TilePlan, layout: MemoryLayout, table: Table) -> tuple[TilePlan, MemoryLayout]:
     """The plan with parts in place of those of its bands and tiles that take longer, within the plan's budget.
 
-    Both are timed on zeros: a part, and two bands, in the middle of the image. The times are stored in the file of
-    `machine.cost`. flow: with `parts`.
+    Both are timed on zeros, in turns: a part, and two bands, in the middle of the image. The times are stored in the
+    file of `machine.cost`. flow: with `parts`.
     """
     segments = [placed.segment for placed in layout.segments]
     for k, placed in enumerate(layout.segments):
@@ -326,53 +327,70 @@ def _faster_parts(placed: PlacedSegment, table: Table) -> list[Segment]:
     segment, stage = placed.segment, placed.stage
     if segment.mode == BARRIER or segment.macs < LEAST:
         return []
-    height, timed = max(target_rows(stage).values()), list[tuple[float, Segment]]()
+    height, ratios = max(target_rows(stage).values()), list[tuple[float, Segment]]()
     for rows in HEIGHTS:
         trial = replace(segment, mode=PARTS, rows=rows, columns=0, workers=1, row_steps=1, over={})
         parts = plan_parts(stage, trial, table) if rows < height else None
-        if parts is not None and parts.macs <= MOST * segment.macs:
-            timed.append((_seconds_of_parts(parts), trial))
-    if not timed:
-        return []
-    least = GAIN * _seconds_of_bands(placed)
-    _costs(torch.get_num_threads()).save()
-    return [trial for seconds, trial in sorted(timed, key=lambda pair: pair[0]) if seconds < least]
+        if parts is None or parts.macs > MOST * segment.macs:
+            continue
+        ratios.append((_time_over_bands(placed, parts), trial))
+        if ratios[-1][0] > HOPELESS:
+            break
+    return [trial for ratio, trial in sorted(ratios, key=lambda pair: pair[0]) if ratio < GAIN]
 
 
-def _seconds_of_parts(parts: StageParts) -> float:
-    stage, geometry = parts.stage, parts.middle
-    step = parts.examples[geometry]
-    macs = step_macs(stage, step)
+def _time_over_bands(placed: PlacedSegment, parts: StageParts) -> float:
+    """The time of parts divided by that of a segment as it is planned; infinite without kernels for them."""
+    segment, stage = placed.segment, placed.stage
+    kinds = [type(local.kind).__name__ for n in _nodes(stage) if (local := stage.flow.local.get(n))]
+    how = segment.mode, segment.rows, segment.columns, segment.row_steps, segment.workers, kinds
+    text = f"{how}\n{_text(_nodes(stage))}\n{_text(parts.program(parts.middle).graph.nodes)}"
+    digest, costs = hashlib.sha256(text.encode()).hexdigest()[:20], _costs(torch.get_num_threads())
+    names = [f"tiles; {digest}; {which}" for which in ("as planned", "in parts")]
+    if any(costs.known(name) is None for name in names):
+        network = parts.network(parts.middle)
+        if not network.is_compiled:
+            return inf
+        calls = dict(zip(names, (_call_of_bands(placed), _call_of_part(parts)), strict=True))
+        with torch.no_grad(), without_collection():
+            for name, timing in Timing.of_each(race(calls, ROUNDS, 1, seconds=ENOUGH)).items():
+                costs.note(name, timing)
+        costs.save()
+        network.free()
+    bands, part = (costs.known(name) or inf for name in names)
+    band_macs = sum(step_macs(stage, step) for step in _middle_steps(placed)) * segment.workers
+    part_macs = step_macs(parts.stage, parts.examples[parts.middle])
+    return (part * parts.macs / part_macs) / (bands * segment.macs / band_macs)
 
-    def make() -> Callable[[], None]:
-        network, ends = parts.network(geometry), _ends_for_timing(stage)
-        return lambda: parts.run_part(network, step, ends)
 
-    name, costs = f"part; {_digest(_text(parts.program(geometry).graph.nodes))}", _costs(torch.get_num_threads())
-    if not costs.measured(name) and not parts.network(geometry).is_compiled:
-        return inf
-    return costs.seconds(Question(name, 2 * macs, 0, make)) * parts.macs / macs
+def _call_of_part(parts: StageParts) -> Callable[[], None]:
+    network, ends = parts.network(parts.middle), _ends_for_timing(parts.stage)
+    return lambda: parts.run_part(network, parts.examples[parts.middle], ends)
 
 
-def _seconds_of_bands(placed: PlacedSegment) -> float:
-    stage, segment = placed.stage, placed.segment
-    is_bands = segment.mode == BANDS
-    steps = middle_steps(stage, segment.rows) if is_bands else [next(iter(steps_of(stage, segment)))]
-    macs = sum(step_macs(stage, step) for step in steps)
-
-    def make() -> Callable[[], None]:
-        ends = _ends_for_timing(stage)
-        ends.uncut_values.update(stage.flow.constants)
-        memory = plan_stage_memory(stage, steps, frozenset())
-        executor = SegmentExecutor(stage, memory, ends, torch.zeros(memory.size, dtype=torch.uint8), Counter())
+def _call_of_bands(placed: PlacedSegment) -> Callable[[], None]:
+    stage, steps, ends = placed.stage, _middle_steps(placed), _ends_for_timing(placed.stage)
+    ends.uncut_values.update(stage.flow.constants)
+    memory = plan_stage_memory(stage, steps, frozenset())
+    executor = SegmentExecutor(stage, memory, ends, torch.zeros(memory.size, dtype=torch.uint8), Counter())
+    if placed.segment.workers == 1:
         return lambda: executor.run(steps)
 
-    kinds = [type(local.kind).__name__ for unit in stage.units if (local := stage.flow.local.get(unit.node))]
-    text = f"{_text(n for u in stage.units for n in u.nodes)} {kinds} {segment.mode} {segment.rows} {segment.columns}"
-    threads = max(1, torch.get_num_threads() // segment.workers)
-    with set_threads(threads):
-        seconds = _costs(threads).seconds(Question(f"bands; {_digest(text)}", 2 * macs, 0, make))
-    return seconds * segment.macs / macs / segment.workers
+    def run() -> None:  # one of several strips, with its share of the threads
+        with set_threads(max(1, torch.get_num_threads() // placed.segment.workers)):
+            executor.run(steps)
+
+    return run
+
+
+def _middle_steps(placed: PlacedSegment) -> list[Step]:
+    if placed.segment.mode == BANDS:
+        return middle_steps(placed.stage, placed.segment.rows)
+    return [next(iter(steps_of(placed.stage, placed.segment)))]
+
+
+def _nodes(stage: Stage) -> list[fx.Node]:
+    return [node for unit in stage.units for node in unit.nodes]
 
 
 @dataclass(slots=True)
@@ -409,7 +427,3 @@ def _text(nodes: Iterable[fx.Node]) -> str:
 def _shape(node: fx.Node) -> Any:
     values = node.meta.get("val")
     return [tuple(v.shape) for v in (values if isinstance(values, list | tuple) else [values]) if isinstance(v, Tensor)]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
