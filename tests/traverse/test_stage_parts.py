@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import demask
+from demask.errors import BadInput
 from demask.exec.analysis.flow import capture_at_sizes, flow_of
 from demask.exec.axes import part
 from demask.exec.parts import can_write, uncut_operands, write_tile
@@ -20,6 +21,7 @@ from demask.exec.planning.plan_memory import stage_of, steps_of
 from demask.graph.result.demasked_module import build_plain
 from demask.kernels.llvm import availability
 from demask.ops import TABLE, schema
+from demask.sparse.plan.segment_plan import SpareOutputs
 from demask.traverse import plan, tile
 from demask.traverse.execution import stage_parts
 from demask.traverse.execution.tiled_module import Tiled
@@ -131,6 +133,52 @@ def test_several_images_and_what_is_not_finite() -> None:
 
 
 @pytest.mark.usefixtures("only_parts")
+def test_memory_is_the_same_with_other_threads_and_after_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are recycled by the plans that computed them, and no more of them than a call takes."""
+    model, x = nn.Conv2d(32, 32, 3, padding=1).eval(), torch.randn(1, 32, 128, 128)
+    module, before, most = tile(model, (x,), memory="64MiB"), torch.get_num_threads(), list[int]()
+    put = SpareOutputs.put
+
+    def counted(self: SpareOutputs, outputs: list[Tensor]) -> None:
+        put(self, outputs)
+        most.append(len(self.ready[False]))
+
+    monkeypatch.setattr(SpareOutputs, "put", counted)
+    (parts,) = (placed.parts for placed in module.prepared.layout.segments if placed.parts is not None)
+    assert any(plan.planned for network in parts.networks.values() for plan in network.plans)  # by minimal filtering
+    infinite = x.clone()
+    infinite[..., 5] = torch.inf
+    try:
+        for threads, values in ((before, x), (before + 1, x), (before, infinite), (before, x)):
+            torch.set_num_threads(threads)
+            assert torch.allclose(module(values), model(values), atol=1e-5, equal_nan=True)
+            assert {plan.threads for network in parts.networks.values() for plan in network.plans} == {threads}
+    finally:
+        torch.set_num_threads(before)
+    assert set(most) == {1}
+
+
+@pytest.mark.usefixtures("only_parts")
+def test_parts_that_fail_are_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(stage_parts, "segmented", fail)
+    monkeypatch.setattr("demask.failures.is_strict", lambda: False)
+    tiles = plan(nn.Conv2d(3, 4, 3), (torch.zeros(1, 3, 64, 64),), memory="64MiB")
+    assert PARTS not in [s.mode for s in tiles.segments] and "planted" in "".join(tiles.notes)
+
+
+@pytest.mark.usefixtures("only_parts")
+def test_a_plan_with_parts_in_tasks_is_refused() -> None:
+    module = tile(nn.Conv2d(3, 4, 3).eval(), (torch.zeros(1, 3, 64, 64),), memory="64MiB")
+    data = module.plan.to_dict()
+    data["segments"][-1]["stripe"] = 16
+    with pytest.raises(BadInput, match="tasks"):
+        module._unarchived(data)
+
+
+@pytest.mark.usefixtures("only_parts")
 def test_weights_are_those_of_the_call() -> None:
     """Written in place, through `.data`, replaced, and as a module is loaded."""
     torch.manual_seed(0)
@@ -164,9 +212,9 @@ def test_copied_pickled_saved_and_where_nothing_compiles(tmp_path: Path, monkeyp
     for other in (loaded, copy.deepcopy(module)):
         assert all(map(torch.equal, other(x), expected))
     monkeypatch.setattr(stage_parts.llvm, "is_installed", lambda: False)
-    plain = demask.load(tmp_path / "tiled.pt2")
-    assert all(placed.parts is None for placed in plain.prepared.layout.segments)
-    assert error(model, x, plain) < 3e-6
+    uncompiled = demask.load(tmp_path / "tiled.pt2")
+    assert all(placed.parts is None for placed in uncompiled.prepared.layout.segments)
+    assert error(model, x, uncompiled) < 3e-6
 
 
 @pytest.mark.usefixtures("only_parts")

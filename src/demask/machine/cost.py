@@ -11,6 +11,7 @@ Seconds predicted from multiply-adds and bytes (`Roofline`) rank plans; actual t
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -248,6 +249,12 @@ class Costs:
                 raise
             return Timing(inf, inf, inf, 0)
         return Timing.of(samples[""])
+
+
+@functools.cache
+def costs_of_machine(threads: int) -> Costs:
+    """The measurements of this machine, read once. threads: of torch."""
+    return Costs.open(threads=threads)
 
 
 def _machine_key(threads: int) -> str:

@@ -27,7 +27,7 @@ from demask.numerics import is_integer
 from demask.ops import TABLE, Table
 from demask.ops.flow import axis_of
 from demask.ops.regions import region_rule
-from demask.traverse.execution.stage_parts import choose_parts, parts_of
+from demask.traverse.execution.stage_parts import PartsOfStages, choose_parts
 from demask.traverse.execution.tiled_module import Tiled, tiled
 from demask.traverse.units import LAYOUTS, PICOJOULES, UnitTraffic, unit_traffic
 
@@ -208,10 +208,11 @@ def _plan_model(
     flow = flow_of(program, table)
     if not flow.axes:
         raise BadInput("no input has rows to cut: expected images (N, C, H, W), volumes or sequences")
-    flow = replace(flow, device=device).without_compiler if device is not None else replace(flow, parts=parts_of(table))
-    flow, tile_plan, layout = plan_flow(flow, budget, workers=workers)
-    if device is None:
-        tile_plan, layout = choose_parts(flow, tile_plan, layout, table)
+    if device is not None:
+        flow, tile_plan, layout = plan_flow(replace(flow.without_compiler, device=device), budget, workers=workers)
+    else:
+        flow, tile_plan, layout = plan_flow(replace(flow, parts=PartsOfStages(table)), budget, workers=workers)
+        tile_plan, layout = choose_parts(flow, tile_plan, layout)
     return program, flow, replace(tile_plan, images=has_several), layout
 
 

@@ -82,7 +82,7 @@ def kill_after(folder, count):
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
 def test_a_stream_that_is_killed_goes_on_and_writes_the_same_bytes(folder, kills):
-    stream(network(), "image.npy", "whole.npy", memory=MEMORY)
+    stream(network(), "image.npy", "at_once.npy", memory=MEMORY)
     random.seed(kills)
     count = 3
     for _ in range(kills):
@@ -95,7 +95,7 @@ def test_a_stream_that_is_killed_goes_on_and_writes_the_same_bytes(folder, kills
     output, err = process.communicate()
     assert process.returncode == 0, err
     assert int(output) > 0
-    assert (folder / "result.npy").read_bytes() == (folder / "whole.npy").read_bytes()
+    assert (folder / "result.npy").read_bytes() == (folder / "at_once.npy").read_bytes()
     assert not (folder / ".result.npy.partial").exists()
 
 
@@ -141,7 +141,7 @@ def test_another_stream_is_refused_by_name(folder, what):
 
 def test_what_was_written_is_checked_before_it_is_trusted(folder):
     model = network()
-    stream(model, "image.npy", "whole.npy", memory=MEMORY)
+    stream(model, "image.npy", "at_once.npy", memory=MEMORY)
     interrupt(model)
     written = [task for task in is_done(folder) if task["written"]]
     assert written
@@ -153,7 +153,7 @@ def test_what_was_written_is_checked_before_it_is_trusted(folder):
     done = stream(model, "image.npy", "result.npy", memory=MEMORY)
     rows = sum(box[2][1] - box[2][0] for task in written for box, _ in task["written"])
     assert 0 < done.resumed < rows
-    assert (folder / "result.npy").read_bytes() == (folder / "whole.npy").read_bytes()
+    assert (folder / "result.npy").read_bytes() == (folder / "at_once.npy").read_bytes()
 
 
 def damage(name, columns):
@@ -176,19 +176,19 @@ def test_each_format_goes_on_and_writes_again_what_was_damaged(folder, name, col
     for package in ("zarr", "tifffile", "rasterio"):
         pytest.importorskip(package)
     model, options = network(), {"memory": "40MiB", "mask": np.arange(600)[None] < 512}
-    stream(model, "image.npy", "whole.npy", **options)
-    whole = np.load("whole.npy")[0]
-    assert not whole[..., 512:].any() and whole[:, :512, :512].any()
+    stream(model, "image.npy", "at_once.npy", **options)
+    expected = np.load("at_once.npy")[0]
+    assert not expected[..., 512:].any() and expected[:, :512, :512].any()
     interrupt(model, tasks=1, name=name, **options)
     if columns is not None:
         damage(name, columns)
     done = stream(model, "image.npy", name, **options)
     assert (done.resumed > 0) == (columns is None)
-    np.testing.assert_allclose(read(name), whole, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(read(name), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["result.npy", "result.zarr", "result.tif"])
-def test_a_file_that_was_not_created_whole_is_no_unfinished_file(folder, name, monkeypatch):
+def test_a_file_that_was_not_created_in_full_is_no_unfinished_file(folder, name, monkeypatch):
     """A process may be killed between a new file and its header, or a new folder and its arrays."""
     for package in ("zarr", "tifffile"):
         pytest.importorskip(package)

@@ -417,6 +417,8 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
         stage = stage_of(flow, segment)
         if segment.mode in (BANDS, FRUSTUMS, PARTS) and (not stage.is_streamable or segment.rows < 1):
             raise BadInput(f"the plan runs {segment.nodes[:1]} in {segment.mode}, which is not possible")
+        if segment.mode == PARTS and segment.stripe:
+            raise BadInput(f"the plan cuts the parts of {segment.nodes[:1]} into tasks, which is not possible")
         if segment.row_steps < 1:
             raise BadInput(f"the plan computes a row of {segment.nodes[:1]} in no step")
         if not 1 <= segment.workers <= WORKERS:

@@ -219,8 +219,10 @@ class SpareOutputs:
             return new[0]
 
     def put(self, outputs: list[Tensor]) -> None:
-        """Return tensors to the ready ones: what a call returned, and its caller no longer reads."""
-        self.ready[torch.is_inference_mode_enabled()].append(outputs)
+        """Let a later call return these tensors again, which the caller no longer reads, unless enough are ready."""
+        ready = self.ready[torch.is_inference_mode_enabled()]
+        if len(ready) < self.count:
+            ready.append(outputs)
 
     def clear(self) -> None:
         """Free the ready tensors."""

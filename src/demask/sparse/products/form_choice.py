@@ -3,7 +3,6 @@ stored in the file of `machine.cost`."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
@@ -11,7 +10,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from demask.machine.cost import Costs, Question
+from demask.machine.cost import Question, costs_of_machine
 from demask.sparse.products.packed import FORMS, PackedMatrix, empty_matrix, pack, quantize
 from demask.sparse.products.packed_product import has_bitmap, linear
 
@@ -37,19 +36,13 @@ def chosen_form(size: tuple[int, int], density: float, dtype: torch.dtype, vecto
     forms = [
         form for form in FORMS if not (form == "bitmap" and not has_bitmap(dtype)) and not (form == "columns" and group)
     ]
-    costs = _costs(torch.get_num_threads())
+    costs = costs_of_machine(torch.get_num_threads())
     questions = {form: _question(form, size, density, dtype, vectors, group) for form in forms}
     is_known = all(costs.measured(question.name) for question in questions.values())
     seconds = {form: costs.seconds(question) for form, question in questions.items()}
     if not is_known:
         costs.save()
     return min(forms, key=seconds.__getitem__)
-
-
-@functools.cache
-def _costs(threads: int) -> Costs:
-    """The measurements of this machine, read once."""
-    return Costs.open(threads=threads)
 
 
 def _question(

@@ -8,10 +8,11 @@ part are computed again: parts are faster than bands where the kernels of segmen
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from math import inf
 from typing import Any
@@ -33,13 +34,14 @@ from demask.exec.planning.plan_memory import (
 )
 from demask.exec.planning.planner import packed_plan
 from demask.exec.planning.schedule import Stage, Step, middle_steps, target_rows
+from demask.failures import Log
 from demask.graph.program import Program
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.memory_probe import MemoryProbe
 from demask.kernels.plan_cache import version
 from demask.machine.arena import Block, peak_bytes
 from demask.machine.clock import Timing, race, set_threads, without_collection
-from demask.machine.cost import Costs
+from demask.machine.cost import costs_of_machine
 from demask.ops import Table
 from demask.ops.schema import fake
 from demask.rewrites.driver import rewrite
@@ -67,7 +69,7 @@ class PartNetwork:
     def __init__(self, program: Program, table: Table):
         program = segmented(rewrite(program, SUMS, table), _every_layer, _every_layer)
         tensors = {name: constant.tensor.detach().clone() for name, constant in program.constants.items()}
-        self.graph, self.text = program.graph, _text(program.graph.nodes)
+        self.graph = program.graph
         self.run = fx.GraphModule(tensors, program.graph)
         recorder = PlanRecorder()
         with torch.no_grad(), recorder:
@@ -136,6 +138,7 @@ class StageParts:
     def _build(self, tensors: Sequence[Tensor]) -> None:
         """Forget all networks: new ones have these weights."""
         self.networks: dict[Geometry, PartNetwork] = {}
+        self.threads = torch.get_num_threads()
         self._remember(tensors)
 
     def program(self, geometry: Geometry) -> Program:
@@ -157,15 +160,15 @@ class StageParts:
         return list(map(self.network, self.examples))
 
     def _remember(self, tensors: Sequence[Tensor]) -> None:
-        self.built, self.versions = list(tensors), [(t.data_ptr(), version(t)) for t in tensors]
+        self.built, self.versions = list(tensors), _versions(tensors)
         self.probe = MemoryProbe(tensors)
 
     def _update(self, tensors: Sequence[Tensor]) -> None:
-        """Build the networks again unless these weights are those that they were built with."""
-        versions = [(t.data_ptr(), version(t)) for t in tensors]
-        if versions == self.versions and self.probe.same():
+        """Build the networks again unless these weights, and the threads, are those that they were built with."""
+        is_unchanged = self.threads == torch.get_num_threads() and self.probe.same()
+        if is_unchanged and _versions(tensors) == self.versions:
             return
-        is_unchanged = self.probe.same() and self.versions == [(t.data_ptr(), version(t)) for t in self.built]
+        is_unchanged = is_unchanged and self.versions == _versions(self.built)
         if is_unchanged and all(map(torch.equal, tensors, self.built)):
             self._remember(tensors)  # copies of them, as a module has
         else:
@@ -235,29 +238,37 @@ class StageParts:
         return into.contiguous()
 
 
-def parts_of(table: Table) -> Callable[[Stage, Segment], StageParts | None]:
-    """A function that returns the compiled parts of a stage and its segment; None where they cannot be compiled."""
-    known: dict[Any, StageParts | None] = {}
+class PartsOfStages:
+    """The parts of stages, each planned and compiled once. Called with a stage and its segment, it returns the compiled
+    parts; None where there are none. log: notes what failed."""
 
-    def compiled(stage: Stage, segment: Segment) -> StageParts | None:
+    def __init__(self, table: Table):
+        self.table = table
+        self.planned: dict[Any, StageParts | None] = {}
+        self.log = Log()
+
+    def __call__(self, stage: Stage, segment: Segment) -> StageParts | None:
+        def compiled() -> StageParts | None:
+            parts = self.plan(stage, segment)
+            return parts if parts is not None and parts.is_compiled else None
+
+        return self.log.attempt(f"{segment.nodes[0]} in parts", compiled, None)
+
+    def plan(self, stage: Stage, segment: Segment) -> StageParts | None:
+        """The parts, not yet compiled; None where the kernels do not support them."""
         key = segment.nodes, segment.keeps, segment.spills, segment.rows, torch.get_num_threads()
-        if key not in known:
-            parts = plan_parts(stage, segment, table)
-            known[key] = parts if parts is not None and parts.is_compiled else None
-        return known[key]
+        if key not in self.planned:
+            by_torch = replace(stage, flow=stage.flow.without_compiler)
+            self.planned[key] = None
+            if _is_supported(by_torch):
+                parts = StageParts(by_torch, replace(segment, mode=PARTS), self.table)
+                self.planned[key] = parts if len(parts.examples) <= NETWORKS else None
+        return self.planned[key]
 
-    return compiled
 
-
-def plan_parts(stage: Stage, segment: Segment, table: Table) -> StageParts | None:
-    """The parts of a stage, not yet compiled; None where the kernels do not support them."""
-    stage = replace(stage, flow=stage.flow.without_compiler)
+def _is_supported(stage: Stage) -> bool:
     values = [*stage.enters, *uncut_operands(stage), *(node for unit in stage.units for node in unit.nodes)]
-    if not llvm.is_installed() or not can_write(stage) or any(fake(v).dtype is not torch.float32 for v in values):
-        return None
-    segment = replace(segment, mode=PARTS)
-    parts = StageParts(stage, segment, table)
-    return parts if len(parts.examples) <= NETWORKS else None
+    return llvm.is_installed() and can_write(stage) and all(fake(v).dtype is torch.float32 for v in values)
 
 
 def _geometries(stage: Stage, steps: Sequence[Step]) -> list[Geometry]:
@@ -288,13 +299,17 @@ def _window(step: Step, value: fx.Node) -> Window:
     return step[value].computed, step[value].columns
 
 
+def _versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(t.data_ptr(), version(t)) for t in tensors]
+
+
 def _every_layer(*_: Any) -> bool:
     return True
 
 
 def _is_item(node: fx.Node) -> bool:
     """Whether a node is one of the outputs of a call."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+    return node.target is operator.getitem
 
 
 def _bytes(node: fx.Node) -> int:
@@ -305,32 +320,34 @@ def _bytes(node: fx.Node) -> int:
 # ------------------------------------------------------------------------------------- choice
 
 
-def choose_parts(flow: Flow, plan: TilePlan, layout: MemoryLayout, table: Table) -> tuple[TilePlan, MemoryLayout]:
+def choose_parts(flow: Flow, plan: TilePlan, layout: MemoryLayout) -> tuple[TilePlan, MemoryLayout]:
     """The plan with parts in place of those of its bands and tiles that take longer, within the plan's budget.
 
     Both are timed on zeros, in turns: a part, and two bands, in the middle of the image. The times are stored in the
-    file of `machine.cost`. flow: with `parts`.
+    file of `machine.cost`. flow: with `parts`. A note says where parts failed.
     """
-    segments = [placed.segment for placed in layout.segments]
+    assert isinstance(flow.parts, PartsOfStages)
+    segments, log = [placed.segment for placed in layout.segments], flow.parts.log
     for k, placed in enumerate(layout.segments):
-        for segment in _faster_parts(placed, table):
+        for segment in log.attempt(f"{placed.segment.nodes[0]} in parts", partial(_faster_parts, placed), []):
             trial = lay_out(flow, [*segments[:k], segment, *segments[k + 1 :]])
             if trial.peak <= plan.budget and trial.segments[k].parts is not None:
                 segments[k], layout = segment, trial
                 break
     chosen = packed_plan(flow, layout, plan.budget, 0)
-    return replace(chosen, notes=plan.notes), layout
+    return replace(chosen, notes=(*plan.notes, *log.notes)), layout
 
 
-def _faster_parts(placed: PlacedSegment, table: Table) -> list[Segment]:
+def _faster_parts(placed: PlacedSegment) -> list[Segment]:
     """The parts that take less time than a segment, the fastest first."""
     segment, stage = placed.segment, placed.stage
     if segment.mode == BARRIER or segment.macs < LEAST:
         return []
+    assert isinstance(stage.flow.parts, PartsOfStages)
     height, ratios = max(target_rows(stage).values()), list[tuple[float, Segment]]()
     for rows in HEIGHTS:
         trial = replace(segment, mode=PARTS, rows=rows, columns=0, workers=1, row_steps=1, over={})
-        parts = plan_parts(stage, trial, table) if rows < height else None
+        parts = stage.flow.parts.plan(stage, trial) if rows < height else None
         if parts is None or parts.macs > MOST * segment.macs:
             continue
         ratios.append((_time_over_bands(placed, parts), trial))
@@ -345,7 +362,7 @@ def _time_over_bands(placed: PlacedSegment, parts: StageParts) -> float:
     kinds = [type(local.kind).__name__ for n in _nodes(stage) if (local := stage.flow.local.get(n))]
     how = segment.mode, segment.rows, segment.columns, segment.row_steps, segment.workers, kinds
     text = f"{how}\n{_text(_nodes(stage))}\n{_text(parts.program(parts.middle).graph.nodes)}"
-    digest, costs = hashlib.sha256(text.encode()).hexdigest()[:20], _costs(torch.get_num_threads())
+    digest, costs = hashlib.sha256(text.encode()).hexdigest()[:20], costs_of_machine(torch.get_num_threads())
     names = [f"tiles; {digest}; {which}" for which in ("as planned", "in parts")]
     if any(costs.known(name) is None for name in names):
         network = parts.network(parts.middle)
@@ -412,11 +429,6 @@ def _ends_for_timing(stage: Stage) -> SourcesAndSinks:
     sources: Any = {v: tensor_source(zero.expand(fake(v).shape), axes[v]) for v in stage.enters}
     uncut: Any = {v: torch.zeros(fake(v).shape, dtype=fake(v).dtype) for v in uncut_operands(stage)}
     return SourcesAndSinks({}, sources, sinks, uncut)
-
-
-@functools.cache
-def _costs(threads: int) -> Costs:
-    return Costs.open(threads=threads)
 
 
 def _text(nodes: Iterable[fx.Node]) -> str:

@@ -27,7 +27,7 @@ from demask.ops.schema import fake
 from demask.registry import RESULT_KINDS
 from demask.traverse.execution.run import ImageRun, OnStep, execute, rehearse
 from demask.traverse.execution.segment_executor import Counter
-from demask.traverse.execution.stage_parts import parts_of
+from demask.traverse.execution.stage_parts import PartsOfStages
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # Runs an image of a call: module, its flow and layout, inputs, results to fill, index, count.
@@ -115,7 +115,7 @@ class Tiled(Demasked):
             BadInput: if the plan does not fit the graph.
         """
         if self.prepared is None:
-            flow = replace(flow_of(program_of(self), self.table), parts=parts_of(self.table))
+            flow = replace(flow_of(program_of(self), self.table), parts=PartsOfStages(self.table))
             self.prepared = Prepared(*lay_out_plan(flow, self.plan))
             self.prepared.layout.compile_kernels()
         return self.prepared

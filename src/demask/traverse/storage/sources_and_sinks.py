@@ -1,6 +1,6 @@
 """Sources and sinks of the parts of a value: arrays in memory and in stores, and temporary files.
 
-A chunk of a store is decoded and encoded as a whole. A source keeps the chunks of the last two rows
+A chunk of a store is decoded, and encoded, at once. A source keeps the chunks of the last two rows
 of chunks; a sink collects the positions of a chunk and writes it when it has all of them, so that
 no chunk is read back or written twice. Stores without chunks are read and written in small pieces,
 arrays in memory in place. `workspace` is what each allocates to read or write a window, in bytes.
