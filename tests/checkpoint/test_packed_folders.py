@@ -19,7 +19,9 @@ from masked_folders import config_of, llama, load, outputs, tensors, write
 
 @pytest.fixture(autouse=True)
 def _no_gradients(monkeypatch):
-    monkeypatch.setattr(form_choice, "_costs", lambda threads: Costs.open(False, threads=threads, measure=False))
+    monkeypatch.setattr(
+        form_choice, "costs_of_machine", lambda threads: Costs.open(False, threads=threads, measure=False)
+    )
     with torch.no_grad():
         yield
 

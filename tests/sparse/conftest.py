@@ -19,4 +19,6 @@ def small_products_use_threads(monkeypatch):
 @pytest.fixture(autouse=True)
 def forms_are_chosen_by_bytes(monkeypatch):
     """What a machine takes for each form is neither measured nor stored."""
-    monkeypatch.setattr(form_choice, "_costs", lambda threads: Costs.open(False, threads=threads, measure=False))
+    monkeypatch.setattr(
+        form_choice, "costs_of_machine", lambda threads: Costs.open(False, threads=threads, measure=False)
+    )

@@ -397,13 +397,13 @@ def test_what_prepare_refuses() -> None:
 def test_forms_are_timed_for_the_first_matrix_of_a_kind(tmp_path, monkeypatch) -> None:
     seconds = iter([*range(10**6)])
     costs = Costs.open(tmp_path / "costs.json", clock=lambda: next(seconds))
-    monkeypatch.setattr(form_choice, "_costs", lambda threads: costs)
+    monkeypatch.setattr(form_choice, "costs_of_machine", lambda threads: costs)
     prepare(torch.eye(64))
     names = set(json.loads((tmp_path / "costs.json").read_text())["machines"][costs.machine])
     forms = ["dense", "columns", *(["bitmap"] if packed_product.has_bitmap(torch.float32) else [])]
     assert names >= {f"packed {form} 64x64 torch.float32, 1%, 1 vectors" for form in forms}
     known = dict.fromkeys(names, 2.0) | {"packed columns 64x64 torch.float32, 1%, 1 vectors": 1.0}
-    monkeypatch.setattr(form_choice, "_costs", lambda threads: replace(costs, _known=known, clock=None))
+    monkeypatch.setattr(form_choice, "costs_of_machine", lambda threads: replace(costs, _known=known, clock=None))
     assert prepare(torch.eye(64)).packed.form == "columns"
     assert prepare(torch.eye(64), form="dense").packed.form == prepare(torch.ones(64, 64)).packed.form == "dense"
     with pytest.raises(BadInput, match="one of the forms"):
