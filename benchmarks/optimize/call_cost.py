@@ -15,16 +15,16 @@ import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.command import command
 from benchmarks.common.ledger import Page, Table
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import activation_step
+from demask.exec.tape.segment_plan import Batch
 from demask.graph.result.demasked_module import build
 from demask.machine.clock import Timing, race
 from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
-from demask.sparse.plan.segment_plan import Batch
 from demask.sparse.segment.build_segments import segmented
 from demask.sparse.segment.inline import bound
 from demask.sparse.segment.segment_op import SegmentPlans, segment
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import activation_step
 from demask.tune.fold_affine import fold_affine
 from demask.tune.optimized_module import Optimized
 
@@ -33,7 +33,7 @@ BENCHMARK = Benchmark(
     "about 5 s a setting",
     needs=(DEV, SHARED_DATA),
     quick="--networks nothing --threads 1 --pairs 5 --seconds 1",
-    measures=("sparse/plan", "sparse/segment", "kernels"),
+    measures=("exec", "sparse/segment", "kernels"),
 )
 
 TARGET = 10e-6  # seconds

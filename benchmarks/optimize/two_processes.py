@@ -35,7 +35,7 @@ BENCHMARK = Benchmark(
     "about 2 minutes a network",
     needs=(DEV, SHARED_DATA),
     quick="--networks ResNet-20 --threads 2 --seconds 2",
-    measures=("sparse/plan", "sparse/segment", "kernels"),
+    measures=("exec", "sparse/segment", "kernels"),
 )
 
 OURS, TORCH, ORT = "segments", "original in PyTorch", "ONNX Runtime, demasked"

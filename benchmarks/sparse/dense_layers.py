@@ -21,13 +21,13 @@ from benchmarks.common.command import command
 from benchmarks.common.ledger import Cell, Page, Table
 from benchmarks.optimize.runtime import call
 from benchmarks.shrink.peers_called import compiled, openvino_module
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import SparseWeight, conv_step, linear_step
+from demask.exec.tape.segment_plan import SegmentPlan
 from demask.kernels.thread_team import Job
 from demask.machine.clock import Timing, race
 from demask.machine.describe import format_threads
-from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.segment_op import segment
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import SparseWeight, conv_step, linear_step
 
 BENCHMARK = Benchmark(
     "dense layers: GFLOP/s of each kind next to the machine's peak, torch and two runtimes",

@@ -37,7 +37,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 RULE_TABLES = {
     "files.onnx.write.functions",
     "rewrites.separate_heads",
-    "sparse.segment.match_calls",
+    "exec.steps.match_calls",
     "stride.accelerator.emit_compute",
     "stride.accelerator.emit_layout",
     "exec.local.carried",

@@ -229,11 +229,11 @@ def tiles(example: Example) -> Iterator[tuple[str, str]]:
 
 def sparse(example: Example) -> Iterator[tuple[str, str]]:
     """All layers as segments: programs, tapes, and the LLVM text of their kernels."""
+    from demask.exec.tape.segment_plan import SegmentPlan
     from demask.kernels.llvm.isa import AVX2
     from demask.kernels.llvm.jit import source
     from demask.ops import TABLE
     from demask.shrink.pipeline import capture_program, shrink_program
-    from demask.sparse.plan.segment_plan import SegmentPlan
     from demask.sparse.segment.build_segments import segmented, segments_of
     from demask.sparse.segment.candidates import _base_programs
 
@@ -304,7 +304,7 @@ class FixedCosts:
 @contextlib.contextmanager
 def _recorded() -> Iterator[tuple[list[str], dict[Any, None]]]:
     """Collects the calls of tapes in words, and their kernels, while it lasts."""
-    from demask.sparse.plan.tape import Tape
+    from demask.exec.tape.tape import Tape
 
     calls, kernels, original = list[str](), dict[Any, None](), Tape.done
 

@@ -243,8 +243,8 @@ import torch
 from demask.kernels.llvm.jit import CODE
 from demask.sparse import spmm
 from demask.sparse.segment.segment_op import segment
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import (SparseWeight, linear_step)
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import (SparseWeight, linear_step)
 step = linear_step(0, SparseWeight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
 weights = [torch.tensor([5.0]), torch.tensor([0, 0, 1, 2], dtype=torch.int32)]
 for count in (1, 40):

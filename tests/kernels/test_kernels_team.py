@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from demask.exec.steps import reference as dense
+from demask.exec.tape.segment_plan import SegmentPlan, SpareOutputs
+from demask.exec.tape.tape import TapeArena
 from demask.kernels import thread_team as team
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm import isa
 from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.thread_team import SIZES, SpareTasks
 from demask.pilot.chains.chain_op import chain
-from demask.sparse import reference as dense
-from demask.sparse.plan.segment_plan import SegmentPlan, SpareOutputs
-from demask.sparse.plan.tape import TapeArena
 from demask.sparse.segment.segment_op import segment
 from sparse_cases import layer, matrix
 

@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from demask.kernels.llvm.isa import Isa, host
-from demask.sparse import reference as dense
-from demask.sparse.plan import segment_plan
-from demask.sparse.plan.segment_plan import SegmentPlan
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import (
+from demask.exec.steps import reference as dense
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import (
     SparseWeight,
     Step,
     add_step,
@@ -27,6 +24,9 @@ from demask.sparse.segment_steps import (
     scale_step,
     select_step,
 )
+from demask.exec.tape import segment_plan
+from demask.exec.tape.segment_plan import SegmentPlan
+from demask.kernels.llvm.isa import Isa, host
 from sparse_cases import csr, matrix
 
 # Of the largest value of a program: later steps carry the rounding of earlier ones.

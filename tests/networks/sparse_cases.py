@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import Conv, SparseWeight, conv_step, linear_step
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import Conv, SparseWeight, conv_step, linear_step
 
 
 def csr(dense: Tensor) -> list[Tensor]:

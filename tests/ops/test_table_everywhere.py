@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from demask import demask, optimize, optimize_onnx, report, stride, to_onnx, verify
 from demask.errors import BadInput
+from demask.exec.steps.segment_program import SegmentProgram
 from demask.kernels.llvm.activations import LOWERINGS, register
 from demask.kernels.llvm.isa import host
 from demask.ops import TABLE, Entry, Table
@@ -27,7 +28,6 @@ from demask.pilot import collect, compare, condition, explain, simplify
 from demask.shrink.pipeline import capture_program
 from demask.sparse import SparseLinear, spmm
 from demask.sparse.segment.build_segments import segmented, segments_of
-from demask.sparse.segment_program import SegmentProgram
 from demask.traverse import batch, halo, plan, stream, tile, traffic
 from demask.tune.epilogue import epilogue_of
 from demask.tune.fuse_epilogues import fuse_epilogues

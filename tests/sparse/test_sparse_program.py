@@ -12,12 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from demask.errors import BadInput
-from demask.ops.activations import ACTIVATIONS
-from demask.sparse import reference as dense
-from demask.sparse import segment_weights as stored
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_rows import call
-from demask.sparse.segment_steps import (
+from demask.exec.steps import reference as dense
+from demask.exec.steps import segment_weights as stored
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_rows import call
+from demask.exec.steps.segment_steps import (
     SparseWeight,
     activation_step,
     add_step,
@@ -28,6 +27,7 @@ from demask.sparse.segment_steps import (
     mean_step,
     pool_step,
 )
+from demask.ops.activations import ACTIVATIONS
 from sparse_cases import convolved, csr, layer, matrix, weight
 
 EVERY = SegmentProgram(

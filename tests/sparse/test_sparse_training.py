@@ -14,10 +14,10 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.library import opcheck
 
 from demask.errors import BadInput
+from demask.exec.steps.segment_program import SegmentProgram
 from demask.sparse import SparseConv1d, SparseConv2d, SparseConvTranspose1d, SparseConvTranspose2d, SparseLinear
 from demask.sparse.products import conv_products as planes
 from demask.sparse.segment import segment_op as op
-from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.trained_layers import takes
 
 # of the largest: sums of some hundred products

@@ -18,10 +18,10 @@ from demask.exec.axes import part
 from demask.exec.parts import can_write, uncut_operands, write_tile
 from demask.exec.planning.plan import BANDS, PARTS
 from demask.exec.planning.plan_memory import stage_of, steps_of
+from demask.exec.tape.segment_plan import SpareOutputs
 from demask.graph.result.demasked_module import build_plain
 from demask.kernels.llvm import availability
 from demask.ops import TABLE, schema
-from demask.sparse.plan.segment_plan import SpareOutputs
 from demask.traverse import plan, tile
 from demask.traverse.execution import stage_parts
 from demask.traverse.execution.tiled_module import Tiled

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.traverse import spread
+from demask.traverse import Device, Memory, batch, plan, spread
 from demask.traverse.units import LAYOUTS
 from fuzz.images import Images
 from fuzz.traversed import difference
@@ -23,7 +23,7 @@ FLOAT = 4
 def test_drawn_networks_are_bit_equal(seed: int, units: int) -> None:
     """Numbers are integers, so that sums are exact in any order."""
     model = Images(seed, depth=6, rank=1 + seed % 3).eval()
-    for one in spread(model, (model.example,), units=units).layouts:
+    for one in spread(model, (model.example,), device=Device(units=units)).layouts:
         assert difference(model, model.example, one.module) == 0, one.layout
         assert one.units == units == len(one.macs)
 
@@ -31,7 +31,7 @@ def test_drawn_networks_are_bit_equal(seed: int, units: int) -> None:
 @pytest.mark.parametrize("network", [resnet, mobilenet])
 def test_classifiers(network) -> None:
     model, x = drawn(network()), images(1, 3, 48, 40)
-    traffic = spread(model, (x,), units=4)
+    traffic = spread(model, (x,), device=Device(units=4))
     for one in traffic.layouts:
         torch.testing.assert_close(one.module(x), model(x), rtol=1e-4, atol=1e-5)
         assert one.exchanged > 0 and one.balance >= 1
@@ -49,7 +49,7 @@ def test_borders_by_hand(reach: int) -> None:
     """Of one convolution of 32 x 32 positions: per cut two borders, of `reach` lines and the corners."""
     model, x = convolution(reach=reach)
     line = 32 * 3 * FLOAT * reach
-    by_name = {one.layout: one for one in spread(model, (x,), units=4).layouts}
+    by_name = {one.layout: one for one in spread(model, (x,), device=Device(units=4)).layouts}
     assert list(by_name["strips"].borders.values()) == [3 * 2 * line]
     assert by_name["columns"].exchanged == 3 * 2 * line
     assert by_name["quadrants"].exchanged == 4 * (2 * 16 * reach + reach * reach) * 3 * FLOAT
@@ -74,12 +74,12 @@ def test_a_border_is_exchanged_once_for_all_its_readers() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.a(x) + self.b(x)
 
-    (one,) = spread(Two().eval(), (torch.randn(1, 3, 32, 32),), units=2, layouts=("strips",)).layouts
+    (one,) = spread(Two().eval(), (torch.randn(1, 3, 32, 32),), device=Device(units=2), layouts=("strips",)).layouts
     assert one.borders == {"x": 2 * 2 * 32 * 3 * FLOAT}
 
 
 def test_one_unit_exchanges_nothing() -> None:
-    for one in spread(*_with_args(), units=1).layouts:
+    for one in spread(*_with_args(), device=Device(units=1)).layouts:
         assert one.exchanged == one.weights == 0 and one.balance == 1
 
 
@@ -115,13 +115,77 @@ def test_each_unit_has_about_as_many_tiles(name: str, units: int) -> None:
         assert all(layout.unit(i, j) != layout.unit(i, j + 1) for i, j in places if j + 1 < layout.columns)
 
 
-def test_bad_arguments() -> None:
-    model, args = _with_args()
-    for options, what in (
+def test_what_a_unit_needs_by_hand() -> None:
+    """Two convolutions, two units: half of the rows and a border line, a layer's weights, and half of all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)).eval()
+    x = torch.randn(1, 3, 16, 10)
+    own = 8 * 10 * FLOAT
+    border = 10 * FLOAT
+    weights = [sum(p.nbytes for p in layer.parameters()) for layer in model]
+    layers = [3 * (own + border) + 4 * (own + border), 4 * (own + border) + 8 * own]
+    needed = max(layer + weight for layer, weight in zip(layers, weights, strict=True)) + sum(weights) // 2
+    device = Device((needed, Memory(rate=1e9, picojoules=2.0), Memory(rate=1e8)), units=2, macs=1e12)
+    traffic = spread(model, (x,), device=device, layouts=("strips",))
+    (one,) = traffic.layouts
+    assert one.needed == needed and "more than a unit has" not in str(traffic)
+    assert one.seconds == one.outside / 1e8
+    parts = 160 * one.outside + 2 * (one.weights + one.exchanged) + 1.25 * one.inside
+    assert one.microjoules == pytest.approx(parts / 1e6)
+    assert "more than a unit has: strips" in str(
+        spread(model, (x,), device=Device(needed - 1, units=2), layouts=("strips",))
+    )
+    slow = Device(units=2, macs=1e3)
+    assert spread(model, (x,), device=slow, layouts=("strips",)).layouts[0].seconds == max(one.macs) / 1e3
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
         ({"units": 0}, "expected 1 to 256 units"),
         ({"units": 2.0}, "expected 1 to 256 units"),
-        ({"layouts": ("spiral",)}, "expected layouts of strips"),
+        ({"memory": ()}, "expected 1 to 3 memories"),
+        ({"memory": ("1KiB",) * 4}, "expected 1 to 3 memories"),
+        ({"memory": (1.5,)}, "expected an amount of memory"),
+        ({"macs": 0}, "expected multiply-adds per second"),
+        ({"call": -1.0}, "expected seconds"),
+    ],
+)
+def test_bad_devices(options, what: str) -> None:
+    with pytest.raises(BadInput, match=what):
+        Device(**options)
+
+
+@pytest.mark.parametrize("options", [{"rate": 0}, {"rate": float("nan")}, {"picojoules": -1}, {"size": 0}])
+def test_bad_memories(options) -> None:
+    with pytest.raises(BadInput):
+        Memory(**options)
+
+
+def test_plans_are_for_one_unit_and_a_size() -> None:
+    model, args = _with_args()
+    for device, what in (
+        (Device("64KiB", units=2), "plans are for one unit"),
+        (Device(), "with the size of its memory"),
     ):
+        for call in (
+            lambda device=device: plan(model, args, device=device),
+            lambda device=device: batch(model, args, memory=device),
+        ):
+            with pytest.raises(BadInput, match=what):
+                call()
+
+
+def test_plans_are_ranked_by_the_rates_of_their_device() -> None:
+    """Steps that take long are few; where they take nothing, bands are as low as the caches like them."""
+    model, x = convolution(256)
+    slow, fast = (plan(model, (x,), device=Device("1MiB", call=call)) for call in (1.0, 0.0))
+    assert slow.segments[0].steps < fast.segments[0].steps
+
+
+def test_bad_arguments() -> None:
+    model, args = _with_args()
+    for options, what in (({"layouts": ("spiral",)}, "expected layouts of strips"),):
         with pytest.raises(BadInput, match=what):
             spread(model, args, **options)
     with pytest.raises(BadInput, match="no input has rows"):

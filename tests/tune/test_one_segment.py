@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import demask
+from demask.exec.steps.segment_rows import name_of
 from demask.kernels.plan_cache import WEIGHTS
 from demask.machine import clock as timer
 from demask.machine.cost import Costs
 from demask.sparse.segment import inline as segment_call
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.candidates import ALL, BY_INDEX, EACH, OUTSIDE
-from demask.sparse.segment_rows import name_of
 from demask.tune.optimized_module import Optimized
 from torch_release import RELEASE, since
 

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from demask.errors import BadInput, DemaskError
+from demask.exec.tape.tape import NoPlan
 from demask.facts.analysis import Analysis
 from demask.failures import described, public
 from demask.graph.editor import GraphEditor
@@ -53,7 +54,6 @@ from demask.pilot.conditions.base import Args, text
 from demask.pilot.router import call_copy
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
-from demask.sparse.plan.tape import NoPlan
 
 
 def check_arguments(model: Any, loss: Any, candidates: Any) -> None:

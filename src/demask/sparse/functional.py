@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
+from demask.exec.steps.segment_steps import MAX_SIZE
+from demask.exec.steps.segment_weights import check_indices, traced
 from demask.ops.activations import Act, ActivationLike, act_of, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.gpu_formats import full
 from demask.sparse.products.gradient_ops import kernels, sampled
 from demask.sparse.products.sparse_rows_op import sparse_rows
 from demask.sparse.products.spmm_op import NARROW, product
-from demask.sparse.segment_steps import MAX_SIZE
-from demask.sparse.segment_weights import check_indices, traced
 
 
 @overload

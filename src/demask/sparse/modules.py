@@ -15,13 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from demask.errors import BadInput
-from demask.ops.activations import ActivationLike, act_of, activation_module
-from demask.sparse import segment_weights as stored
-from demask.sparse.csr_matrix import CsrMatrix
-from demask.sparse.functional import DCSR, product_of_rows
-from demask.sparse.segment.segment_op import segment
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import (
+from demask.exec.steps import segment_weights as stored
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import (
     MAX_SIZE,
     Conv,
     Layer,
@@ -33,6 +29,10 @@ from demask.sparse.segment_steps import (
     conv_step,
     linear_step,
 )
+from demask.ops.activations import ActivationLike, act_of, activation_module
+from demask.sparse.csr_matrix import CsrMatrix
+from demask.sparse.functional import DCSR, product_of_rows
+from demask.sparse.segment.segment_op import segment
 
 
 class SparseLayer(nn.Module):

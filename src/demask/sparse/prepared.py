@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
+from demask.exec.steps.segment_weights import check_indices
 from demask.kernels.plan_cache import version
 from demask.ops.activations import ActivationLike, act_of, apply_activation
 from demask.sparse.csr_matrix import NUMBERS
@@ -16,7 +17,6 @@ from demask.sparse.functional import DCSR, csr_parts
 from demask.sparse.packed_linear import PackedLinear, check_group, pack_weight
 from demask.sparse.products.form_choice import chosen_form
 from demask.sparse.products.packed import NARROW_COLUMNS, PackedMatrix
-from demask.sparse.segment_weights import check_indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)

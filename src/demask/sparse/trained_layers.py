@@ -34,14 +34,14 @@ from torch import Tensor
 from torch.library import Library
 
 from demask.errors import BadInput
+from demask.exec.steps import reference
+from demask.exec.steps import segment_weights as stored
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import Conv, Layer, SparseWeight, is_conv, is_layer
 from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import apply_activation
-from demask.sparse import reference
-from demask.sparse import segment_weights as stored
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.spmm_op import product
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import Conv, Layer, SparseWeight, is_conv, is_layer
 
 
 @functools.lru_cache(maxsize=64)

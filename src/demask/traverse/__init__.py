@@ -1,6 +1,6 @@
 """Depth-first execution of networks within a memory budget, with equal results."""
 
-from demask.exec.device import Device
+from demask.exec.device import Device, Memory
 from demask.exec.planning.plan import Segment
 from demask.exec.planning.plan import TilePlan as Plan
 from demask.traverse.batching.batch import batch, traffic
@@ -15,6 +15,7 @@ __all__ = [
     "FrozenStatistics",
     "Halo",
     "LayoutTraffic",
+    "Memory",
     "Plan",
     "Segment",
     "Streamed",

@@ -29,7 +29,7 @@ from demask.ops.flow import axis_of
 from demask.ops.regions import region_rule
 from demask.traverse.execution.stage_parts import PartsOfStages, choose_parts
 from demask.traverse.execution.tiled_module import Tiled, tiled
-from demask.traverse.units import LAYOUTS, PICOJOULES, UnitTraffic, unit_traffic
+from demask.traverse.units import LAYOUTS, UnitTraffic, unit_traffic
 
 
 @in_isolation
@@ -144,10 +144,9 @@ def spread(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    units: int = 4,
+    device: Device | None = None,
     layouts: Sequence[str] = tuple(LAYOUTS),
     until: str | None = None,
-    picojoules: tuple[float, float, float] = PICOJOULES,
     table: Table = TABLE,
 ) -> UnitTraffic:
     """What units that compute a network side by side exchange, for several layouts of tiles.
@@ -159,13 +158,12 @@ def spread(
         model: nn.Module that torch.export supports, on the CPU.
         args: tuple of example inputs: images (N, C, H, W), volumes or sequences.
         kwargs: mapping of example keyword inputs; default None.
-        units: number of units, 1 to 256; default 4.
+        device: the units, what their memories and those outside cost, and how much is in them: layouts that need more
+            are named. Default: `Device(units=4)`, memories without limit.
         layouts: names of layouts: "strips" of rows, "columns", "quadrants", "checkerboard" (four tiles for each
             unit, none next to another of its own), "z order" (tiles along the Z curve, in runs), "mirrored" (two
             strips for each unit, in opposite order). Default: all.
         until: the name of a module after which one unit computes the rest; default None: all units to the end.
-        picojoules: energy per byte from outside, between units, and inside a unit; default 160, 12.5 and 1.25: DRAM,
-            a memory of 1 MB, one of 8 KB (Horowitz 2014).
         table: op table; default `demask.ops.TABLE`.
 
     Returns:
@@ -184,7 +182,8 @@ def spread(
         >>> torch.allclose(quadrants.module(x), net(x), atol=1e-5)
         True
     """
-    return unit_traffic(flow_in_calls(capture_at_sizes(model, args, kwargs), table), units, layouts, until, picojoules)
+    flow = flow_in_calls(capture_at_sizes(model, args, kwargs), table)
+    return unit_traffic(flow, Device(units=4) if device is None else device, layouts, until)
 
 
 def _plan_model(

@@ -23,18 +23,15 @@ from torch import Tensor, fx, nn
 from demask.errors import BadInput
 from demask.exec.analysis.flow import Flow
 from demask.exec.axes import Window, full_window
+from demask.exec.device import Device
 from demask.exec.parts import LivePart, PartsWriter
 from demask.graph.program import Program, module_of
 from demask.graph.result.demasked_module import build_plain
 from demask.machine.byte_sizes import format_bytes
-from demask.numerics import is_integer
 from demask.ops.schema import fake
 from demask.pages import Lines, Page, PageSource, TextTable
 
 aten = torch.ops.aten
-UNITS = 256  # at most
-# Picojoules per byte: DRAM, a memory of 1 MB, a memory of 8 KB. Horowitz 2014, "Computing's energy problem", ISSCC.
-PICOJOULES = (160.0, 12.5, 1.25)
 
 
 class Layout(NamedTuple):
@@ -106,7 +103,11 @@ class LayoutTraffic:
         weights: bytes of weights that units pass on to each other.
         borders: bytes of feature maps that units send to each other, by the name of the value.
         inside: bytes that units read and write in their own memories.
+        needed: the most bytes that a unit has in its memory: tiles until their last use with the borders that came,
+            its share of all weights, and those of the layer that runs.
         microjoules: energy of these bytes.
+        seconds: what takes longest: the multiply-adds of the busiest unit, or the bytes outside, between or inside
+            units, as all of these overlap (the roofline of Williams, Waterman and Patterson, 2009).
         module: the network in these tiles, an nn.Module with equal outputs.
 
     Example:
@@ -126,7 +127,9 @@ class LayoutTraffic:
     weights: int
     borders: Mapping[str, int]
     inside: int
+    needed: int
     microjoules: float
+    seconds: float
     module: nn.Module = field(repr=False)
 
     @property
@@ -146,48 +149,51 @@ class UnitTraffic(PageSource):
 
     Attributes:
         layouts: a `LayoutTraffic` for each layout, a tuple.
+        device: that it is for.
 
     Example:
         >>> import torch
-        >>> from demask.traverse import spread
+        >>> from demask.traverse import Device, spread
         >>> net, x = torch.nn.Conv2d(3, 8, 3, padding=1).eval(), torch.randn(1, 3, 32, 32)
-        >>> rows, columns = spread(net, (x,), units=4, layouts=("strips", "columns")).layouts
+        >>> rows, columns = spread(net, (x,), device=Device(units=4), layouts=("strips", "columns")).layouts
         >>> rows.exchanged == columns.exchanged == 6 * 32 * 3 * 4  # 6 lines of 32 positions, 3 floats each
         True
     """
 
     layouts: tuple[LayoutTraffic, ...]
+    device: Device
 
     def page(self) -> Page:
         """What `print`, `to_html` and notebooks show, as sections."""
-        head = ("layout", "tiles", "outside", "weights passed on", "borders", "inside", "energy, uJ", "balance")
+        head = ("layout", "tiles", "outside", "weights", "borders", "inside", "needs", "uJ", "us", "balance")
         rows = [
             (
                 one.layout,
                 str(one.tiles),
-                *map(format_bytes, (one.outside, one.weights, one.exchanged, one.inside)),
+                *map(format_bytes, (one.outside, one.weights, one.exchanged, one.inside, one.needed)),
                 f"{one.microjoules:.1f}",
+                f"{1e6 * one.seconds:.1f}",
                 f"{one.balance:.2f}",
             )
             for one in self.layouts
         ]
-        words = f"{self.layouts[0].units} units; bytes of one input" if self.layouts else "no layouts"
-        return Page("demask: units", (TextTable(head, rows, "Layouts"), Lines([words], is_close=True)))
+        own = self.device.memories[0]
+        limit = "" if own.size is None else f" of {format_bytes(own.bytes)} each"
+        lines = [f"{self.device.units} units{limit}; bytes of one input; weights and borders: from unit to unit"]
+        if large := [one.layout for one in self.layouts if one.needed > own.bytes]:
+            lines.append(f"more than a unit has: {', '.join(large)}")
+        return Page("demask: units", (TextTable(head, rows, "Layouts"), Lines(lines, is_close=True)))
 
 
-def unit_traffic(
-    flow: Flow, units: int, layouts: Sequence[str], until: str | None, picojoules: tuple[float, float, float]
-) -> UnitTraffic:
+def unit_traffic(flow: Flow, device: Device, layouts: Sequence[str], until: str | None) -> UnitTraffic:
     """The traffic of layouts of a flow. Raises BadInput as `spread`."""
-    if not is_integer(units) or not 1 <= units <= UNITS:
-        raise BadInput(f"expected 1 to {UNITS} units, got {units!r}")
     if unknown := [name for name in layouts if name not in LAYOUTS]:
         raise BadInput(f"expected layouts of {', '.join(LAYOUTS)}, got {unknown[0]!r}")
     if not flow.axes:
         raise BadInput("no input has rows to cut: expected images (N, C, H, W), volumes or sequences")
     if until is not None:
         flow = _cut_until(flow, until)
-    return UnitTraffic(tuple(_traffic(flow, name, units, picojoules) for name in layouts))
+    return UnitTraffic(tuple(_traffic(flow, name, device) for name in layouts), device)
 
 
 def _cut_until(flow: Flow, module: str) -> Flow:
@@ -203,8 +209,8 @@ def _cut_until(flow: Flow, module: str) -> Flow:
     return replace(flow, local=local, gathers=gathers)
 
 
-def _traffic(flow: Flow, name: str, units: int, picojoules: tuple[float, float, float]) -> LayoutTraffic:
-    layout = LAYOUTS[name](units)
+def _traffic(flow: Flow, name: str, device: Device) -> LayoutTraffic:
+    layout, units = LAYOUTS[name](device.units), device.units
     writer = _UnitWriter(flow, layout, units)
     program = writer.write()
     constants = [t for node, t in flow.constants.items() if node.users]
@@ -213,12 +219,22 @@ def _traffic(flow: Flow, name: str, units: int, picojoules: tuple[float, float, 
     outside = weights + sum(_bytes(node) for node in ends)
     between = (units - 1) * weights
     borders = {node.name: size for node, size in writer.exchanged().items() if size}
-    sizes = outside, between + sum(borders.values()), writer.inside
-    energy = sum(p * size for p, size in zip(picojoules, sizes, strict=True)) / 1e6
-    macs = tuple(writer.macs)
-    tiles = layout.rows * layout.columns
+    # Innermost first; units read their own memories at the same time.
+    pairs = list(zip(device.memories, (writer.inside, between + sum(borders.values()), outside), strict=True))
+    seconds = max(size / memory.rate / (units if k == 0 else 1) for k, (memory, size) in enumerate(pairs))
     return LayoutTraffic(
-        name, units, tiles, macs, outside, between, borders, writer.inside, energy, build_plain(program)
+        layout=name,
+        units=units,
+        tiles=layout.rows * layout.columns,
+        macs=tuple(writer.macs),
+        outside=outside,
+        weights=between,
+        borders=borders,
+        inside=writer.inside,
+        needed=writer.most_bytes() + weights // units,
+        microjoules=sum(memory.picojoules * size for memory, size in pairs) / 1e6,
+        seconds=max(seconds, max(writer.macs) / device.macs),
+        module=build_plain(program),
     )
 
 
@@ -344,14 +360,39 @@ class _UnitWriter(PartsWriter):
         """Bytes of each value that units send to others: what each reads and has not, once."""
         total = dict(self.sent)
         for node, by_unit in self.needed.items():
-            for unit, flags in by_unit.items():
-                missing = flags.copy()
-                for (i, j), part in self.tiles[node].items():
-                    if self.layout.unit(i, j) == unit:
-                        missing[slice(*part.window[0]), slice(*part.window[1])] = False
-                position = _bytes(node) // missing.size
-                total[node] = total.get(node, 0) + int(missing.sum()) * position
+            total[node] = total.get(node, 0) + sum(self._border(node, unit) for unit in by_unit)
         return total
+
+    def _border(self, node: fx.Node, unit: int) -> int:
+        """Bytes of a value that a unit reads and has not."""
+        flags = self.needed.get(node, {}).get(unit)
+        if flags is None:
+            return 0
+        missing = flags.copy()
+        for (i, j), part in self.tiles[node].items():
+            if self.layout.unit(i, j) == unit:
+                missing[slice(*part.window[0]), slice(*part.window[1])] = False
+        return int(missing.sum()) * (_bytes(node) // missing.size)
+
+    def most_bytes(self) -> int:
+        """The most bytes that a unit has of values until their last use, and of the weights of the call that runs."""
+        calls, constants = list(self.flow.calls), self.flow.constants
+        numbers = {node: k for k, node in enumerate(calls)}
+        live = np.zeros((len(calls), self.units), np.int64)
+        for node in (*self.flow.inputs, *calls):
+            first = numbers.get(node, 0)
+            last = max((numbers[user] for user in node.users if user in numbers), default=first)
+            live[first : last + 1] += np.array([self._bytes_on(node, unit) for unit in range(self.units)])
+        for node, k in numbers.items():
+            live[k] += sum(_bytes(n) for n in node.all_input_nodes if n in constants)
+        return int(live.max(initial=0))
+
+    def _bytes_on(self, node: fx.Node, unit: int) -> int:
+        """Bytes of a value in the memory of a unit: its tiles, and the borders that it reads."""
+        if node not in self.tiles:
+            return 0 if unit else _bytes(node)
+        own = (part.window for (i, j), part in self.tiles[node].items() if self.layout.unit(i, j) == unit)
+        return self._border(node, unit) + sum(self._part_bytes(node, window) for window in own)
 
 
 def _share(size: int, k: int, count: int) -> tuple[int, int]:

@@ -9,14 +9,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
+from demask.exec.steps import reference as dense
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import SparseWeight, conv_step, linear_step, mean_step
 from demask.sparse import DCSR, SparseConv2d, SparseLinear, spmm
-from demask.sparse import reference as dense
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.functional import sparse_product
 from demask.sparse.products import gpu_segment
 from demask.sparse.products import gradient_ops as gpu_ops
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import SparseWeight, conv_step, linear_step, mean_step
 from interpreted import DEVICES, error, rows_of, run_on
 from sparse_cases import csr, matrix, weight
 

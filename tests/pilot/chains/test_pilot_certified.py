@@ -10,12 +10,12 @@ import torch
 from test_pilot_gemv import ISAS, bits, drawn
 from torch import Tensor
 
+from demask.exec.tape.tape import NoPlan
 from demask.kernels.cpu import zero_proof as certify
 from demask.kernels.llvm.isa import AVX2, Isa, host
 from demask.pilot.chains import packing
 from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
 from demask.pilot.simplifiers.rounding import quantized
-from demask.sparse.plan.tape import NoPlan
 
 MODES = ("certified", "two")
 

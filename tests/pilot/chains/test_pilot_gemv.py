@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from demask.exec.tape.tape import NoPlan
 from demask.kernels.cpu import gemv
 from demask.kernels.llvm.isa import AVX2, AVX512, Isa, host
 from demask.pilot.chains import packing
 from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
-from demask.sparse.plan.tape import NoPlan
 
 HOSTS = (host(), AVX512, AVX2)  # the last two as this machine has them, if it does
 ISAS = [

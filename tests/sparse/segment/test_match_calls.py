@@ -12,12 +12,12 @@ from test_sparse_segments import all_sparse, check, segments_of, steps
 from test_sparse_segments import made as plainly_made
 from torch import Tensor, nn
 
+from demask.exec.steps import match_calls
+from demask.exec.steps.match_calls import MatchedCall, calls_of
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.rewrites.driver import rewrite
 from demask.rewrites.normalize import CANONICAL
-from demask.sparse.segment import match_calls
-from demask.sparse.segment.match_calls import MatchedCall, calls_of
 from micro import Net
 
 IMAGE = torch.randn(2, 4, 9, 7, generator=torch.Generator().manual_seed(3))

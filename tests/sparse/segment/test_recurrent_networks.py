@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import demask
+from demask.exec.steps.match_calls import MatchedCall
 from demask.graph.editor import GraphEditor
 from demask.rewrites.driver import rewrite
 from demask.shrink.pipeline import capture_program
 from demask.sparse.segment.build_segments import layers_of, segmented, segments_of
-from demask.sparse.segment.match_calls import MatchedCall
 from demask.tune.fold_affine import FOLD
 from test_tune import ran
 

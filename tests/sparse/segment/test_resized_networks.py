@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from test_sparse_segments import all_sparse, and_back, made
 from torch import Tensor, nn
 
+from demask.exec.steps.segment_calls import CALLED
 from demask.graph.result.demasked_module import build_plain
 from demask.sparse.segment.build_segments import segments_of
-from demask.sparse.segment_calls import CALLED
 
 MIDDLES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "nearest": (lambda x: F.interpolate(x, scale_factor=2), "nearest"),

@@ -8,12 +8,9 @@ import threading
 import pytest
 import torch
 
-from demask.machine.clock import set_threads
-from demask.sparse import reference as dense
-from demask.sparse.segment import inline
-from demask.sparse.segment.inline import bound
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import (
+from demask.exec.steps import reference as dense
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import (
     activation_step,
     add_step,
     concat_step,
@@ -23,6 +20,9 @@ from demask.sparse.segment_steps import (
     scale_step,
     select_step,
 )
+from demask.machine.clock import set_threads
+from demask.sparse.segment import inline
+from demask.sparse.segment.inline import bound
 from sparse_cases import layer, matrix
 
 

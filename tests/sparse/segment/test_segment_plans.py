@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from demask.exec.tape.segment_plan import SegmentPlan
 from demask.graph.result.demasked_module import build_plain
 from demask.machine.clock import set_threads
 from demask.shrink.pipeline import capture_program
 from demask.sparse import SparseLinear, segment_plans
-from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.build_segments import segmented
 
 

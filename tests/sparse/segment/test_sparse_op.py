@@ -13,13 +13,10 @@ import torch
 from torch.library import opcheck
 
 from demask.errors import BadInput
-from demask.kernels.plan_cache import PLANS, WEIGHTS
-from demask.sparse import reference as dense
-from demask.sparse import segment_weights as stored
-from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
-from demask.sparse.segment.segment_op import segment
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import (
+from demask.exec.steps import reference as dense
+from demask.exec.steps import segment_weights as stored
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import (
     SparseWeight,
     activation_step,
     add_step,
@@ -29,6 +26,9 @@ from demask.sparse.segment_steps import (
     linear_step,
     mean_step,
 )
+from demask.exec.tape.segment_plan import NoPlan, SegmentPlan
+from demask.kernels.plan_cache import PLANS, WEIGHTS
+from demask.sparse.segment.segment_op import segment
 from guarded import guarded
 from sparse_cases import csr, layer, matrix, weight
 

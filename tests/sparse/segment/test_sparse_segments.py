@@ -17,18 +17,18 @@ from torch import Tensor, nn
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.errors import BadInput
+from demask.exec.steps import convex_groups as regions
+from demask.exec.steps.match_calls import MatchedCall
+from demask.exec.steps.segment_rows import name_of
+from demask.exec.steps.segment_steps import SparseWeight, is_layer
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import build_plain
 from demask.rewrites.driver import rewrite
 from demask.shrink.pipeline import capture_program
 from demask.sparse.segment import build_segments as segments
-from demask.sparse.segment import convex_groups as regions
 from demask.sparse.segment import inline as spell
 from demask.sparse.segment.build_segments import SEGMENT, layers_of, segmented, segments_of
-from demask.sparse.segment.match_calls import MatchedCall
-from demask.sparse.segment_rows import name_of
-from demask.sparse.segment_steps import SparseWeight, is_layer
 from demask.tune.fold_affine import FOLD
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net

@@ -440,7 +440,7 @@ def _all_macs(stage: Stage) -> int:
 
 def _estimate_seconds(stage: Stage, segment: Segment) -> float:
     """Estimated seconds, to rank plans by."""
-    rates = TWO_CORES
+    rates = TWO_CORES if stage.flow.device is None else stage.flow.device.rates
     seconds = segment.macs / rates.macs + segment.bytes / rates.new + segment.traffic / rates.far
     recomputation = max(segment.macs / max(_all_macs(stage), 1), 1)
     for unit in stage.units:

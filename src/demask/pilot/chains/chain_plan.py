@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from demask.exec.tape.tape import HEADER, KernelCall, NoPlan, Tape, TapeArena
 from demask.kernels.cpu import gemv
 from demask.kernels.cpu import zero_proof as certify
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.thread_team import Job
 from demask.pilot.chains import packing
-from demask.sparse.plan.tape import HEADER, KernelCall, NoPlan, Tape, TapeArena
 
 MODES = ("dense", "columns", "certified", "two")
 SPARE = 4  # sets of memory that are reused: calls that run at the same time

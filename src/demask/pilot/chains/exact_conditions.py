@@ -26,6 +26,7 @@ from demask.compat.dispatch import count_dispatch_modes, count_function_modes, h
 from demask.compat.fx_internals import signature_of
 from demask.compat.modules import has_any_global_hook
 from demask.errors import BadInput
+from demask.exec.tape.tape import NoPlan
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.recorded_run import RecordedRun
@@ -39,7 +40,6 @@ from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
 from demask.pilot.conditions.base import Args, Condition, Conditioned, Decision, Kwargs
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
-from demask.sparse.plan.tape import NoPlan
 
 aten = torch.ops.aten
 

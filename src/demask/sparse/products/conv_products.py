@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from demask.errors import BadInput
+from demask.exec.steps.segment_steps import MAX_SIZE, Conv, Pair
 from demask.kernels.cpu import csr, sddmm
 from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
@@ -38,7 +39,6 @@ from demask.kernels.thread_team import ENTRY, Job
 from demask.sparse.csr_matrix import CSR_NUMBERS, CsrMatrix, row_of
 from demask.sparse.products.cpu_products import threads_for
 from demask.sparse.products.gpu_formats import formats_of
-from demask.sparse.segment_steps import MAX_SIZE, Conv, Pair
 
 
 @dataclass(frozen=True, slots=True)

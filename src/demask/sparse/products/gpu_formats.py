@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from demask.errors import BadInput
+from demask.exec.steps.segment_weights import check_indices
 from demask.kernels.plan_cache import TensorCache, identity, version
 from demask.sparse.csr_matrix import CsrMatrix, row_of
-from demask.sparse.segment_weights import check_indices
 
 TILE, LONG = 64, 128  # of a bitmap, as in `kernels.gpu`
 VECTOR = 8  # nonzeros per load

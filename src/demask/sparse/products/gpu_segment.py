@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from demask.exec.steps import reference
+from demask.exec.steps import segment_weights as stored
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_rows import call
+from demask.exec.steps.segment_steps import Layer, is_conv, is_pixelwise
 from demask.ops.activations import apply_activation
-from demask.sparse import reference
-from demask.sparse import segment_weights as stored
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.gradient_ops import kernels
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_rows import call
-from demask.sparse.segment_steps import Layer, is_conv, is_pixelwise
 
 
 def run(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:

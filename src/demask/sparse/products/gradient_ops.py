@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from demask.exec.steps.segment_weights import check_indices
 from demask.kernels.llvm import availability as llvm
 from demask.sparse.csr_matrix import CsrMatrix, like, row_of
 from demask.sparse.products.gpu_formats import formats_of
-from demask.sparse.segment_weights import check_indices
 
 AT_ONCE = 1 << 22  # elements that ATen ops gather at once
 

@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.library import Library
 
 from demask.errors import BadInput
+from demask.exec.steps.segment_steps import MAX_SIZE
+from demask.exec.steps.segment_weights import check_indices
 from demask.kernels.llvm import availability as llvm
 from demask.sparse.csr_matrix import CSR_NUMBERS, CsrMatrix, row_of
 from demask.sparse.products.gpu_formats import formats_of
 from demask.sparse.products.gradient_ops import sampled, transposed_product
 from demask.sparse.products.spmm_op import COMPILED, INDICES, NARROW, product
-from demask.sparse.segment_steps import MAX_SIZE
-from demask.sparse.segment_weights import check_indices
 
 FEW = 1 / 16  # share of nonzeros of x up to which multiplying them one by one takes less time
 

@@ -18,11 +18,11 @@ from torch.library import Library
 
 from demask.compat.dispatch import needs_no_dispatch
 from demask.errors import BadInput
+from demask.exec.steps.segment_weights import check_indices
 from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import ACTIVATIONS, Act, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix, like, row_of
 from demask.sparse.products.gradient_ops import kernels, parts, sampled, transposed_product
-from demask.sparse.segment_weights import check_indices
 
 NARROW = (torch.float16, torch.bfloat16)
 COMPILED = (torch.float32, *NARROW)  # dtypes that plans compute in float32

@@ -23,22 +23,14 @@ import torch
 from torch import Tensor, fx
 
 import demask.sparse.segment.segment_op  # noqa: F401  (registers the op that graphs call)
-from demask.graph.editor import GraphEditor, drop_unread
-from demask.graph.program import Program as FullProgram
-from demask.graph.queries import has_shape, input_dependent
-from demask.ops import schema
-from demask.ops.activations import Act
-from demask.ops.schema import fake, same_size
-from demask.rewrites.driver import apply_rules
-from demask.rewrites.segment import SEGMENT as SEGMENT_RULES
-from demask.sparse.called_op import RECURRENT
-from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
-from demask.sparse.segment.match_calls import ANY, MatchedCall, matrix
-from demask.sparse.segment.recurrent_rows import prepare_recurrent
-from demask.sparse.segment_calls import CALLED, sizes_of_reshape
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_rows import SELECTION, lowering_of
-from demask.sparse.segment_steps import (
+from demask.exec.steps.called_op import RECURRENT
+from demask.exec.steps.convex_groups import SegmentRegion, Wanted, regions
+from demask.exec.steps.match_calls import ANY, MatchedCall, matrix
+from demask.exec.steps.recurrent_rows import prepare_recurrent
+from demask.exec.steps.segment_calls import CALLED, sizes_of_reshape
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_rows import SELECTION, lowering_of
+from demask.exec.steps.segment_steps import (
     INPUTS,
     AnyStep,
     Numbers,
@@ -51,6 +43,14 @@ from demask.sparse.segment_steps import (
     is_conv,
     is_layer,
 )
+from demask.graph.editor import GraphEditor, drop_unread
+from demask.graph.program import Program as FullProgram
+from demask.graph.queries import has_shape, input_dependent
+from demask.ops import schema
+from demask.ops.activations import Act
+from demask.ops.schema import fake, same_size
+from demask.rewrites.driver import apply_rules
+from demask.rewrites.segment import SEGMENT as SEGMENT_RULES
 
 aten = torch.ops.aten
 

@@ -15,6 +15,12 @@ from math import prod
 import torch
 from torch import Tensor
 
+from demask.exec.steps.convex_groups import Wanted
+from demask.exec.steps.match_calls import MatchedCall, calls_of, matrix
+from demask.exec.steps.recurrent_rows import is_recurrent
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import SparseWeight, is_conv, is_layer
+from demask.exec.tape.segment_plan import SegmentPlan
 from demask.facts.analysis import Analysis
 from demask.failures import Log
 from demask.graph.editor import GraphEditor
@@ -30,13 +36,7 @@ from demask.rewrites.activations import ACTIVATIONS
 from demask.rewrites.driver import rewrite
 from demask.rewrites.rule import Phase
 from demask.shrink.program_size import count_macs, sum_macs
-from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.build_segments import DENSE_FROM, NARROW, csr, name_of, segmented, segments_of
-from demask.sparse.segment.convex_groups import Wanted
-from demask.sparse.segment.match_calls import MatchedCall, calls_of, matrix
-from demask.sparse.segment.recurrent_rows import is_recurrent
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import SparseWeight, is_conv, is_layer
 from demask.tune.absorb_gathers import ABSORB_GATHERS
 from demask.tune.candidates import GAIN, Candidate, CandidateBuilder, seconds_by_image_size
 from demask.tune.epilogue import Epilogue

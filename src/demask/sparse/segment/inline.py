@@ -31,23 +31,13 @@ from demask.compat.dispatch import (
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.compat.tracing import make_fx
 from demask.errors import BadInput
-from demask.files.allowed_names import check_fqn
-from demask.graph.editor import GraphEditor
-from demask.graph.program import Program as FullProgram
-from demask.kernels.llvm.availability import NoPlan
-from demask.kernels.plan_cache import VERSION, plans_of
-from demask.ops import schema
-from demask.ops.custom import CustomOp
-from demask.registry import CUSTOM_OPS
-from demask.sparse import reference
-from demask.sparse import segment_weights as stored
-from demask.sparse.called_op import POSITIONS, CalledOp
-from demask.sparse.segment.build_segments import segments_of
-from demask.sparse.segment.segment_op import SegmentPlans
-from demask.sparse.segment_calls import CALLED
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_rows import call, row_of
-from demask.sparse.segment_steps import (
+from demask.exec.steps import reference
+from demask.exec.steps import segment_weights as stored
+from demask.exec.steps.called_op import POSITIONS, CalledOp
+from demask.exec.steps.segment_calls import CALLED
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_rows import call, row_of
+from demask.exec.steps.segment_steps import (
     CHANNELS_LAST,
     RANKS,
     AnyStep,
@@ -59,6 +49,16 @@ from demask.sparse.segment_steps import (
     is_conv,
     is_layer,
 )
+from demask.files.allowed_names import check_fqn
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program as FullProgram
+from demask.kernels.llvm.availability import NoPlan
+from demask.kernels.plan_cache import VERSION, plans_of
+from demask.ops import schema
+from demask.ops.custom import CustomOp
+from demask.registry import CUSTOM_OPS
+from demask.sparse.segment.build_segments import segments_of
+from demask.sparse.segment.segment_op import SegmentPlans
 
 segment = torch.ops.demask.segment.default
 ADDRESS = Tensor.data_ptr

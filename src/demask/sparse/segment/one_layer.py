@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from demask.exec.steps.segment_program import SegmentProgram
+from demask.exec.steps.segment_steps import Layer as LayerStep
+from demask.exec.steps.segment_steps import SparseWeight, conv_step, linear_step
+from demask.exec.tape.segment_plan import NoPlan, SegmentPlan
 from demask.registry import RUNNERS
-from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
-from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import Layer as LayerStep
-from demask.sparse.segment_steps import SparseWeight, conv_step, linear_step
 from demask.tune.layer_costs import Layer
 
 

@@ -2,7 +2,7 @@
 
     torch.ops.demask.segment(Tensor[] inputs, Tensor[] weights, str program) -> Tensor[]
 
-The CPU runs plans (`sparse.plan`), created at the first call and cached as long as the weights live;
+The CPU runs plans (`exec.tape`), created at the first call and cached as long as the weights live;
 float16 and bfloat16 are computed in float32, and outputs are rounded once. Layers in training, or in
 float64, run by kernels that read values in place (`trained_layers`); everything else, including other
 gradients, by ATen ops (`sparse.reference`). Outputs are contiguous and share no memory with other tensors.
@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.library import Library
 
 from demask.compat.dispatch import BelowAutograd, has_functorch_transforms, needs_no_dispatch
+from demask.exec.steps import reference
+from demask.exec.steps.segment_program import SegmentProgram
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.plan_cache import PlanCache, Planned, plans_of
-from demask.sparse import reference
 from demask.sparse.products import gpu_segment
 from demask.sparse.products.spmm_op import COMPILED
-from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.trained_layers import parsed, run_layer, trained
 
 # Not torch.library.custom_op, whose calls cost 12 µs of Python; these cost 4 to 6.
@@ -42,8 +42,8 @@ def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -
     not count, only those that change most of it. Raises BadInput if program, inputs and weights do
     not match.
 
-    >>> from demask.sparse.segment_program import SegmentProgram
-    >>> from demask.sparse.segment_steps import SparseWeight, linear_step
+    >>> from demask.exec.steps.segment_program import SegmentProgram
+    >>> from demask.exec.steps.segment_steps import SparseWeight, linear_step
     >>> step = linear_step(0, SparseWeight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
     >>> weights = [torch.tensor([5.0]), torch.tensor([0, 0, 1, 2], dtype=torch.int32)]
     >>> segment([torch.eye(3)], weights, SegmentProgram(("tokens",), (step,), (1,)).text())
@@ -100,7 +100,7 @@ def planned(program: SegmentProgram, inputs: list[Tensor], weights: list[Tensor]
         return None, ()
     if not llvm.is_installed():
         return None, ()
-    from demask.sparse.plan.segment_plan import SegmentPlan
+    from demask.exec.tape.segment_plan import SegmentPlan
 
     copied = tuple(k for k, x in enumerate(inputs) if dtype != torch.float32 or _has_gaps(program, k, x))
     plan_inputs = [x.float().contiguous() if k in copied else x for k, x in enumerate(inputs)]

@@ -12,7 +12,7 @@ from demask.kernels.plan_cache import plans_of
 from demask.sparse.segment.segment_op import SegmentPlans
 
 if TYPE_CHECKING:
-    from demask.sparse.plan.segment_plan import SegmentPlan
+    from demask.exec.tape.segment_plan import SegmentPlan
 
 
 class PlanRecorder(TorchDispatchMode):

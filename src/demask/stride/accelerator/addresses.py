@@ -64,7 +64,7 @@ def list_in_parts(program: Program, machine: Machine, device: Device, table: Tab
     if not flow.local:
         return None
     weights = 0 if device.weights == "outside" else device.weight_bytes(flow.constants.values())
-    flow = replace(flow, device=Device(max(device.bytes - weights, 1), weights="outside"))
+    flow = replace(flow, device=replace(device, weights="outside"))
     fitting, worse, planners = list[AddressedListing](), 0, Planners()
 
     def listed(here: Flow, plan: TilePlan) -> AddressedListing:
