@@ -116,6 +116,25 @@ def _elements(mask: Value) -> Tensor | None:
 
 
 @rule(
+    aten.prelu.default,
+    cases=(
+        case(lambda x: F.prelu(x, torch.tensor([0.25], dtype=x.dtype)), (2, 3, 4)),
+        case(lambda x: F.prelu(x, torch.tensor([0.25, 0.25, 0.25], dtype=x.dtype)), (2, 3, 4)),
+    ),
+    refused=(
+        case(lambda x: F.prelu(x, torch.tensor([0.25, 0.5, 0.25], dtype=x.dtype)), (2, 3, 4)),
+        case(lambda x, weight: F.prelu(x, weight), (2, 3, 4), (3,)),
+    ),
+)
+def prelu_of_one_weight(out: Value, x: Value, weight: Value) -> Value | None:
+    """A PReLU whose weights are the same for all channels is a leaky ReLU."""
+    known = _elements(weight)
+    if known is None or len(set(known.flatten().tolist())) != 1:
+        return None
+    return x.call(aten.leaky_relu.default, x, float(known.flatten()[0]))
+
+
+@rule(
     aten.split_with_sizes.default,
     aten.split.Tensor,
     aten.chunk.default,
@@ -150,4 +169,7 @@ def dropout_in_eval_mode(out: Value, x: Value, p: float, train: bool) -> Value |
     return None if schema.draws_random_numbers(out.node) else x
 
 
-SEGMENT = Phase("calls of segments", (attention_of_segments, split_as_slices, add_at_constant, dropout_in_eval_mode))
+SEGMENT = Phase(
+    "calls of segments",
+    (attention_of_segments, prelu_of_one_weight, split_as_slices, add_at_constant, dropout_in_eval_mode),
+)

@@ -74,6 +74,10 @@ class SegmentDraft(Draft):
         span = self.factors(*(self._drawn(channels) for _ in range(count)))
         return self.append(call_step((x,), name, kind, (channels, EPS), span))
 
+    def prelu(self, x: int) -> int:
+        kind = "image" if len(self.shape(x)) == 4 else "signal"
+        return self.append(call_step((x,), "prelu", kind, (), self.factors(self._drawn(self.shape(x)[1]))))
+
     def heads(self, x: int, count: int) -> int:
         """Tokens [batch, length, channels] as matrices [batch, heads, length, width]."""
         batch, length, channels = self.shape(x)
@@ -140,7 +144,7 @@ class SegmentDraft(Draft):
         same = [v for v in alike if self.shape(v)[1] == channels]
         gates = [v for v in self.values() if self.shape(v) == (batch, channels, 1, 1)]
         act, density = draw.choice(ACTS), draw.choice([0.3, 1.0])
-        rest = ["sum", "pool", "mean", "gate", "scale", "pick", "add", "map"]
+        rest = ["sum", "pool", "mean", "gate", "scale", "pick", "add", "map", "prelu"]
         match draw.choice(["conv"] * 4 + ["cat"] * 3 + ["slice"] * 2 + rest):
             case "conv":
                 self.convolved(draw, x)
@@ -166,6 +170,8 @@ class SegmentDraft(Draft):
                 self.add(x, draw.choice(same), act)
             case "map":
                 self.append(activation_step(x, ("silu", ())))
+            case "prelu":
+                self.prelu(x)
 
     def classified(self, draw: random.Random, x: int) -> None:
         """A mean and linear layers, which have one position for one image."""

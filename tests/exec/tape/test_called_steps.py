@@ -194,6 +194,34 @@ def test_pointwise_calls_of_two(name: str) -> None:
         draft.check(threads=3)
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 7, 9), (3, 5, 11), (1, 40, 20, 17)], ids=str)
+def test_prelu(shape: tuple[int, ...]) -> None:
+    """Bits of torch, a weight for each channel, also over the memory of its operand."""
+    draft = SegmentDraft(shape, kind="image" if len(shape) == 4 else "signal")
+    x = draft.conv(0, shape[1]) if len(shape) == 4 else draft.call("pad", 0, kind="signal", numbers=(0, 0))
+    y = draft.prelu(x)
+    stays_within_memory(draft.program(y), draft.weights, draft.inputs, 1)
+    special = torch.tensor([0.0, -0.0, inf, -inf, nan, -1e-38, -3.4e38])
+    draft.inputs[0].view(-1)[: len(special)] = special
+    for source in (0, x):
+        y = draft.prelu(source)
+        for isa in WIDTHS:
+            for threads in (1, 3):
+                plan = SegmentPlan.of(draft.program(source, y), draft.weights, draft.inputs, threads, isa)
+                before, after = plan(draft.inputs)
+                slopes = draft.weights[-1]
+                assert torch.equal(bits(after), bits(torch.prelu(before, slopes)))
+
+
+def test_prelu_needs_a_weight_for_each_channel() -> None:
+    for kind, shape, count in (("image", (1, 4, 5, 6), 6), ("signal", (1, 4, 6), 6), ("image", (1, 4, 5, 6), 1)):
+        program = SegmentProgram((kind,), (call_step((0,), "prelu", kind, (), (0, 0, count)),), (1,))
+        with pytest.raises(BadInput, match="a weight for each of 4 channels"):
+            program.shapes([shape])
+    with pytest.raises(BadInput):
+        SegmentProgram(("tokens",), (call_step((0,), "prelu", "tokens", (), (0, 0, 4)),), (1,))
+
+
 def test_softmax() -> None:
     for channels in (1, 2, 5, 40):
         draft = SegmentDraft((3, 11, channels), kind="tokens")

@@ -232,6 +232,7 @@ CALLED: dict[str, tuple[Callable[[nn.ModuleDict, Tensor], Tensor], str]] = {
     "product of equal shapes": (OTHERS["product of equal shapes"], "map relu, call"),
     "a power of e": (lambda m, x: x.exp(), "call"),
     "rows turned": (lambda m, x: x.transpose(2, 3), "call"),
+    "a weight for each channel": (lambda m, x: F.prelu(x, torch.tensor([0.25, -0.5, 1.5, 0], dtype=x.dtype)), "call"),
     "softmax of pixels": (lambda m, x: x.permute(0, 2, 3, 1).softmax(-1).permute(0, 3, 1, 2), "call, call, call"),
     "halves exchanged": (lambda m, x: torch.cat([x[:, :, 2:], x[:, :, :2]], 2), "call, call, call"),
 }
@@ -244,6 +245,12 @@ def test_calls_of_single_ops(name: str, dynamic: tuple[int, ...]) -> None:
     body, expected = CALLED[name]
     program, args = made(net(body, 4), IMAGE, dynamic=dynamic)
     assert steps(check(program, all_sparse, args)) == [f"conv, {expected}, conv"]
+
+
+def test_a_layer_computes_a_prelu_of_one_weight() -> None:
+    model = net(lambda m, x: F.prelu(x, torch.tensor([0.25], dtype=x.dtype)), 4)
+    program, args = made(model, IMAGE)
+    assert steps(check(program, all_sparse, args)) == ["conv leaky_relu, conv"]
 
 
 # Borders of zeros in front of a layer, and whether the layer computes with them.

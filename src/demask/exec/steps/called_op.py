@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from demask.errors import BadInput
-from demask.exec.steps.segment_steps import KINDS
+from demask.exec.steps.segment_steps import KINDS, SPATIAL
 
 # How plans compute an op.
 MOVED, POINTWISE, OVER_CHANNELS, PRODUCT = "moved", "pointwise", "over channels", "product"
@@ -65,9 +65,9 @@ class CalledOp:
 
     def call(self, operands: Sequence[Tensor], numbers: Numbers, stored: Tensor | None) -> Tensor:
         """The result. Raises BadInput if operands, numbers and constants do not match the op."""
-        channels = operands[0].shape[-1] if operands[0].ndim else 1
+        shape = operands[0].shape or (1,)
         try:
-            constants = self.split(stored, channels, numbers)
+            constants = self.split(stored, shape[1 if self.kinds == SPATIAL else -1], numbers)
             result: Tensor = self.op(*self.arguments(operands, numbers, constants))
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             raise BadInput(f"invalid operands of {self.op}: {error!s:.200}") from None

@@ -142,6 +142,19 @@ def _same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(same_size, a, b))
 
 
+def _match_prelu(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
+    """A PReLU of an image or a signal, with a weight for each channel."""
+    x, weight = arguments["self"], arguments["weight"]
+    has_each = fake(node).ndim in (3, 4) and same_size(fake(weight).numel(), fake(node).shape[1])
+    return ((x,), (), (weight,)) if has_each else None
+
+
+def _prelu_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
+    if count != shapes[0][1]:
+        raise BadInput(f"expected a weight for each of {shapes[0][1]} channels, got {count}")
+    return shapes[0]
+
+
 #: entries of `segment_calls.CALLED`
 TOKEN_CALLS: dict[str, CalledOp] = {
     "softmax": CalledOp(
@@ -551,6 +564,9 @@ CALLED: dict[str, CalledOp] = {
     "exp": CalledOp(
         aten.exp.default, lambda xs, n, c: (xs[0],), (aten.exp.default,), _match_one_value, same_shape,
         POINTWISE, numbers=0),
+    "prelu": CalledOp(
+        aten.prelu.default, lambda xs, n, c: (xs[0], c[0]), (aten.prelu.default,), _match_prelu, _prelu_shape,
+        OVER_CHANNELS, numbers=0, constants=FACTORS, kinds=SPATIAL),
     **TOKEN_CALLS,
 }  # fmt: skip
 

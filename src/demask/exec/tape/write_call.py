@@ -24,7 +24,7 @@ from demask.exec.tape.recurrent_layer import recurrent_cycles, write_recurrent
 from demask.exec.tape.tape import Buffer, KernelCall, NoPlan, aligned, by_thread
 from demask.exec.tape.tile_layout import NO_BORDER, GridLayout, at_array
 from demask.exec.tape.value_moves import ANY_VALUE, Moves, rows_of
-from demask.kernels.cpu.tiles.called import NormKernel, PointwiseKernel, SoftmaxKernel
+from demask.kernels.cpu.tiles.called import NormKernel, PointwiseKernel, PReLUKernel, SoftmaxKernel
 from demask.kernels.cpu.tiles.relayout import Gather
 from demask.kernels.cpu.tiles.resize import CALL as RESIZE_CALL
 from demask.kernels.cpu.tiles.resize import ResizeKernel
@@ -248,17 +248,20 @@ def _move_pixels(moves: Moves, moved: MovedValues, same: tuple[int, np.ndarray],
 
 
 def _over_channels(value: int, step: Step[Numbers], moves: Moves, moved: MovedValues, x: Buffer, out: Buffer) -> None:
-    """Write a norm or a softmax."""
+    """Write a norm, a softmax or a PReLU."""
     shape, kind = moved.shapes[value], moved.program.kinds[value]
     groups = prod(shape[:-2]) if kind == "matrices" else 1
-    if step.op == "softmax":
-        moves.over_channels(SoftmaxKernel(), x, out, groups)
-        return
     factors = np.zeros(1, np.float32)
     if step.index is not None:
         factors = aligned(part(step.index, moved.weights).detach().float().numpy())
-    count = 0 if step.index is None else len(factors) // shape[-1]
-    kernel = NormKernel(step.op == "norm", float(step.fields.numbers[1]), count)
+    kernel: Any
+    if step.op == "softmax":
+        kernel = SoftmaxKernel()
+    elif step.op == "prelu":
+        kernel = PReLUKernel()
+    else:
+        count = 0 if step.index is None else len(factors) // shape[-1]
+        kernel = NormKernel(step.op == "norm", float(step.fields.numbers[1]), count)
     moves.over_channels(kernel, x, out, groups, factors)
 
 

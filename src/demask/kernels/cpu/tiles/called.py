@@ -1,4 +1,4 @@
-"""Kernels of calls of single ops: elements at other positions, pointwise functions, softmax, norms.
+"""Kernels of calls of single ops: elements at other positions, pointwise functions, PReLU, softmax, norms.
 
 Calls have the fields of `relayout.CALL`.
 """
@@ -84,6 +84,28 @@ class PointwiseKernel:
         with call.triples() as (addresses, to):
             vectors = [e.read(address) for address in addresses]
             e.write(POINTWISE[self.function](e, vectors, self.numbers), to)
+
+
+@dataclass(frozen=True, slots=True)
+class PReLUKernel:
+    """out[line] = x[line], times the weight of its channel where it is not above zero.
+
+    `table` has pairs (x, out) of lines.
+    """
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = CallFields(e)
+        bases = call.buffer("x"), call.buffer("out")
+        with e.loop(call["begin"], call["end"]) as c:
+            weight = e.splat(e.load(FLOAT, call.pointer("weights"), c))
+            x_c, out_c = (call.channel(key, base, c) for key, base in zip(("x", "out"), bases, strict=True))
+            with call.lines() as k:
+                read, written = call.pair(k, x_c, out_c)
+                x = e.read(read)
+                is_above = e.b.fcmp_ordered(">", x, e.splat(0.0))
+                e.write(e.b.select(is_above, x, e.b.fmul(x, weight)), written)
 
 
 @dataclass(frozen=True, slots=True)
