@@ -153,7 +153,7 @@ second; *without parts*: of bands alone. *Difference*: from torch, relative to t
         f"parts are chosen in {len(parted)} of {len(listed)} settings: "
         f"{min(ratios, default=1):.2f} to {max(ratios, default=1):.2f} times as fast as bands there"
     )
-    page = Page("Tiled networks in bands and in parts", [text, Table(HEAD, listed, 5, merge=True)], summary)
+    page = Page("Tiled networks in bands and in parts", [text, Table(HEAD, listed, 4, merge=True)], summary)
     Console().print(Markdown(save("traverse_parts", page, Run.now(before=before), options.output)))
 
 
