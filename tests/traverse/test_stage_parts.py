@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,18 @@ def test_memory_is_the_same_with_other_threads_and_after_other_values(monkeypatc
     finally:
         torch.set_num_threads(before)
     assert set(most) == {1}
+
+
+@pytest.mark.usefixtures("only_parts")
+def test_calls_at_the_same_time() -> None:
+    """They share the memory of the kernels, one after the other."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1)).eval()
+    inputs = [torch.randn(1, 3, 64, 96) for _ in range(8)]
+    module = tile(model, (inputs[0],), memory="64MiB")
+    expected = [module(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert all(map(torch.equal, pool.map(module, inputs), expected))
 
 
 @pytest.mark.usefixtures("only_parts")

@@ -4,9 +4,13 @@ any number of threads, on every width of vectors."""
 from __future__ import annotations
 
 import pytest
-from random_segments import WIDTHS, check_random, sees
+import torch
+from random_segments import WIDTHS, check_random, random_segment, sees
 
 from demask.exec.tape import tape_builder, value_moves
+from demask.exec.tape.segment_plan import SegmentPlan
+from demask.exec.tape.tape import TapeArena
+from segment_drafts import bits
 
 
 @pytest.mark.sampled(8)
@@ -43,3 +47,27 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str) -> None:
     sees(*FAULTS[fault], lambda: test_random_programs("image", range(6)))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seeds", [range(k, k + 6) for k in range(0, 24, 6)], ids=str)
+@pytest.mark.parametrize("kind", ["image", "tokens"])
+def test_memory_that_others_have_written(kind: str, seeds: range) -> None:
+    """Plans compute the same bits in an arena of others, whose bytes may be any."""
+    shared = 0
+    for seed in seeds:
+        draft = random_segment(seed, kind, 6)
+        for filters in (True, False):
+            plan = SegmentPlan.of(draft.program(), draft.weights, draft.inputs, 2, filters=filters)
+            expected = plan(draft.inputs)
+            plan.free()
+            if not plan.used:
+                continue
+            arena = TapeArena(plan.used[-1][1] + 4096)
+            for first, last in plan.used[1:]:
+                arena.memory[first:last] = b"\xff" * (last - first)  # NaN
+            plan.share(arena)
+            assert all(map(torch.equal, map(bits, plan(draft.inputs)), map(bits, expected)))
+            assert plan.batches[0].spare[0].arenas == [arena]
+            shared += 1
+    assert shared > 3

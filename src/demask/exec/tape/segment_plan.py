@@ -27,6 +27,7 @@ from demask.exec.tape.tape_builder import TapeBuilder
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.memory_probe import MemoryProbe
 from demask.kernels.thread_team import Job
+from demask.ops.regions import Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,8 @@ class Batch:
     """Images of a batch computed by one tape: `runs` times `images`, starting at image `first`.
 
     alone: whether each thread computes full runs; otherwise all threads share the only run.
-    static: the inputs that are converted once.
+    static: the inputs that are converted once. shared: memory for the tapes of several plans, which do not run at the
+    same time; None for memory of its own.
     """
 
     ready: EncodedTape
@@ -150,13 +152,14 @@ class Batch:
     alone: bool
     static: StaticInputs | None
     spare: list[SegmentMemory] = field(default_factory=list)
+    shared: list[TapeArena] | None = None
 
     def take(self, threads: int, tensors: int) -> SegmentMemory:
         """Memory for a call, which `run` returns to the spare memory."""
         try:
             return self.spare.pop()
         except IndexError:
-            arenas = [TapeArena(self.ready.size) for _ in range(threads if self.alone else 1)]
+            arenas = self.shared or [TapeArena(self.ready.size) for _ in range(threads if self.alone else 1)]
             addresses = np.array([arena.address for arena in arenas], np.int64)
             slots = np.zeros((self.runs, tensors), np.int64)
             ready, own_slots = self.ready, slots if self.alone else None
@@ -299,18 +302,30 @@ class SegmentPlan:
     @property
     def bytes(self) -> int:
         """Bytes of intermediate values of one call, which stay allocated until `free`."""
-        return sum(b.ready.resident * (self.threads if b.alone else 1) for b in self.batches)
+        each = [sum(end - start for start, end in batch.ready.used) for batch in self.batches]
+        return sum(n * (self.threads if b.alone else 1) for n, b in zip(each, self.batches, strict=True))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights in the layout of the kernels, and of the arguments of kernels."""
         return sum(array.nbytes for batch in self.batches for array in batch.ready.arrays)
 
+    @property
+    def used(self) -> tuple[Interval, ...]:
+        """The ranges of bytes of its arena that it uses; none if it has not just one arena."""
+        is_one = len(self.batches) == 1 and not self.batches[0].alone
+        return self.batches[0].ready.used if is_one else ()
+
+    def share(self, arena: TapeArena) -> None:
+        """Use this arena, of as many bytes as `used`, until `free`; no other plan may run in it at the same time."""
+        self.batches[0].shared = [arena]
+
     def free(self) -> None:
         """Return the memory that waits for the next call to the system; that call allocates it again."""
         self.outputs.clear()
         for batch in self.batches:
             batch.spare.clear()
+            batch.shared = None
 
     def __str__(self) -> str:
         """The plan as a table: a row per value."""

@@ -18,6 +18,7 @@ from demask.kernels.llvm.isa import Isa
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.thread_team import ENTRY
 from demask.machine.arena import Block, plan_arena
+from demask.ops.regions import Interval
 
 HEADER = 4096  # bytes of slots before the buffers of an arena
 # Address space for the buffers of one thread. Values that a thread wrote are in its own cache, so
@@ -116,7 +117,7 @@ class Tape:
             for buffer, _ in call.buffers.values():
                 if isinstance(buffer, Buffer) and (owner := buffer.owner[0]).offset is None:
                     buffers[id(owner)] = owner
-        offsets, size, resident = self._assign_offsets(buffers)
+        offsets, size, used = self._assign_offsets(buffers)
         code = CODE.addresses((call.kernel for call in flat), isa)
         entries = np.zeros(max(len(flat), 1), ENTRY)
         for k, call in enumerate(flat):
@@ -125,15 +126,15 @@ class Tape:
             entries[k] = (code[call.kernel], fields.ctypes.data)
         counts = [len(calls) for phase in self.phases for calls in phase]
         ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-        return EncodedTape(entries, ends, self.threads, size, self.arrays, resident)
+        return EncodedTape(entries, ends, self.threads, size, self.arrays, used)
 
-    def _assign_offsets(self, buffers: Mapping[int, Buffer]) -> tuple[dict[int, int], int, int]:
-        """Offsets of buffers, bytes of the arena, and those of them that are used.
+    def _assign_offsets(self, buffers: Mapping[int, Buffer]) -> tuple[dict[int, int], int, tuple[Interval, ...]]:
+        """Offsets of buffers, bytes of the arena, and the ranges of them that are used.
 
         Buffers shared by all threads come first, then one arena per thread for its parts of others.
         """
         offsets: dict[int, int] = {}
-        first, size, resident = HEADER, HEADER, HEADER
+        first, size, used = HEADER, HEADER, [(0, HEADER)]
         for buffer in buffers.values():
             if buffer.layout.bytes > 4 * MOST:
                 raise NoPlan(f"a value has {buffer.layout.bytes} bytes, more than {4 * MOST}")
@@ -143,10 +144,10 @@ class Tape:
             offsets |= {key: first + o for key, o in zip(selected, plan.offsets, strict=True)}
             if is_per_thread and plan.size > self.thread_bytes:
                 raise NoPlan(f"a thread needs {plan.size} bytes at once")
-            size = first + plan.size + (self.threads - 1) * self.thread_bytes * (is_per_thread and bool(selected))
-            first += plan.size
-            resident += plan.size * (self.threads if is_per_thread else 1)
-        return offsets, size, resident
+            starts = [first + k * self.thread_bytes for k in range(self.threads if is_per_thread and selected else 1)]
+            used += [(start, start + plan.size) for start in starts]
+            size, first = used[-1][1], first + plan.size
+        return offsets, size, tuple(used)
 
     def _field_array(self, call: KernelCall, offsets: Mapping[int, int]) -> np.ndarray:
         """The fields of a call as an array."""
@@ -171,15 +172,15 @@ def _buffer_address(buffer: Buffer, offsets: Mapping[int, int]) -> tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class EncodedTape:
-    """A tape for machine code. size: bytes of an arena, and resident, those of them that are used. arrays: memory that
-    the code reads."""
+    """A tape for machine code. size: bytes of an arena; used: the ranges of them that are used. arrays: memory that the
+    code reads."""
 
     entries: np.ndarray
     ends: np.ndarray
     threads: int
     size: int
     arrays: list[Any]
-    resident: int
+    used: tuple[Interval, ...]
 
 
 class TapeArena:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +35,7 @@ from demask.exec.planning.plan_memory import (
 )
 from demask.exec.planning.planner import packed_plan
 from demask.exec.planning.schedule import Stage, Step, middle_steps, target_rows
+from demask.exec.tape.tape import TapeArena
 from demask.failures import Log
 from demask.graph.program import Program
 from demask.kernels.llvm import availability as llvm
@@ -43,6 +45,7 @@ from demask.machine.arena import Block, peak_bytes
 from demask.machine.clock import Timing, race, set_threads, without_collection
 from demask.machine.cost import costs_of_machine
 from demask.ops import Table
+from demask.ops.regions import Interval
 from demask.ops.schema import fake
 from demask.rewrites.driver import rewrite
 from demask.sparse.segment.build_segments import segmented, segments_of
@@ -94,7 +97,8 @@ class PartNetwork:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its values: of inputs, which are also copied; of results and values in between; within segments."""
+        """Bytes of its values: of inputs, which are also copied; of results and values in between; within segments, but
+        for an arena that parts share."""
         position = {node: k for k, node in enumerate(self.graph.nodes)}
         blocks = []
         for node, k in position.items():
@@ -104,7 +108,13 @@ class PartNetwork:
                 readers = [user for reader in node.users for user in (reader.users if _is_item(reader) else (reader,))]
                 blocks.append(Block(_bytes(node), k, max(position[reader] for reader in readers)))
         spare = 0 if self.last is not None else max(block.size for block in blocks)  # that the allocator retains
-        return peak_bytes(blocks) + spare + sum(plan.bytes for plan in self.plans)
+        own = 0 if self.used else sum(plan.bytes for plan in self.plans)
+        return peak_bytes(blocks) + spare + own
+
+    @property
+    def used(self) -> tuple[Interval, ...]:
+        """The ranges of bytes of the arena of its only segment, which parts share; none where it has several."""
+        return self.plans[0].used if len(self.plans) == 1 else ()
 
     def recycle(self, results: Sequence[Tensor]) -> None:
         """Let the next part have the memory of the results of this one."""
@@ -126,6 +136,7 @@ class StageParts:
 
     def __init__(self, stage: Stage, segment: Segment, table: Table):
         self.stage, self.table, self.uncut = stage, table, uncut_operands(stage)
+        self.lock = threading.Lock()
         self.is_stored_on_disk = bool(segment.spills)
         steps = list(steps_of(stage, segment))
         self.steps = list(zip(_geometries(stage, steps), steps, strict=True))
@@ -179,7 +190,10 @@ class StageParts:
         """Bytes of the values of one part, and of copies of results for a file."""
         networks = self._all_networks()
         copied = max(sum(map(_bytes, network.graph.output_node().all_input_nodes)) for network in networks)
-        return max(network.bytes for network in networks) + copied * self.is_stored_on_disk
+        arena, end = 0, 0
+        for first, last in sorted(used for network in networks for used in network.used):
+            arena, end = arena + max(last - max(first, end), 0), max(end, last)
+        return max(network.bytes for network in networks) + arena + copied * self.is_stored_on_disk
 
     @property
     def weight_bytes(self) -> int:
@@ -201,10 +215,18 @@ class StageParts:
         return sum(step_macs(self.stage, step) for _, step in self.steps)
 
     def run(self, ends: SourcesAndSinks, counter: Counter, on_step: Callable[[Step], None] | None = None) -> None:
-        """Compute all parts, one after another. on_step: called after each."""
+        """Compute all parts, one after another; calls at the same time wait. on_step: called after each."""
+        with self.lock:
+            self._run(ends, counter, on_step)
+
+    def _run(self, ends: SourcesAndSinks, counter: Counter, on_step: Callable[[Step], None] | None) -> None:
         self._update([ends.uncut_values[node] for node in self.weights])
+        size = max((end for network in self._all_networks() for _, end in network.used), default=0)
+        arena = TapeArena(size) if size else None  # pages are mapped once, not for each network
         for geometry, group in groupby(self.steps, lambda pair: pair[0]):
             network = self.network(geometry)
+            if arena is not None and network.used:
+                network.plans[0].share(arena)
             for _, step in group:
                 self.run_part(network, step, ends)
                 counter.macs += step_macs(self.stage, step)
