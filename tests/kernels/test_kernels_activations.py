@@ -35,7 +35,7 @@ ULPS = 4
 #: times |x|: what torch's formulas round 1 + erf and 1 + tanh to
 ROUNDED = {"gelu": 2**-25, "gelu_tanh": 2**-25}
 DENORMAL = 2**-148  # what a denormal e**x is rounded to, in formulas that multiply it by x
-NUMBERS = {"leaky_relu": [(0.01,), (-0.5,)], "clamp": [(0.0, 6.0), (-0.5, 0.25)]}
+NUMBERS = {"leaky_relu": [(0.01,), (-0.5,)], "elu": [(1.0,), (0.3,)], "clamp": [(0.0, 6.0), (-0.5, 0.25)]}
 ACTS: list[Act] = [(name, numbers) for name in LOWERINGS for numbers in NUMBERS.get(name, [()])]
 #: of float32: NaN with payloads and signs, among them one that signals
 PAYLOADS = [0x7FC00000, 0x7FC00001, 0xFFC12345, 0x7F800001, 0x7FFFFFFF]

@@ -135,7 +135,7 @@ class Device:
     def rates(self) -> Roofline:
         """What plans are ranked by."""
         own, _, outside = self.memories
-        return Roofline(self.macs, outside.rate, self.call, near=own.rate, disk=outside.rate, cache=own.bytes)
+        return Roofline(self.macs, outside.rate, self.call, near=own.rate, disk=outside.rate, cache=inf)
 
     def weight_bytes(self, weights: Iterable[Tensor]) -> int:
         """Bytes that weights take in the memory."""

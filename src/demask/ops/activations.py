@@ -34,7 +34,7 @@ class Equivalent:
 
     target: Any
     numbers: tuple[str | float, ...] = ()
-    where: Mapping[str, str] = field(default_factory=dict)
+    where: Mapping[str, Any] = field(default_factory=dict)
     onednn: bool = True
 
     def read(self, value: Callable[[str], Any]) -> tuple[float, ...] | None:
@@ -126,6 +126,15 @@ ACTIVATIONS: dict[str, Activation] = {
             presets={"leaky_relu": (0.01,)},
             onednn="leaky_relu",
         ),
+        Activation(
+            "elu",
+            F.elu,
+            (Equivalent(aten.elu.default, ("alpha",), {"scale": 1, "input_scale": 1}, onednn=False),),
+            (Equivalent(nn.ELU, ("alpha",)),),
+            presets={"elu": (1.0,)},
+            exponential=True,
+        ),
+        _plain("selu", F.selu, nn.SELU, exponential=True, onednn=""),
     )
 }
 

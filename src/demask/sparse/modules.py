@@ -200,8 +200,8 @@ class SparseLinear(SparseLayer):
         weight: floating-point matrix [out_features, in_features], torch.sparse_csr or dense,
             copied; out_features is 1 or more. Zeros of a dense weight are not stored.
         bias: floating-point vector [out_features], copied; default None, no bias.
-        activation: function applied to each output: a name, "relu", "relu6", "leaky_relu",
-            "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish" or "hardsigmoid", with
+        activation: function applied to each output: a name, "relu", "relu6", "leaky_relu", "elu",
+            "selu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish" or "hardsigmoid", with
             torch's default parameters; or a torch module of one of them or nn.Hardtanh, such as
             nn.LeakyReLU(0.2). Default None, no activation.
 

@@ -63,6 +63,19 @@ def _leaky_relu(e: Emitter, x: Value, factor: float) -> Value:
     return e.b.select(e.b.fcmp_ordered(">", x, e.splat(0.0)), x, scaled)
 
 
+def _elu(e: Emitter, x: Value, alpha: float) -> Value:
+    """x above 0, else alpha * (e**x - 1)."""
+    power, power_minus_1 = reduced_exponential(e, e.larger(e.smaller(x, e.splat(0.0)), e.splat(-80.0)), 0)
+    below = e.elementwise("copysign", e.fma(power, power_minus_1, e.b.fsub(power, e.splat(1.0))), x)
+    is_above = e.b.fcmp_ordered(">", x, e.splat(0.0))
+    return e.b.select(is_above, x, e.b.fmul(below, e.splat(alpha)))
+
+
+def _selu(e: Emitter, x: Value) -> Value:
+    """Of Klambauer et al. 2017."""
+    return e.b.fmul(_elu(e, x, 1.6732632423543772), e.splat(1.0507009873554805))
+
+
 def _hardsigmoid(e: Emitter, x: Value) -> Value:
     sixth = e.b.fmul(e.b.fadd(x, e.splat(3.0)), e.splat(1 / 6))
     return _clamp(e, sixth, 0.0, 1.0)
@@ -170,6 +183,8 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "silu": _silu,
     "mish": _mish,
     "leaky_relu": _leaky_relu,
+    "elu": _elu,
+    "selu": _selu,
     "clamp": _clamp,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
