@@ -1,7 +1,6 @@
 """Shared by all tests."""
 
 import gc
-import json
 import sys
 import zipfile
 import zlib
@@ -28,9 +27,8 @@ sys.path[:0] = folders()  # also in the processes that xdist starts: each loads 
 
 from captured_once import captured_once  # noqa: E402
 from cpu_times import CpuTimes  # noqa: E402
+from recorded_results import Results, shard_of  # noqa: E402
 from rotation import Rotation  # noqa: E402
-
-KEY = ("suite", "network", "mask")  # of a result
 
 
 def pytest_addoption(parser):
@@ -88,39 +86,6 @@ def pytest_collection_modifyitems(config, items):
     shard = {item: zlib.crc32(item.nodeid.encode()) % count for item in items}
     config.hook.pytest_deselected(items=[item for item in items if shard[item] != first])
     items[:] = [item for item in items if shard[item] == first]
-
-
-def shard_of(text):
-    """(0, 6) of "1/6": which shard, of how many. Which one a test is in depends on its name alone:
-    new tests move no others."""
-    first, slash, count = text.partition("/")
-    good = slash and first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)
-    if not good:
-        raise pytest.UsageError(f"expected --shard K/N with 1 <= K <= N, such as 2/6, got {text!r}")
-    return int(first) - 1, int(count)
-
-
-class Results:
-    """Collects what tests measured, from all workers: one line per network and mask, sorted."""
-
-    def __init__(self, path):
-        self.path = path
-        self.found = {}
-
-    def pytest_runtest_logreport(self, report):
-        given = dict(report.user_properties).get("result")
-        wrong = report.outcome == "failed" or hasattr(report, "wasxfail")
-        if not given or report.when != "call" or (report.outcome == "skipped" and not wrong):
-            return
-        if wrong:
-            given = {name: given[name] for name in KEY} | {"failed": True}
-        self.found[tuple(given[name] for name in KEY)] = given
-
-    def pytest_sessionfinish(self):
-        before = json.loads(self.path.read_text()) if self.path.exists() else []
-        merged = {tuple(line[name] for name in KEY): line for line in before} | self.found
-        lines = [json.dumps(merged[key]) for key in sorted(merged)]
-        self.path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 @pytest.fixture

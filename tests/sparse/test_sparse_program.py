@@ -258,9 +258,10 @@ def test_a_signal_is_an_image_of_height_one(transposed):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_those_of_torch(name):
-    numbers = {"leaky_relu": (0.2,), "clamp": (-0.5, 1.5)}.get(name, ())
+    numbers = {"leaky_relu": (0.2,), "elu": (0.5,), "clamp": (-0.5, 1.5)}.get(name, ())
     plain = {
         "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+        "elu": lambda x: F.elu(x, 0.5),
         "clamp": lambda x: x.clamp(-0.5, 1.5),
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     }

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import Results, shard_of
+from recorded_results import Results, shard_of
 
 
 def report(network: str, *, outcome: str = "passed", when: str = "call", **more: object) -> SimpleNamespace:

@@ -107,7 +107,7 @@ def test_memory_that_begins_anywhere(device, choice):
 @pytest.mark.parametrize("choice", [ROWS[0], TILES[1]], ids=["rows", "bitmap"])
 def test_activations(device, name, choice):
     """Of full rows; parts of a row are summed by `finish`, which has its own."""
-    numbers = {"leaky_relu": (0.1,), "clamp": (-0.5, 0.75)}.get(name, ())
+    numbers = {"leaky_relu": (0.1,), "elu": (0.5,), "clamp": (-0.5, 0.75)}.get(name, ())
     run_on(device, check, "one element", torch.float32, 16, choice, (name, numbers))
 
 
