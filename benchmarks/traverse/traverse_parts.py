@@ -8,7 +8,7 @@ Small networks for images, as upscalers and denoisers are; random weights.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -129,6 +129,15 @@ def rows(options: argparse.Namespace) -> Iterator[list[Cell]]:
             yield row(name, size, threads, options.memory, options.pairs)
 
 
+def summary(table: Sequence[Mapping[str, Cell]]) -> str:
+    """Where parts are chosen, and what they gain there."""
+    ratios = [float(str(one["bands / tile()"])) for one in table if "parts" in str(one["segments"])]
+    return (
+        f"parts are chosen in {len(ratios)} of {len(table)} settings: "
+        f"{min(ratios, default=1):.2f} to {max(ratios, default=1):.2f} times as fast as bands there"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NETWORK")
@@ -141,18 +150,12 @@ def main() -> None:
     before = load_average()
     fix_allocator()
     listed = list(rows(options))
-    parted = [r for r in listed if "parts" in str(r[4])]
-    ratios = [float(str(r[8])) for r in parted]
     text = f"""
 One image, float32, NCHW; random weights. *Bands*: `tile` without parts; *tile()*: as it chooses, by
 the times of a part and of two bands on zeros, in turns. {options.pairs} calls of each in turns, in one process:
 milliseconds, the median (10 %–90 % quantile). *Peak*: as planned. *Planned*: seconds of the first
 `tile`, whose times were not known unless an earlier run left them, and which compiles; *again*: of the
 second; *without parts*: of bands alone. *Difference*: from torch, relative to the largest output."""
-    summary = (
-        f"parts are chosen in {len(parted)} of {len(listed)} settings: "
-        f"{min(ratios, default=1):.2f} to {max(ratios, default=1):.2f} times as fast as bands there"
-    )
     page = Page("Tiled networks in bands and in parts", [text, Table(HEAD, listed, 4, merge=True)], summary)
     Console().print(Markdown(save("traverse_parts", page, Run.now(before=before), options.output)))
 
