@@ -81,8 +81,8 @@ LOST: list[Row] = [
 ]
 NOT_FASTER: list[Row] = [
     (
-        "ResNet-20, batch 1, `demask`",
-        "{residual|ResNet-20|*|1|1|masked, ms} → {residual|ResNet-20|*|1|1|demasked, ms} "
+        "ResNet-20, batch 1, 2 threads, `demask`",
+        "{residual|ResNet-20|*|1|2|masked, ms} → {residual|ResNet-20|*|1|2|demasked, ms} "
         "ms ([residual](../benchmarks/results/residual.md))",
         "a pass is mostly calls; `optimize` makes them one",
     ),

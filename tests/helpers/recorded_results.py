@@ -22,19 +22,19 @@ class Results:
 
     def __init__(self, path):
         self.path = path
-        self.found = {}
+        self.measured = {}
 
     def pytest_runtest_logreport(self, report):
-        given = dict(report.user_properties).get("result")
+        reported = dict(report.user_properties).get("result")
         wrong = report.outcome == "failed" or hasattr(report, "wasxfail")
-        if not given or report.when != "call" or (report.outcome == "skipped" and not wrong):
+        if not reported or report.when != "call" or (report.outcome == "skipped" and not wrong):
             return
         if wrong:
-            given = {name: given[name] for name in KEY} | {"failed": True}
-        self.found[tuple(given[name] for name in KEY)] = given
+            reported = {name: reported[name] for name in KEY} | {"failed": True}
+        self.measured[tuple(reported[name] for name in KEY)] = reported
 
     def pytest_sessionfinish(self):
         before = json.loads(self.path.read_text()) if self.path.exists() else []
-        merged = {tuple(line[name] for name in KEY): line for line in before} | self.found
+        merged = {tuple(line[name] for name in KEY): line for line in before} | self.measured
         lines = [json.dumps(merged[key]) for key in sorted(merged)]
         self.path.write_text("[\n" + ",\n".join(lines) + "\n]\n")

@@ -20,6 +20,7 @@ from demask.exec.parts import can_write, uncut_operands, write_tile
 from demask.exec.planning.plan import BANDS, PARTS
 from demask.exec.planning.plan_memory import stage_of, steps_of
 from demask.exec.tape.segment_plan import SpareOutputs
+from demask.exec.tape.tape import TapeArena
 from demask.graph.result.demasked_module import build_plain
 from demask.kernels.llvm import availability
 from demask.ops import TABLE, schema
@@ -157,6 +158,24 @@ def test_memory_is_the_same_with_other_threads_and_after_other_values(monkeypatc
     finally:
         torch.set_num_threads(before)
     assert set(most) == {1}
+
+
+@pytest.mark.usefixtures("only_parts")
+def test_a_call_maps_one_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all networks of its parts: at the first and the last row, and between them."""
+    model, x = nn.Conv2d(3, 8, 3, padding=1).eval(), torch.randn(1, 3, 64, 48)
+    module, sizes = tile(model, (x,), memory="64MiB"), list[int]()
+    module(x)
+    init = TapeArena.__init__
+
+    def counted(self: TapeArena, size: int) -> None:
+        sizes.append(size)
+        init(self, size)
+
+    monkeypatch.setattr(TapeArena, "__init__", counted)
+    module(x)
+    (parts,) = (placed.parts for placed in module.prepared.layout.segments if placed.parts is not None)
+    assert len(parts.networks) == 3 and len(sizes) == 1
 
 
 @pytest.mark.usefixtures("only_parts")
