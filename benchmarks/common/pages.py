@@ -8,8 +8,8 @@ whose leading cells are these settings (`*` is any).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks import ROOT
@@ -112,27 +112,45 @@ def measured(ledger: Ledger) -> str:
     return f"Measured {oldest} or later.\n\n" + markdown(["what", "original → demask", "other tools"], lines)
 
 
-def every_page(ledger: Ledger) -> str:
-    """All pages of results, by engine, with what each says in a sentence."""
-    listed = [(folder, name) for name, (folder, _) in scripts().items() if name in ledger.pages]
-    parts = []
-    for folder, names in groupby(listed, key=lambda pair: pair[0]):
-        parts.append(f"## {folder.capitalize()}")
-        lines = []
-        for _, name in names:
-            page, dates = ledger.pages[name], sorted(run.date for run in ledger.runs(name))
-            link = f"[{page.title}](../benchmarks/results/{name}.md)"
-            lines.append([link, page.summary, dates[0]])
-        parts.append(markdown(["page", "in a sentence", "measured"], lines))
-    return "\n\n".join(parts)
+def list_pages(ledger: Ledger, names: Iterable[str]) -> str:
+    """These pages of results, with what each says in a sentence."""
+    lines = []
+    for name in names:
+        page, dates = ledger.pages[name], sorted(run.date for run in ledger.runs(name))
+        lines.append([f"[{page.title}](../benchmarks/results/{name}.md)", page.summary, dates[0]])
+    return markdown(["page", "in a sentence", "measured"], lines)
 
 
+def list_engine(ledger: Ledger, engine: str) -> str:
+    """The pages of results of an engine."""
+    return list_pages(ledger, (name for name, (of, _) in scripts().items() if of == engine and name in ledger.pages))
+
+
+def list_every_page(ledger: Ledger) -> str:
+    """All pages of results, by engine."""
+    engines = dict.fromkeys(engine for engine, _ in scripts().values())
+    return "\n\n".join(f"## {engine.capitalize()}\n\n{list_engine(ledger, engine)}" for engine in engines)
+
+
+LOSSES = (  # pages that docs/losses.md speaks of
+    "peers",
+    "batch",
+    "pilot_explain",
+    "pilot_skip",
+    "gpu_sparse",
+    "cost",
+    "planning",
+    "slim_checkpoint",
+)
+ENGINES = ("pilot", "sparse", "stride", "traverse")  # each with a page of documentation
 BLOCKS: dict[str, dict[str, Callable[[Ledger], str]]] = {
     "README.md": {"measured": measured},
-    "docs/results.md": {"pages": every_page},
+    "docs/results.md": {"pages": list_every_page},
+    **{f"docs/{engine}.md": {"measured": partial(list_engine, engine=engine)} for engine in ENGINES},
     "docs/losses.md": {
         "not faster": lambda ledger: _table(ledger, ["what", "measured", "why"], NOT_FASTER),
         "lost": lambda ledger: _table(ledger, ["what", "demask", "the other"], LOST),
+        "other pages": partial(list_pages, names=LOSSES),
     },
 }
 
