@@ -53,6 +53,8 @@ WRITTEN = (
     fault("parts-that-are-slower", "traverse/execution/stage_parts.py",
           "return [trial for ratio, trial in sorted(ratios, key=lambda pair: pair[0]) if ratio < GAIN]",
           "return [trial for ratio, trial in ratios]", "stage_parts"),
+    fault("times-of-a-file-choose-parts", "traverse/execution/stage_parts.py",
+          " or compute_ratio() < GAIN:", ":", "stage_parts"),
     fault("a-network-without-its-statistics", "exec/parts.py", "writer.values[value] = entering",
           "writer.values[value] = value", "stage_parts"),
     # facts

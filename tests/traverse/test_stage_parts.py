@@ -40,6 +40,7 @@ def only_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_parts, "LEAST", 0)
     monkeypatch.setattr(stage_parts, "MOST", inf)
     monkeypatch.setattr(stage_parts, "GAIN", inf)
+    monkeypatch.setattr(stage_parts, "ROUNDS", 1)
 
 
 def modes(module: Tiled) -> list[str]:
@@ -287,6 +288,29 @@ def test_slower_parts_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     ratio = 0.5
     monkeypatch.setattr(stage_parts, "MOST", 1.0)
     assert plan(model, (x,), memory="16MiB").segments[0].mode == BANDS
+
+
+def test_times_of_a_file_refuse_parts_and_do_not_choose_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 rows of 256: four parts, the first of which takes longer."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)).eval()
+    x = torch.randn(1, 3, 256, 256)
+    monkeypatch.setattr(stage_parts, "LEAST", 0)
+    monkeypatch.setattr(stage_parts, "HEIGHTS", (64,))
+    raced, seconds = 0, (1.0, 0.1, 0.1)  # of bands, a part, the first part
+
+    def race(calls: Any, *_: Any, **__: Any) -> Any:
+        nonlocal raced
+        raced += 1
+        for call in calls.values():
+            call()
+        return {name: [taken] for name, taken in zip(calls, seconds, strict=True)}
+
+    monkeypatch.setattr(stage_parts, "race", race)
+    assert plan(model, (x,), memory="16MiB").segments[0].mode == PARTS and raced == 1
+    assert plan(model, (x,), memory="16MiB").segments[0].mode == PARTS and raced == 2
+    seconds = (1.0, 0.1, 100.0)
+    assert plan(model, (x,), memory="16MiB").segments[0].mode == BANDS and raced == 3
+    assert plan(model, (x,), memory="16MiB").segments[0].mode == BANDS and raced == 3
 
 
 @pytest.mark.usefixtures("only_parts")

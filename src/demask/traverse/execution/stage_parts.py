@@ -379,32 +379,50 @@ def _faster_parts(placed: PlacedSegment) -> list[Segment]:
 
 
 def _time_over_bands(placed: PlacedSegment, parts: StageParts) -> float:
-    """The time of parts divided by that of a segment as it is planned; infinite without kernels for them."""
+    """The time of parts divided by that of a segment as it is planned; infinite without kernels for them.
+
+    Times of a file refuse parts, and do not choose them: they may be those of a busy machine. The first part of a
+    call maps the memory of the kernels.
+    """
     segment, stage = placed.segment, placed.stage
     kinds = [type(local.kind).__name__ for n in _nodes(stage) if (local := stage.flow.local.get(n))]
     how = segment.mode, segment.rows, segment.columns, segment.row_steps, segment.workers, kinds
     text = f"{how}\n{_text(_nodes(stage))}\n{_text(parts.program(parts.middle).graph.nodes)}"
     digest, costs = hashlib.sha256(text.encode()).hexdigest()[:20], costs_of_machine(torch.get_num_threads())
-    names = [f"tiles; {digest}; {which}" for which in ("as planned", "in parts")]
-    if any(costs.known(name) is None for name in names):
+    names = [f"tiles; {digest}; {which}" for which in ("as planned", "in parts", "first part")]
+    band_macs = sum(step_macs(stage, step) for step in _middle_steps(placed)) * segment.workers
+    count = parts.macs / step_macs(parts.stage, parts.examples[parts.middle])
+
+    def compute_ratio() -> float:
+        bands, part, first = (costs.known(name) or inf for name in names)
+        return (part * (count - 1) + first) / (bands * segment.macs / band_macs)
+
+    if any(costs.known(name) is None for name in names) or compute_ratio() < GAIN:
         network = parts.network(parts.middle)
         if not network.is_compiled:
             return inf
-        calls = dict(zip(names, (_call_of_bands(placed), _call_of_part(parts)), strict=True))
+        calls = dict(zip(names, (_call_of_bands(placed), *_calls_of_part(parts)), strict=True))
+        costs.forget(names)
         with torch.no_grad(), without_collection():
             for name, timing in Timing.of_each(race(calls, ROUNDS, 1, seconds=ENOUGH)).items():
                 costs.note(name, timing)
         costs.save()
         network.free()
-    bands, part = (costs.known(name) or inf for name in names)
-    band_macs = sum(step_macs(stage, step) for step in _middle_steps(placed)) * segment.workers
-    part_macs = step_macs(parts.stage, parts.examples[parts.middle])
-    return (part * parts.macs / part_macs) / (bands * segment.macs / band_macs)
+    return compute_ratio()
 
 
-def _call_of_part(parts: StageParts) -> Callable[[], None]:
+def _calls_of_part(parts: StageParts) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The call of a part, and that of the first one."""
     network, ends = parts.network(parts.middle), _ends_for_timing(parts.stage)
-    return lambda: parts.run_part(network, parts.examples[parts.middle], ends)
+
+    def call() -> None:
+        parts.run_part(network, parts.examples[parts.middle], ends)
+
+    def call_first() -> None:
+        network.free()
+        call()
+
+    return call, call_first
 
 
 def _call_of_bands(placed: PlacedSegment) -> Callable[[], None]:
