@@ -11,11 +11,12 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
 from unittest.mock import patch
 
 from rich.progress import Progress
@@ -104,15 +105,19 @@ First with an empty cache folder: costs of layers are measured and all kernels c
 the choice is read, compared with the original and measured against it. *Load and first call*: from
 the import of torch to the first output of the saved network. Asked: at most {TARGETS[0]:.0f},
 {TARGETS[1]:.0f} and {TARGETS[2]:.0f} seconds."""
-    taken = list(zip(*(row.seconds for row in rows), strict=True))
+    cells = [[row.name, row.threads, *row.seconds] for row in rows]
+    return Page("Seconds of optimize()", [text, Table(HEAD, cells, 2, merge=True)], summarize)
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The seconds of each column, and how many are over their limit."""
+    taken = [[row[name] for row in rows] for name in HEAD[2:]]
     spans = [f"{min(one):.1f} to {max(one):.1f} s" for one in taken]
     over = sum(n > most for one, most in zip(taken, TARGETS, strict=True) for n in one)
-    summary = (
+    return (
         f"{spans[0]}, the same call again {spans[1]}, a saved network {spans[2]} until its "
         f"first output; over the limit in {over} of {3 * len(rows)}"
     )
-    cells = [[row.name, row.threads, *row.seconds] for row in rows]
-    return Page("Seconds of optimize()", [text, Table(HEAD, cells, 2)], summary)
 
 
 def main() -> None:

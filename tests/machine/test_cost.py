@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import subprocess
 import sys
 from functools import partial
 from itertools import count
@@ -19,6 +20,12 @@ from demask.machine import cost
 from demask.machine.cost import COPY, MATMUL, SMALLEST, CostError, Costs, Question
 
 CALIBRATION = {SMALLEST.name, MATMUL.name, COPY.name}
+
+
+@pytest.fixture(autouse=True)
+def idle_machine(monkeypatch):
+    """Other tests run at the same time."""
+    monkeypatch.setattr(cost, "waiting_seconds", lambda: 0.0)
 
 
 class Clock:
@@ -47,6 +54,10 @@ class Asked:
     def call(self):
         self.clock.now += self.seconds[min(self.calls, len(self.seconds) - 1)]
         self.calls += 1
+
+
+def advance(clock, seconds):
+    clock.now += seconds
 
 
 def refuse(error):
@@ -112,6 +123,39 @@ def test_what_a_busy_machine_measured_is_measured_again(tmp_path):
     assert costs.seconds(asked.question) == 5.0  # the last seconds, always
     costs.save()
     assert "relu" in stored(path)[costs.machine]
+
+
+def test_what_threads_waited_for_is_measured_again(tmp_path, monkeypatch):
+    """A process that shares its only core waits for half of the time; its measurements are used, and not written."""
+    waited = iter([5.0, 5.2, 7.0, 7.01])
+    monkeypatch.setattr(cost, "waiting_seconds", lambda: next(waited))
+    costs = Costs.open(tmp_path / "costs.json", threads=1, clock=Clock())
+    costs.time_calls({"busy": partial(advance, costs.clock, 0.5)}, 3)
+    costs.time_calls({"idle": partial(advance, costs.clock, 0.5)}, 3)
+    costs.save()
+    assert costs.known("busy") == costs.known("idle") == 0.5
+    again = Costs.open(tmp_path / "costs.json", threads=1)
+    assert again.known("busy") is None and again.known("idle") == 0.5
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not count the waiting")
+def test_the_waiting_of_threads_is_counted() -> None:
+    """Two processes compute on one core for half a second."""
+    script = """
+import os, time
+from demask.machine.clock import waiting_seconds
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+child = os.fork()
+before, end = waiting_seconds(), time.perf_counter() + 0.5
+while time.perf_counter() < end:
+    pass
+if child:
+    os.waitpid(child, 0)
+    print(waiting_seconds() - before)
+os._exit(0)
+"""
+    shown = subprocess.run([sys.executable, "-u", "-c", script], check=True, capture_output=True, text=True).stdout
+    assert 0.1 < float(shown) < 0.6
 
 
 def test_another_count_of_threads_is_another_machine(tmp_path):

@@ -53,8 +53,8 @@ WRITTEN = (
     fault("parts-that-are-slower", "traverse/execution/stage_parts.py",
           "return [trial for ratio, trial in sorted(ratios, key=lambda pair: pair[0]) if ratio < GAIN]",
           "return [trial for ratio, trial in ratios]", "stage_parts"),
-    fault("times-of-a-file-choose-parts", "traverse/execution/stage_parts.py",
-          " or compute_ratio() < GAIN:", ":", "stage_parts"),
+    fault("the-first-part-as-others", "traverse/execution/stage_parts.py",
+          "(part * (count - 1) + first)", "(part * count)", "stage_parts"),
     fault("a-network-without-its-statistics", "exec/parts.py", "writer.values[value] = entering",
           "writer.values[value] = value", "stage_parts"),
     # facts

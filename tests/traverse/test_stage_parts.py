@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
@@ -23,6 +24,7 @@ from demask.exec.tape.segment_plan import SpareOutputs
 from demask.exec.tape.tape import TapeArena
 from demask.graph.result.demasked_module import build_plain
 from demask.kernels.llvm import availability
+from demask.machine.cost import Costs
 from demask.ops import TABLE, schema
 from demask.traverse import plan, tile
 from demask.traverse.execution import stage_parts
@@ -290,27 +292,27 @@ def test_slower_parts_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(model, (x,), memory="16MiB").segments[0].mode == BANDS
 
 
-def test_times_of_a_file_refuse_parts_and_do_not_choose_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 rows of 256: four parts, the first of which takes longer."""
+def test_the_first_part_of_a_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It maps the memory. Times that are known are not measured again."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)).eval()
     x = torch.randn(1, 3, 256, 256)
     monkeypatch.setattr(stage_parts, "LEAST", 0)
     monkeypatch.setattr(stage_parts, "HEIGHTS", (64,))
-    raced, seconds = 0, (1.0, 0.1, 0.1)  # of bands, a part, the first part
+    seconds, timed = (0.0, 0.0, 0.0), 0  # of bands, a part, the first part
 
-    def race(calls: Any, *_: Any, **__: Any) -> Any:
-        nonlocal raced
-        raced += 1
+    def time_calls(self: Costs, calls: Mapping[str, Callable[[], object]], *_: Any, **__: Any) -> None:
+        nonlocal timed
+        timed += 1
         for call in calls.values():
             call()
-        return {name: [taken] for name, taken in zip(calls, seconds, strict=True)}
+        self._known.update(zip(calls, seconds, strict=True))
 
-    monkeypatch.setattr(stage_parts, "race", race)
-    assert plan(model, (x,), memory="16MiB").segments[0].mode == PARTS and raced == 1
-    assert plan(model, (x,), memory="16MiB").segments[0].mode == PARTS and raced == 2
-    seconds = (1.0, 0.1, 100.0)
-    assert plan(model, (x,), memory="16MiB").segments[0].mode == BANDS and raced == 3
-    assert plan(model, (x,), memory="16MiB").segments[0].mode == BANDS and raced == 3
+    monkeypatch.setattr(Costs, "time_calls", time_calls)
+    for first, mode in ((0.1, PARTS), (100.0, BANDS)):
+        costs, seconds, timed = Costs.open(False), (1.0, 0.1, first), 0
+        monkeypatch.setattr(stage_parts, "costs_of_machine", lambda threads, costs=costs: costs)
+        for _ in range(2):
+            assert plan(model, (x,), memory="16MiB").segments[0].mode == mode and timed == 1
 
 
 @pytest.mark.usefixtures("only_parts")

@@ -1,8 +1,8 @@
 """Seconds of calls on this machine: measured once and cached in a file, or predicted.
 
 The file groups seconds by machine: {"version": 1, "machines": {machine: {name: seconds}}}.
-Measurements with a wide spread, as on a busy machine, are used in the process that measured them
-and not written, so that the next process measures again.
+Measurements of a busy machine, in which times spread widely or threads wait for a processor, are used
+in the process that measured them and not written, so that the next process measures again.
 
 Seconds predicted from multiply-adds and bytes (`Roofline`) rank plans; actual times differ.
 `traverse` and `pilot` use `TWO_CORES`, so that plans are the same on every machine; `Costs` uses
@@ -16,7 +16,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,15 @@ import torch
 
 from demask.failures import is_strict
 from demask.installation import VERSION
-from demask.machine.clock import Samples, Timing, checked_threads, race, set_threads, without_collection
+from demask.machine.clock import (
+    Samples,
+    Timing,
+    checked_threads,
+    race,
+    set_threads,
+    waiting_seconds,
+    without_collection,
+)
 from demask.machine.private_files import cache_folder
 
 
@@ -73,6 +81,7 @@ TWO_CORES = Roofline(macs=90e9, near=80e9, far=40e9, new=3e9, disk=0.5e9, cache=
 FORMAT, MAX_BYTES, MAX_MACHINES, MAX_ANSWERS = 1, 16 * 2**20, 8, 20_000  # of the file
 WARMUP, LEAST, MOST, ENOUGH = 2, 3, 15, 4e-3  # calls; ENOUGH: seconds, once LEAST are timed
 SPREAD = 0.5  # of the median, between the 10 % and 90 % quantiles: answers above it are not written
+WAITED = 0.1  # of the time that calls are timed: answers above it are not written
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +179,26 @@ class Costs:
         """The seconds with this name; None if they were not measured."""
         return self._known.get(name)
 
-    def note(self, name: str, timing: Timing) -> None:
-        """Add the seconds of a call that was timed elsewhere, in turns with others."""
-        self._known[name] = max(timing.median, 1e-9)  # a clock may return equal times, and answers are divided
-        if timing.high - timing.low > SPREAD * timing.median:
-            self._noisy.add(name)
+    def time_calls(
+        self,
+        calls: Mapping[str, Callable[[], object]],
+        rounds: int,
+        warmup: int = 1,
+        *,
+        seconds: float = inf,
+        is_enough: Callable[[Samples], bool] = lambda samples: False,
+    ) -> None:
+        """Time calls in turns, and add their seconds by name. For rounds, warmup, seconds and is_enough see
+        `demask.machine.clock.race`."""
+        device = torch.device("cuda") if torch.cuda.is_initialized() else None
+        waited = waiting_seconds()
+        with torch.no_grad(), without_collection(), set_threads(self.threads):
+            samples = race(calls, rounds, warmup, seconds=seconds, device=device, clock=self.clock, is_enough=is_enough)
+        is_busy = waiting_seconds() - waited > WAITED * sum(map(sum, samples.values()))
+        for name, timing in Timing.of_each(samples).items():
+            self._known[name] = max(timing.median, 1e-9)  # a clock may return equal times, and answers are divided
+            if is_busy or timing.high - timing.low > SPREAD * timing.median:
+                self._noisy.add(name)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the answers with these names, so that they are measured again."""
@@ -228,12 +252,10 @@ class Costs:
         """Seconds of a call, measured if they are not known; inf if it may not or cannot run."""
         name = question.name
         if name not in self._known and self.measure:
-            self.note(name, self._time_call(question.make))
+            self._time_call(question)
         return self._known.get(name, inf)
 
-    def _time_call(self, make: Callable[[], Callable[[], object]]) -> Timing:
-        """The timing of the call that `make` builds; inf if either raises."""
-
+    def _time_call(self, question: Question) -> None:
         def is_enough(samples: Samples) -> bool:
             # By the shortest: calls that the system delayed must not end the sampling.
             (seconds,) = samples.values()
@@ -241,14 +263,11 @@ class Costs:
 
         try:
             with torch.no_grad(), without_collection(), set_threads(self.threads):
-                calls = {"": make()}
-                device = torch.device("cuda") if torch.cuda.is_initialized() else None
-                samples = race(calls, MOST, WARMUP, device=device, clock=self.clock, is_enough=is_enough)
+                self.time_calls({question.name: question.make()}, MOST, WARMUP, is_enough=is_enough)
         except Exception:  # of any kind: out of memory, no such kernel, shapes that do not fit
             if is_strict():
                 raise
-            return Timing(inf, inf, inf, 0)
-        return Timing.of(samples[""])
+            self._known[question.name] = inf
 
 
 @functools.cache

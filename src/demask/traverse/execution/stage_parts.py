@@ -42,7 +42,7 @@ from demask.kernels.llvm import availability as llvm
 from demask.kernels.memory_probe import MemoryProbe
 from demask.kernels.plan_cache import version
 from demask.machine.arena import Block, peak_bytes
-from demask.machine.clock import Timing, race, set_threads, without_collection
+from demask.machine.clock import set_threads
 from demask.machine.cost import costs_of_machine
 from demask.ops import Table
 from demask.ops.regions import Interval
@@ -381,8 +381,7 @@ def _faster_parts(placed: PlacedSegment) -> list[Segment]:
 def _time_over_bands(placed: PlacedSegment, parts: StageParts) -> float:
     """The time of parts divided by that of a segment as it is planned; infinite without kernels for them.
 
-    Times of a file refuse parts, and do not choose them: they may be those of a busy machine. The first part of a
-    call maps the memory of the kernels.
+    The first part of a call maps the memory of the kernels.
     """
     segment, stage = placed.segment, placed.stage
     kinds = [type(local.kind).__name__ for n in _nodes(stage) if (local := stage.flow.local.get(n))]
@@ -390,25 +389,19 @@ def _time_over_bands(placed: PlacedSegment, parts: StageParts) -> float:
     text = f"{how}\n{_text(_nodes(stage))}\n{_text(parts.program(parts.middle).graph.nodes)}"
     digest, costs = hashlib.sha256(text.encode()).hexdigest()[:20], costs_of_machine(torch.get_num_threads())
     names = [f"tiles; {digest}; {which}" for which in ("as planned", "in parts", "first part")]
-    band_macs = sum(step_macs(stage, step) for step in _middle_steps(placed)) * segment.workers
-    count = parts.macs / step_macs(parts.stage, parts.examples[parts.middle])
-
-    def compute_ratio() -> float:
-        bands, part, first = (costs.known(name) or inf for name in names)
-        return (part * (count - 1) + first) / (bands * segment.macs / band_macs)
-
-    if any(costs.known(name) is None for name in names) or compute_ratio() < GAIN:
+    if any(costs.known(name) is None for name in names):
         network = parts.network(parts.middle)
         if not network.is_compiled:
             return inf
-        calls = dict(zip(names, (_call_of_bands(placed), *_calls_of_part(parts)), strict=True))
-        costs.forget(names)
-        with torch.no_grad(), without_collection():
-            for name, timing in Timing.of_each(race(calls, ROUNDS, 1, seconds=ENOUGH)).items():
-                costs.note(name, timing)
+        costs.time_calls(
+            dict(zip(names, (_call_of_bands(placed), *_calls_of_part(parts)), strict=True)), ROUNDS, seconds=ENOUGH
+        )
         costs.save()
         network.free()
-    return compute_ratio()
+    bands, part, first = (costs.known(name) or inf for name in names)
+    band_macs = sum(step_macs(stage, step) for step in _middle_steps(placed)) * segment.workers
+    count = parts.macs / step_macs(parts.stage, parts.examples[parts.middle])
+    return (part * (count - 1) + first) / (bands * segment.macs / band_macs)
 
 
 def _calls_of_part(parts: StageParts) -> tuple[Callable[[], None], Callable[[], None]]:
