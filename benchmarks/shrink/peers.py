@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -204,16 +205,20 @@ def describe_outcome(outcome: Outcome, original: Outcome) -> str:
     return f"{outcome.numbers / 1e6:.2f} M ({share:.0f} %), {error}, {outcome.seconds:.1f} s"
 
 
-OUTCOMES = ["network", "stored", "rounding", "signal", *TORCH[1:], *OPENVINO]
-TIMES = ["network", "batch", "threads", *TORCH, *OPENVINO, "faster than demask"]
+OUTCOMES = ["masked channels", "network", "stored", "rounding", "signal", *TORCH[1:], *OPENVINO]
+TIMES = ["masked channels", "network", "batch", "threads", *TORCH, *OPENVINO, "faster than demask"]
+SHIFTS = {"kept": "are constants", "zero": "are 0"}
 TEXT = """
-Half of each convolution's output channels are zeroed, drawn anew for each layer. *Results*:
-numbers left (of those stored), the error of the outputs relative to the largest, in float32, and
-seconds to build it. **Wrong**: an error above {wrong:g}. *Rounding*: the masked network's own
-error in float32. *Signal*: the difference of its outputs on two images; an error that large means
-that nothing is left. Times: milliseconds, median (10 %–90 % quantile) of {calls} calls
-in turns in one process; †: the result is wrong. OpenVINO is another runtime: compare its columns
-with each other."""
+Half of each convolution's output channels are zeroed, drawn anew for each layer: they *are 0*, or *are constants*, the
+shifts of norms. Times: milliseconds, median (10 %–90 % quantile) of {calls} calls
+in turns in one process; †: the result is wrong, with an error above {wrong:g}. OpenVINO is another runtime: compare
+its columns with each other."""
+RESULTS = """
+## Results
+
+Numbers left (of those stored), the error of the outputs relative to the largest, in float32, and seconds to build it.
+*Rounding*: the masked network's own error in float32. *Signal*: the difference of its outputs on two images; an error
+that large means that nothing is left."""
 
 
 def results(cases: Iterable[Case]) -> Table:
@@ -222,6 +227,7 @@ def results(cases: Iterable[Case]) -> Table:
         OUTCOMES,
         [
             [
+                SHIFTS[c.shifts],
                 c.network,
                 f"{c.outcomes[MASKED].numbers / 1e6:.2f} M",
                 c.rounding,
@@ -231,6 +237,8 @@ def results(cases: Iterable[Case]) -> Table:
             ]
             for c in cases
         ],
+        settings=2,
+        merge=True,
     )
 
 
@@ -240,30 +248,32 @@ def times(rows: Iterable[Row]) -> Table:
     def cells(row: Row) -> list[Cell]:
         faster = [who + " †" * row.case.outcomes[who].wrong for who in row.faster()]
         timings = (row.timings.get(who) for who in (*TORCH, *OPENVINO))
-        return [row.case.network, row.batch, row.threads, *timings, ", ".join(faster)]
+        return [SHIFTS[row.case.shifts], row.case.network, row.batch, row.threads, *timings, "; ".join(faster)]
 
-    return Table(TIMES, [*map(cells, rows)], 3)
+    return Table(TIMES, [*map(cells, rows)], settings=4, merge=True)
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In how many settings something in torch is faster, and computes the same."""
+    parts = []
+    for shifts in SHIFTS.values():
+        if faster := [row["faster than demask"] for row in rows if row["masked channels"] == shifts]:
+            right = sum(any("†" not in who for who in names.split("; ") if who) for names in faster)
+            parts.append(
+                f"masked channels {shifts}: of {len(faster)} settings, something in torch is faster than demask in "
+                f"{sum(map(bool, faster))}, and something that computes the same in {right}"
+            )
+    return "; ".join(parts)
 
 
 def page(rows: Sequence[Row], skipped: Mapping[str, str]) -> Page:
     calls = format_counts(timing for row in rows for timing in row.timings.values())
-    parts: list[str | Table] = [TEXT.format(wrong=WRONG, calls=calls)]
-    summaries = []
-    for shifts, title in (("kept", "are constants"), ("zero", "are 0")):
-        part = [row for row in rows if row.case.shifts == shifts]
-        if part:
-            cases = {row.case.network: row.case for row in part}.values()
-            right = sum(any(not r.case.outcomes[who].wrong for who in r.faster()) for r in part)
-            parts += [f"## Masked channels {title}", results(cases), times(part)]
-            summaries.append(
-                f"masked channels {title}: of {len(part)} settings, something in torch was faster "
-                f"than demask in {sum(bool(r.faster()) for r in part)}, and something that "
-                f"computes the same in {right}"
-            )
+    cases = {(row.case.shifts, row.case.network): row.case for row in rows}.values()
+    parts: list[str | Table] = [TEXT.format(wrong=WRONG, calls=calls), times(rows), RESULTS, results(cases)]
     parts += [f"{name} was skipped: {why}." for name, why in skipped.items()]
     called = "\n".join(f"- **{who}**: {text}" for who, text in CALLED.items())
     parts.append(f"## How each was called\n\n{called}")
-    return Page("demask and its peers, on the same masks", parts, "; ".join(summaries))
+    return Page("demask and its peers, on the same masks", parts, summarize)
 
 
 def arguments() -> argparse.Namespace:
