@@ -355,10 +355,10 @@ def test_the_example_in_the_help_runs(run, saved, few_digits, tmp_path, command)
         assert run("slim", "model.pt2", "-o", "model.onnx", "--minimal").code == 0
     if any("speech.onnx" in words for words in found):
         pytest.importorskip("test_onnx_fix").speech(tmp_path / "speech.onnx")
-    if any("Llama-masked" in words for words in found):
+    for folder in {word for words in found for word in words} & {"Llama-masked", "Llama-sparse"}:
         folders = pytest.importorskip("masked_folders")
         with torch.no_grad():
-            folders.write(folders.llama(), tmp_path / "Llama-masked")
+            folders.write(folders.llama(), tmp_path / folder)
     for words in found:
         outcome = run(*words[1:])
         assert outcome.code == 0, outcome.err

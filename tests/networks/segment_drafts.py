@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from demask.exec.steps.segment_steps import (
 )
 from demask.exec.tape import segment_plan
 from demask.exec.tape.segment_plan import SegmentPlan
+from demask.exec.tape.tape import HEADER, TapeArena
 from demask.kernels.llvm.isa import Isa, host
 from sparse_cases import csr, matrix
 
@@ -150,6 +153,20 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.int32)
 
 
+def call_in_nan(plan: SegmentPlan, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a plan whose memory is full of NaN before the call."""
+    if not plan.used:
+        return plan(inputs)
+    arena = TapeArena(max(end for _, end in plan.used))
+    memory = np.frombuffer(arena.memory, np.uint8)
+    for begin, end in plan.used:
+        memory[max(begin, HEADER) : end] = 255
+    plan.share(arena)
+    outputs = plan(inputs)
+    plan.free()
+    return outputs
+
+
 def check(
     program: SegmentProgram,
     weights: Sequence[Tensor],
@@ -163,14 +180,14 @@ def check(
     """Compare plans with float64; the first of them is returned.
 
     Outputs have the same bits for all these numbers of threads and, if at_once, with all images of
-    a batch at once; and when a plan is called again, since memory is used again.
+    a batch at once; and when a plan is called again, since memory is used again, and is full of NaN before.
     """
     counts = (threads,) if isinstance(threads, int) else threads
     plans = [SegmentPlan.of(program, weights, inputs, count, isa) for count in counts]
     if at_once:
         with all_at_once():
             plans.append(SegmentPlan.of(program, weights, inputs, 2, isa))
-    first, *others = [plan(inputs) for plan in plans for _ in range(2)]
+    first, *others = [call(inputs) for plan in plans for call in (plan, partial(call_in_nan, plan))]
     compare(first, program, weights, inputs, each)
     for k, other in enumerate(others, 1):
         same = [torch.equal(bits(a), bits(b)) for a, b in zip(first, other, strict=True)]

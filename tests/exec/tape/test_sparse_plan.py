@@ -29,7 +29,7 @@ from demask.exec.steps.segment_steps import (
     mean_step,
     pool_step,
 )
-from demask.exec.tape.layers.pack_weights import dealt
+from demask.exec.tape.layers.pack_weights import Csr, LineOffsets, dealt, packed
 from demask.exec.tape.segment_plan import NoPlan, SegmentPlan
 from demask.exec.tape.tile_layout import NO_BORDER
 from demask.kernels import thread_team as team
@@ -367,3 +367,15 @@ def test_sums_are_added_and_may_be_overwritten(form: str, monkeypatch) -> None:
         for outputs in ((3,), (1, 2, 3)):
             draft.check(*outputs, threads=1 + k % 2, each=True)
     assert len(found) >= 6 * len(sizes)
+
+
+def test_padding_reads_lines_of_its_row() -> None:
+    """Rows of 3, 1 and no nonzeros together, of two channels of 100 lines: 0 * inf is NaN."""
+    rows, columns = np.array([0, 0, 0, 1], np.int32), np.array([5, 9, 15, 14], np.int32)
+    numbers = np.ones(4, np.float32)
+    weight = Csr(rows, columns, numbers, "float32", np.zeros(3, np.float32), np.ones(3, np.float32), 3)
+    lines = LineOffsets(columns // 10, columns % 10, np.arange(3), np.arange(3), 100)
+    stream = packed(weight, lines, np.arange(3), block=2, side=3, line=64)
+    read = stream.offsets.reshape(-1, 3).tolist()
+    assert read == [[5, 104, 5], [9, 104, 9], [105, 104, 105]]
+    assert stream.values.reshape(-1, 3).tolist() == [[1, 1, 0], [1, 0, 0], [1, 0, 0]]

@@ -282,8 +282,8 @@ def _recurrent_rows(op: Any, states: int, operands: Sequence[Any], params: Seque
 
 
 def _zero_state(x: Any, time: int, hidden: int) -> Any:
-    """Zeros [1, batch, hidden], without reading sizes, which proxies do not have."""
-    first = aten.slice.Tensor(aten.slice.Tensor(x, time, 0, 1), 2, 0, 1)
+    """Zeros [1, batch, hidden], without reading sizes, which proxies do not have; x may have no channels."""
+    first = aten.sum.dim_IntList(aten.slice.Tensor(x, time, 0, 1), [2], True)
     first = aten.transpose.int(first, 0, 1) if time else first
     return aten.expand.default(aten.zeros_like.default(first), [1, -1, hidden])
 

@@ -234,13 +234,13 @@ def packed(weight: Csr, offsets: LineOffsets, rows: np.ndarray, block: int, side
     first = np.where(lengths.any(0), (lengths > 0).argmax(0), 0)
     last = np.where(lengths.any(0), blocks - 1 - (lengths[::-1] > 0).argmax(0), 0)
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1].reshape(blocks, count)
-    records, table, source = [], np.zeros(blocks, BLOCK), []
+    records, table, source, is_nonzero = [], np.zeros(blocks, BLOCK), [], []
     record_count, written = 0, 0
     for k in range(blocks):
         block_rows = np.flatnonzero((lengths[k] > 0) | (first == k))
         flags = (first[block_rows] == k) * FIRST + (last[block_rows] == k) * LAST
         groups = _group_rows(block_rows, lengths[k][block_rows], flags, side)
-        block_records, read, written = _block_records(groups, lengths[k], starts[k], written)
+        block_records, read, valid, written = _block_records(groups, lengths[k], starts[k], written)
         if written > tile.MOST:
             raise NoPlan(f"a thread has more than {tile.MOST} nonzeros of one layer")
         group_rows = groups.ravel()
@@ -252,11 +252,12 @@ def packed(weight: Csr, offsets: LineOffsets, rows: np.ndarray, block: int, side
         record_count = end
         records.append(block_records)
         source.append(read)
+        is_nonzero.append(valid)
     return _stream_arrays(
         weight,
         offsets,
-        nonzeros[order],
-        np.concatenate(source),
+        nonzeros[order][np.concatenate(source)],
+        np.concatenate(is_nonzero),
         table,
         np.concatenate([*records, np.zeros(side, RECORD)]),
         block,
@@ -316,8 +317,13 @@ def _group_rows(rows: np.ndarray, lengths: np.ndarray, flags: np.ndarray, side: 
 
 def _block_records(
     groups: np.ndarray, lengths: np.ndarray, starts: np.ndarray, written: int
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Records of a block, the nonzero of each stream position (-1: none), the end of the stream."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Records of a block; of each stream position the nonzero that it reads, and whether it is not padding; the end of
+    the stream.
+
+    Padding reads the last nonzero of its row, or of the group's longest one if it has none: other lines may have
+    anything, and 0 * inf is NaN.
+    """
     side = groups.shape[1]
     longest = lengths[groups].max(1) if len(groups) else np.zeros(0, np.int64)
     ends = written + np.cumsum(longest * side)
@@ -326,27 +332,25 @@ def _block_records(
     total = int(longest.sum())
     group = np.repeat(np.arange(len(groups)), longest)
     step = np.arange(total) - np.repeat(np.cumsum(longest) - longest, longest)
-    nonzeros = starts[groups][group] + step[:, None]
     valid = step[:, None] < lengths[groups][group]
-    return records, np.where(valid, nonzeros, -1).ravel(), int(ends[-1]) if len(ends) else written
+    own_lengths = lengths[groups]
+    rows = np.where(own_lengths > 0, groups, groups[np.arange(len(groups)), own_lengths.argmax(1)][:, None])[group]
+    nonzeros = starts[rows] + np.minimum(step[:, None], lengths[rows] - 1)
+    return records, nonzeros.ravel(), valid.ravel(), int(ends[-1]) if len(ends) else written
 
 
 def _stream_arrays(
     weight: Csr,
     offsets_of_lines: LineOffsets,
-    order: np.ndarray,
-    source: np.ndarray,
+    nonzero: np.ndarray,
+    is_nonzero: np.ndarray,
     table: np.ndarray,
     records: np.ndarray,
     block: int,
 ) -> Stream:
-    """Offsets and values in the order of `source`; padding is zeros that read the first line."""
-    values = np.zeros(len(source), weight.values.dtype)
-    offsets = np.zeros(len(source), np.int64)
-    is_nonzero = source >= 0
-    nonzero = order[source[is_nonzero]]
-    values[is_nonzero] = weight.values[nonzero]
+    """Offsets and values of these nonzeros; values of padding are zeros."""
+    values = np.where(is_nonzero, weight.values[nonzero], weight.values.dtype.type(0))
     channels = (offsets_of_lines.channels[nonzero] % block).astype(np.int64)  # offsets may have 32 bits
-    offsets[is_nonzero] = channels * offsets_of_lines.pitch + offsets_of_lines.lines[nonzero]
+    offsets = channels * offsets_of_lines.pitch + offsets_of_lines.lines[nonzero]
     largest = int(offsets.max()) if len(offsets) else 0
     return Stream(table, records, offsets.astype(np.uint16 if largest < WIDE else np.uint32), values)
