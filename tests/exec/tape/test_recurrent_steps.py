@@ -48,6 +48,18 @@ def test_layers(name: str, sizes: Sequence[int], isa: Isa) -> None:
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("name", OPS)
+def test_layers_without_channels(name: str, batch_first: bool) -> None:
+    """All of its inputs were removed: as with one that is zero."""
+    (draft, y), (other, _) = (drawn(name, (4, 3, channels, 5), False, batch_first=batch_first) for channels in (0, 1))
+    rows = 5 * OPS[name][0]
+    other.weights[0] = torch.cat([torch.zeros(rows), draft.weights[0]])
+    other.inputs[0] = torch.zeros_like(other.inputs[0])
+    (actual,), (expected,) = (exact(one.program(y), one.weights, one.inputs) for one in (draft, other))
+    assert actual.shape == expected.shape and torch.allclose(actual, expected, 0, 1e-15)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("name", OPS)
 def test_rows_are_outputs_and_the_last_state(name: str, backwards: bool, batch_first: bool) -> None:
