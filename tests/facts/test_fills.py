@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
 
+import demask
 from demask.errors import Mismatch
 from demask.ops import Relation
 from fuzz.generate import generate
@@ -251,3 +252,15 @@ def test_a_constant_channel_that_is_not_finite_stays_where_it_was(value: float, 
     net, x = nn.Sequential(first, nets[behind]).eval(), torch.randn(2, 3, 9, 9)
     expected, found = net(x), to_graph(net, (x,), check=False)(x)
     torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("positions", [[], [1]])
+@pytest.mark.parametrize("x", [torch.arange(14).view(2, 7), torch.arange(14.0).view(2, 7)], ids=["int64", "float32"])
+def test_a_constant_is_written_at_any_number_of_positions(x: torch.Tensor, positions: list[int]) -> None:
+    class Written(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.clone()
+            y[:, positions] = 0.25
+            return y
+
+    assert torch.equal(demask.demask(Written(), (x,))(x), Written()(x))

@@ -150,10 +150,13 @@ def all_over(mask: Tensor, order: Sequence[str], letters: Collection[str]) -> Te
 
 
 def uniform_over(fact: Fact, order: Sequence[str], letters: set[str] | frozenset[str]) -> Fact:
-    """The fact, known along some letters only where it is known all along with one value."""
+    """The fact, known along some letters only where it is known all along with one value; not along an axis without
+    elements."""
     known, fill, removed = fact.known, fact.fill, fact.removed
     for k, letter in enumerate(order):
-        if letter in letters and known.shape[k] != 1:
+        if letter in letters and known.shape[k] == 0:
+            known, fill = (t.new_zeros([*t.shape[:k], 1, *t.shape[k + 1 :]]) for t in (known, fill))
+        elif letter in letters and known.shape[k] != 1:
             first = fill.narrow(k, 0, 1)
             known = all_along(known & (fill == first), [k], keepdim=True)
             fill = first

@@ -161,7 +161,8 @@ def _set_values(graph: fx.Graph, slim: nn.Module) -> bool:
         return False
     editor = GraphEditor.in_place(graph)
     for node in list(graph.nodes):
-        if node.target in DROPOUTS and not schema.draws_random_numbers(node):
+        is_dropout = node.target in DROPOUTS and not schema.draws_random_numbers(node)
+        if is_dropout or node.target is aten.resolve_conj.default:
             editor.replace(node, node.args[0])
             continue
         if node.op == "get_attr":
