@@ -31,6 +31,7 @@ from demask.pytree_paths import leaves_with_paths
 RELATIVE = 1e-10  # max |a - b| / max |a| in float64
 ULPS = 64.0  # of max |a|, in the network's own dtype
 LARGEST = 1e-2  # max |a - b| / max |a| in half precisions, of which 64 ulps are half of the value
+POWERS = torch.float8_e8m0fnu  # powers of two
 WORSE = 8.0  # times the rounding error of the first network
 FLIPS = 2 / 255  # max |a - b| / max |a| in networks that round: two steps of an 8-bit value
 _TYPES = [torch.finfo(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
@@ -127,8 +128,10 @@ class Difference:
 
     Attributes:
         text: a difference other than of the size of numbers (shape, dtype, unequal integers, NaN), or "".
-        size: the largest finite expected magnitude, in float64.
-        gap: the largest difference, in float64; infinite where one of two values is not finite.
+        size: the largest finite expected magnitude, in float64. Of powers of two (float8_e8m0fnu), whose unit in the
+            last place is the number: 1.
+        gap: the largest difference, in float64; infinite where one of two values is not finite. Of powers of two, that
+            of their exponents.
         eps: machine epsilon of their dtype.
         elements, not_finite: how many numbers there are, and how many are the same, but not finite.
         is_nan: whether all expected values are NaN.
@@ -174,9 +177,13 @@ def compare(expected: Any, actual: Any) -> Difference:
         same = torch.equal(a, b)
         size, gap = (0.0, 0.0) if same else _size_and_gap(a, b)
         return Difference("" if same else f"({expected.dtype}) is not equal", size, gap, elements=count)
+    are_powers = expected.dtype is POWERS
+    if are_powers:
+        a, b = a.log2(), b.log2()
     eps, finite = torch.finfo(expected.dtype).eps, a.isfinite()
     if bool((finite & b.isfinite()).all()):
-        return Difference("", *_size_and_gap(a, b), eps, count)
+        size, gap = _size_and_gap(a, b)
+        return Difference("", 1.0 if are_powers else size, gap, eps, count)
     others = ~((a == b) | (a.isnan() & b.isnan()) | (finite & b.isfinite()))
     text, infinite = "", 0.0
     if bool(others.any()):
@@ -185,6 +192,7 @@ def compare(expected: Any, actual: Any) -> Difference:
         infinite = math.inf
     size, gap = _size_and_gap(a[finite & ~others], b[finite & ~others])
     unequal = int((~finite & ~others).sum())
+    size = 1.0 if are_powers else size
     return Difference(text, size, max(gap, infinite), eps, count, unequal, bool(a.isnan().all()))
 
 
@@ -293,8 +301,8 @@ class Pair:
     def move(self, other: Any) -> None:
         """Allow what another rounding of the first network moves. other: its output."""
         a, b = self.expected, self.actual
-        if self.is_same or not isinstance(a, Tensor) or not isinstance(other, Tensor):
-            return
+        if self.is_same or not isinstance(a, Tensor) or not isinstance(other, Tensor) or a.dtype is POWERS:
+            return  # of powers of two the next one is allowed, which is all that rounding moves
         if other.shape != a.shape:
             self.is_same = self.is_unsteady = True
             return
@@ -323,6 +331,8 @@ class Pair:
         before, after = self.expected, self.actual
         tensors = [x for x in (before, after, exact) if isinstance(x, Tensor)]
         if self.is_same or len(tensors) < 3 or len({x.shape for x in tensors}) > 1 or before.dtype != after.dtype:
+            return
+        if before.dtype is POWERS:
             return
         if not is_inexact(before):
             self.is_same = torch.equal(after, exact) or (isinstance(other, Tensor) and torch.equal(exact, other))
@@ -355,6 +365,8 @@ class Pair:
         element = f"{_wide(b)[at].item():.6g} at {at}, expected {_wide(a)[at].item():.6g}"
         if difference.text:
             return f"{difference.text}: {element}"
+        if a.dtype is POWERS:
+            return f"differs by {difference.gap:g} powers of two: {element}; allowed is one"
         kind = a.dtype if self.eps <= difference.eps else "the least precise type"
         ulps = f"{difference.ulps(self.eps):.3g} units in the last place of {kind}"
         allowed = f"allowed are {self.allowed / difference.size:.2g}"

@@ -57,6 +57,7 @@ WRITTEN = (
           "offsets = channels * offsets_of_lines.pitch + offsets_of_lines.lines[nonzero]",
           "offsets = (channels * offsets_of_lines.pitch + offsets_of_lines.lines[nonzero]) * is_nonzero",
           "sparse_plan", "segment_random"),
+    fault("powers-as-numbers", "judge.py", "are_powers = expected.dtype is POWERS", "are_powers = False", "outputs"),
     fault("the-first-part-as-others", "traverse/execution/stage_parts.py",
           "(part * (count - 1) + first)", "(part * count)", "stage_parts"),
     fault("a-network-without-its-statistics", "exec/parts.py", "writer.values[value] = entering",

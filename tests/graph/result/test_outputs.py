@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import demask
 from demask.errors import Mismatch
+from demask.judge import Pair
 from night import at_night
 
 TYPES = (
@@ -40,6 +41,19 @@ def test_networks_that_cast_to_them(dtype: torch.dtype) -> None:
     assert torch.equal(slim(*x).float(), net(*x).float())
     with pytest.raises(Mismatch):
         demask.verify(Cast(dtype, 300.0).eval(), slim, x)
+
+
+def test_powers_of_two_may_be_the_next_ones() -> None:
+    """Their unit in the last place is as large as they are, which would allow any that is smaller than the largest."""
+    powers = torch.tensor([2.0**-20, 2.0**-3, 1.0, 64.0])
+    for steps, is_same in ((0, True), (1, True), (-1, True), (2, False), (-2, False)):
+        for k in range(4):
+            moved = powers.clone()
+            moved[k] *= 2.0**steps
+            pair = Pair("output", *(t.to(torch.float8_e8m0fnu) for t in (powers, moved)))
+            pair.settle(powers, powers, powers, 1.0, 0.0)
+            assert pair.is_same is is_same, (steps, k)
+    assert pair.describe() == "differs by 2 powers of two: 16 at (3,), expected 64; allowed is one"
 
 
 class Returned(Cast):
