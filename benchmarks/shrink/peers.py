@@ -32,7 +32,7 @@ import cifar
 import networks
 from benchmarks.common.catalog import BENCH, SHARED_DATA, Benchmark
 from benchmarks.common.inductor import forget
-from benchmarks.common.ledger import Cell, Page, Run, Table, save
+from benchmarks.common.ledger import Cell, Derived, Page, Run, Table, save
 from benchmarks.shrink.peers_called import (
     CALLED,
     DEMASK,
@@ -209,8 +209,8 @@ OUTCOMES = ["masked channels", "network", "stored", "rounding", "signal", *TORCH
 TIMES = ["masked channels", "network", "batch", "threads", *TORCH, *OPENVINO, "faster than demask"]
 SHIFTS = {"kept": "are constants", "zero": "are 0"}
 TEXT = """
-Half of each convolution's output channels are zeroed, drawn anew for each layer: they *are 0*, or *are constants*, the
-shifts of norms. Times: milliseconds, median (10 %–90 % quantile) of {calls} calls
+Half of each convolution's output channels are zeroed, drawn for each layer on its own: they *are 0*, or *are
+constants*, the shifts of norms. Times: milliseconds, median (10 %–90 % quantile) of {calls} calls
 in turns in one process; †: the result is wrong, with an error above {wrong:g}. OpenVINO is another runtime: compare
 its columns with each other."""
 RESULTS = """
@@ -266,10 +266,15 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(parts)
 
 
+def describe_times(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What was timed how often, over all runs that the rows are of."""
+    calls = format_counts(cell for row in rows for cell in row.values() if isinstance(cell, Timing))
+    return TEXT.format(wrong=WRONG, calls=calls)
+
+
 def page(rows: Sequence[Row], skipped: Mapping[str, str]) -> Page:
-    calls = format_counts(timing for row in rows for timing in row.timings.values())
     cases = {(row.case.shifts, row.case.network): row.case for row in rows}.values()
-    parts: list[str | Table] = [TEXT.format(wrong=WRONG, calls=calls), times(rows), RESULTS, results(cases)]
+    parts: list[str | Table | Derived] = [describe_times, times(rows), RESULTS, results(cases)]
     parts += [f"{name} was skipped: {why}." for name, why in skipped.items()]
     called = "\n".join(f"- **{who}**: {text}" for who, text in CALLED.items())
     parts.append(f"## How each was called\n\n{called}")

@@ -318,6 +318,7 @@ class SegmentPlan:
 
     def share(self, arena: TapeArena) -> None:
         """Use this arena, of as many bytes as `used`, until `free`; no other plan may run in it at the same time."""
+        self.batches[0].spare.clear()
         self.batches[0].shared = [arena]
 
     def free(self) -> None:
