@@ -164,7 +164,6 @@ def call_in_nan(plan: SegmentPlan, inputs: Sequence[Tensor]) -> list[Tensor]:
     plan.share(arena)
     outputs = plan(inputs)
     plan.free()
-    assert any((memory[max(begin, HEADER) : end] != 255).any() for begin, end in plan.used)
     return outputs
 
 

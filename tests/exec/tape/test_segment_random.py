@@ -7,6 +7,7 @@ import pytest
 import torch
 from random_segments import WIDTHS, check_random, random_segment, sees
 
+import segment_drafts
 from demask.exec.tape import tape_builder, value_moves
 from demask.exec.tape.segment_plan import SegmentPlan
 from demask.exec.tape.tape import TapeArena
@@ -71,3 +72,16 @@ def test_memory_that_others_have_written(kind: str, seeds: range) -> None:
             assert plan.batches[0].spare[0].arenas == [arena]
             shared += 1
     assert shared > 3
+
+
+def test_plans_run_in_the_memory_that_check_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that have run before, in memory of their own."""
+    arenas = list[TapeArena]()
+
+    def allocate(size: int) -> TapeArena:
+        arenas.append(TapeArena(size))
+        return arenas[-1]
+
+    monkeypatch.setattr(segment_drafts, "TapeArena", allocate)
+    check_random(3)
+    assert arenas and all(any(byte != 255 for byte in arena.memory[4096:]) for arena in arenas)
