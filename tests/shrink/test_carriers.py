@@ -75,6 +75,30 @@ def test_channels_are_carried(kind: str, kernel: int, stride: int, channels: int
             assert difference(net(other), small(other)) <= 1e-12, size
 
 
+class Shared(Padded):
+    """Two calls read the channels that constants with borders are among. other: which of them the second one,
+    returned beside the first, reads."""
+
+    def __init__(self, other: slice | Tensor) -> None:
+        super().__init__("depthwise")
+        self.channels, self.second = other, nn.Conv2d(len(torch.arange(32)[other]), 4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.after(self.each(self.norm(self.first(x))))
+        return self.last(x), self.second(x[:, self.channels])
+
+
+@pytest.mark.parametrize(
+    "other", [slice(None), slice(8), slice(8, 16), slice(0, 32, 2), slice(1, 32, 2), torch.tensor([4, 2, 9, 30])]
+)
+def test_a_call_reads_the_carriers_that_another_one_chose(other: slice | Tensor) -> None:
+    net, x = Shared(other).double().eval(), torch.randn(2, 3, 9, 9).double()
+    graph: Any = demask.demask(net, (x,), dynamic_shapes="all", result="graph", check=False)
+    for size in SIZES:
+        image = torch.randn(3, 3, *size).double()
+        assert difference(net(image), graph(image)) <= 1e-12, size
+
+
 def test_one_image_size_has_fewer_kinds_of_places() -> None:
     net = Padded("silu").double().eval()
     slim = check_class(net, (torch.randn(2, 3, 9, 9).double(),))

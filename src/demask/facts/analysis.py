@@ -145,7 +145,8 @@ class Analysis:
     @cached_property
     def _carried_positions(self) -> Mapping[Edge, Tensor]:
         """Of each such call, the positions that it does not need. With border maps, carriers are
-        chosen here: the last call that reads the channels of a window decides for those before."""
+        chosen here: the last call that reads the channels of a window decides for those before. It reads
+        all channels that others need, too: they may be carriers, and are computed anyway."""
         edges: dict[Edge, Tensor] = {}
         relations = {n: r for n, r in self.relations.items() if isinstance(r, Relation)}
         for node, channels in self.carried.items():
@@ -161,7 +162,7 @@ class Analysis:
                 channels, edge = self.carried[node], (node, relations[node].factors[0])
                 value = needs.live[key_of(relations[node].operands[edge[1]].value)]
                 live = along(value, channels.axis).expand(channels.valid.numel())
-                edges[edge] = edges[edge] & ~channels.lacking(live).view(edges[edge].shape)
+                edges[edge] = edges[edge] & ~(live | channels.lacking(live)).view(edges[edge].shape)
         return edges
 
     @cached_property
