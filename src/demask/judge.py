@@ -5,7 +5,7 @@ Rule. Two outputs are the same if they have one type, shape and dtype; are NaN a
 infinite with the same sign; have equal integers, truth values and text; and if the rest differs by at most
 `tolerance`. A larger difference is the same only where an explanation shows that rounding alone causes it:
 in float64 the second network is about as exact as the first (`InFloat64`), or noise of one rounding error
-moves the outputs of the first as far (`Pair.move`). `demask.verify` has a third one: rounded constants, by
+moves the outputs of the first half as far (`Pair.move`). `demask.verify` has a third one: rounded constants, by
 demasking in float64. Outputs that are NaN throughout prove nothing.
 """
 
@@ -299,7 +299,7 @@ class Pair:
         self.is_same = is_number and difference.gap <= self.allowed
 
     def move(self, other: Any) -> None:
-        """Allow what another rounding of the first network moves. other: its output."""
+        """Allow twice what another rounding of the first network moves, as both networks round. other: its output."""
         a, b = self.expected, self.actual
         if self.is_same or not isinstance(a, Tensor) or not isinstance(other, Tensor) or a.dtype is POWERS:
             return  # of powers of two the next one is allowed, which is all that rounding moves
@@ -311,7 +311,7 @@ class Pair:
         flips = wide.isfinite() != moved.isfinite() if is_inexact(a) else wide != moved
         self.moves = flips if self.moves is None else self.moves | flips
         if is_inexact(a):
-            self.allowed = max(self.allowed, compare(self._without_flips(a), self._without_flips(other)).gap)
+            self.allowed = max(self.allowed, 2 * compare(self._without_flips(a), self._without_flips(other)).gap)
         if isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype:
             self.difference = replace(compare(self._without_flips(a), self._without_flips(b)), eps=self.difference.eps)
             self._decide()

@@ -99,6 +99,37 @@ def test_a_call_reads_the_carriers_that_another_one_chose(other: slice | Tensor)
         assert difference(net(image), graph(image)) <= 1e-12, size
 
 
+class Sparse(nn.Module):
+    """Two blocks of a convolution of each channel and sparse ones that sum them, of which some outputs, those that
+    nothing reads, have weights of carriers that others lack."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Conv2d(3, 32, 1)
+        self.each = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1, groups=32) for _ in range(2))
+        self.sums = nn.ModuleList(nn.Conv2d(32, 32, 1) for _ in range(2))
+        self.skip, self.last = nn.Conv2d(32, 4, 1), nn.Conv2d(32, 4, 1)
+        with torch.no_grad():
+            for conv in (self.first, *self.each, *self.sums, self.skip, self.last):
+                conv.weight[torch.rand_like(conv.weight) < 0.9] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.hardswish(self.each[0](self.first(x)))
+        skip = self.skip(x)
+        return self.last(F.hardswish(self.each[1](self.sums[0](x)) * self.sums[1](x))) + skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("result", ["class", "graph"])
+def test_carriers_are_read_by_outputs_that_are_computed(seed: int, result: Any) -> None:
+    net, x = Sparse(seed).double().eval(), torch.randn(2, 3, 9, 9).double()
+    slim: Any = demask.demask(net, (x,), dynamic_shapes="all", result=result, check=False)
+    for size in SIZES[:3]:
+        image = torch.randn(3, 3, *size).double()
+        assert difference(net(image), slim(image)) <= 1e-12, size
+
+
 def test_one_image_size_has_fewer_kinds_of_places() -> None:
     net = Padded("silu").double().eval()
     slim = check_class(net, (torch.randn(2, 3, 9, 9).double(),))

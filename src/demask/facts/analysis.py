@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
+import torch
 from torch import Tensor, fx
 
 from demask.facts.carriers import CarriedChannels, carries_constants, find_carried
 from demask.facts.input_independent import IndependentMasks, batch_sizes, find_input_independent
 from demask.facts.known import Facts, Relations, compute_facts, key_of
 from demask.facts.masks import along
-from demask.facts.needed import Edge, Needs, needed
+from demask.facts.needed import Edge, Needs, needed, operand_need
 from demask.facts.ranges import Ranges, compute_ranges
 from demask.failures import CallFailed, attributed
 from demask.graph.program import Program, module_of
@@ -145,8 +147,9 @@ class Analysis:
     @cached_property
     def _carried_positions(self) -> Mapping[Edge, Tensor]:
         """Of each such call, the positions that it does not need. With border maps, carriers are
-        chosen here: the last call that reads the channels of a window decides for those before. It reads
-        all channels that others need, too: they may be carriers, and are computed anyway."""
+        chosen here: the last call that reads the channels of a window decides for those before. A call reads
+        all channels that have weights of its live outputs and that others need, too: they may be carriers, and
+        are computed anyway."""
         edges: dict[Edge, Tensor] = {}
         relations = {n: r for n, r in self.relations.items() if isinstance(r, Relation)}
         for node, channels in self.carried.items():
@@ -156,13 +159,20 @@ class Analysis:
         readers: dict[fx.Node | None, list[fx.Node]] = {}
         for node, channels in self.carried.items() if self.borders else ():
             readers.setdefault(channels.window, []).append(node)
-        while readers := {window: nodes for window, nodes in readers.items() if nodes}:
-            needs = needed(self.program.graph, self.relations, self.known, carried=edges)
-            for node in [nodes.pop() for nodes in readers.values()]:
-                channels, edge = self.carried[node], (node, relations[node].factors[0])
-                value = needs.live[key_of(relations[node].operands[edge[1]].value)]
-                live = along(value, channels.axis).expand(channels.valid.numel())
-                edges[edge] = edges[edge] & ~(live | channels.lacking(live)).view(edges[edge].shape)
+        rounds = [*itertools.zip_longest(*(nodes[::-1] for nodes in readers.values()))]
+        while rounds:
+            needs, before = needed(self.program.graph, self.relations, self.known, carried=edges), dict(edges)
+            for node in filter(None, rounds.pop(0)):
+                relation, channels = relations[node], self.carried[node]
+                edge = node, relation.factors[0]
+                value = needs.live[key_of(relation.operands[edge[1]].value)]
+                weighed = operand_need(relation, edge[1], [needs.live[node, 0]], self.known)
+                live, weighed = (along(m, channels.axis).expand(channels.valid.numel()) for m in (value, weighed))
+                read = live & weighed
+                channels = replace(channels, valid=channels.valid & weighed.view(channels.valid.shape))
+                edges[edge] = edges[edge] & ~(read | channels.lacking(read)).view(edges[edge].shape)
+            if not rounds and not all(torch.equal(mask, before[edge]) for edge, mask in edges.items()):
+                rounds.append((*self.carried,))  # the outputs of a call are more where a later one has carriers there
         return edges
 
     @cached_property

@@ -105,17 +105,17 @@ def _add_needs_of_operands(
     for k, operand in enumerate(relation.operands):
         if not isinstance(operand.value, fx.Node) or relation.entry.free:
             continue
-        edge = _operand_need(relation, k, live, facts)
+        edge = operand_need(relation, k, live, facts)
         if (node, k) in carried:
             edge = edge & ~carried[node, k]
         if computed is not None:
-            edge = edge | _operand_need(relation, k, computed, facts, hidden=False)
+            edge = edge | operand_need(relation, k, computed, facts, hidden=False)
         needs.edge[node, k] = edge
         key = key_of(operand.value)
         needs.value[key] = needs.value[key] | edge
 
 
-def _operand_need(
+def operand_need(
     relation: Relation, operand: int, live: Sequence[Tensor], facts: Facts, *, hidden: bool = True
 ) -> Tensor:
     """What the live outputs need of one operand. hidden: whether zeros of others remove needs."""

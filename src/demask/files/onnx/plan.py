@@ -66,6 +66,10 @@ class OnnxPlan:
     ports: tuple[OnnxPort, ...] = ()  # outputs as the file declares them
 
 
+def _may_be_weights(constant: Tensor | Host) -> bool:
+    return isinstance(constant, Tensor) and constant.is_floating_point() and constant.numel() > FEW
+
+
 class OnnxPlanner:
     """Builds the plan of a file, and collects the tensors of its module.
 
@@ -96,7 +100,10 @@ class OnnxPlanner:
         constants = dict(graph.constants)
         constants |= {n.outputs[0]: _constant_value(n) for n, _ in inlined if n.op == "Constant"}
         stored = {n.inputs[k] for n, _ in nodes for k in self.entry_of(n).stored if k < len(n.inputs)}
-        stored |= set(constants) - set(graph.constants)
+        literals = set(constants) - set(graph.constants)
+        if not any(map(_may_be_weights, self.file.graph.constants.values())):  # some exporters write nodes alone
+            literals = {name for name in literals if not _may_be_weights(constants[name])}
+        stored |= literals
         quantized = {n.inputs[k] for n, _ in nodes for k in QUANTIZED.get(n.op, ()) if k < len(n.inputs)}
         known = {name: self._add_constant(name, t, name in stored, name in quantized) for name, t in constants.items()}
         for name, grid in grids_of((n for n, _ in nodes), constants).items():
