@@ -277,7 +277,7 @@ def test_an_encoder_with_parts_of_heads_masked_is_of_its_class():
         value = net.encoder.layer[1].attention.self.value
         value.weight[:1], value.bias[:1] = 0, 0
     slim: Any = demask.demask(net, (ids,))
-    assert type(slim) is type(net) and graphs(slim) == ["encoder.layer.1.attention.output"]
+    assert type(slim) is type(net) and not graphs(slim)
     assert demask.verify(net, slim, (ids,)).ok
 
 
