@@ -211,3 +211,16 @@ def test_an_input_may_be_a_tensor_of_the_model() -> None:
         other = torch.randn(n, 4), torch.randn(n, 2)
         for actual, expected in zip(slim(*other), net(*other), strict=True):
             torch.testing.assert_close(actual, expected)
+
+
+def test_a_row_of_zeros_unties_no_weight() -> None:
+    """The head without the row would save a 41st of its products, and store all its other rows again."""
+    model = masked(words=41)
+    model.mid = nn.Linear(WIDTH, WIDTH).double()
+    wide = nn.Sequential(model.mid, nn.Linear(WIDTH, 100), nn.Linear(100, WIDTH)).double()
+    with torch.no_grad():
+        model.embed.weight[3] = wide[1].weight[:90] = wide[1].bias[:90] = 0
+    model.mid = wide
+    slim = slimmed(model)
+    assert slim.embed.weight is slim.head.weight
+    same(slim, model)

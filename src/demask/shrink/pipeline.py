@@ -236,8 +236,8 @@ def canonical(program: Program, table: Table) -> Program:
     """A program rewritten once, smaller or not: a normal form for comparison."""
     log = Log()
     analysis = LayoutAnalysis.of(uniform(program, table), table)
-    rewritten = next(_try_layouts(analysis, log), None)
-    return program if rewritten is None else fold_constants(rewritten.program)
+    ways = _try_layouts(analysis, log)
+    return fold_constants(ways[0].program) if ways else program
 
 
 def fixed_point(program: Program, table: Table) -> Program:
@@ -396,7 +396,7 @@ def _attempts(
 
     First come other versions of the program, in which more can be cut: pads absorbed by windows,
     complete axes with known positions condensed, heads in groups, heads reordered, side networks
-    split off. Then the program itself; with weights that several calls read cut alike; and frugal.
+    split off. Then the program itself, and frugal.
     An attempt that fails is omitted, and `log` says so. tried: the rewrites applied already. None
     is applied twice: one that leaves calls it applies to would never end.
     """
@@ -413,17 +413,14 @@ def _attempts(
         other = None if name in tried else log.attempt(name, partial(_apply_rewrite, form, analysis), None)
         for attempt in _attempts(other, log, tried | {name}, sides=sides) if other else ():
             yield replace(attempt, forms=(name, *attempt.forms))
-    plain = list(_try_layouts(analysis, log, essential=True)) if analysis.carried else []
-    yield from plain  # a side network would compute what others carry
+    if analysis.carried:  # a side network would compute what others carry
+        yield from _try_layouts(analysis, log, essential=True)
     side = sides and analysis.borders and log.attempt("a side network", partial(split_side_network, analysis), None)
     if side and (split := log.attempt("a side network", partial(analysis.again, side), None)):
         for smaller in _try_layouts(split, log):
             yield replace(smaller, has_side_network=True, forms=(*smaller.forms, "a side network"))
     if not analysis.carried:
-        plain = list(_try_layouts(analysis, log, essential=True))
-        yield from plain
-    if plain and _has_split_tensors(plain[0]):
-        yield from _try_layouts(analysis, log, tied=True)
+        yield from _try_layouts(analysis, log, essential=True)
     if analysis.has_matrices:
         yield from _try_layouts(analysis.again(analysis.program, frugal=True), log)
 
@@ -478,14 +475,21 @@ def _apply_rewrite(apply: _Rewrite, analysis: LayoutAnalysis) -> LayoutAnalysis 
     return None if program is None else analysis.again(fold_constants(program))
 
 
-def _try_layouts(
-    analysis: LayoutAnalysis, log: Log, *, tied: bool = False, essential: bool = False
-) -> Iterator[Rewritten]:
-    """The program in smaller layouts, if that succeeds."""
-    attempt = partial(_emit_smaller, analysis, log, tied)
-    rewritten = log.attempt("a rewritten network", attempt, None, essential=essential)
-    if rewritten is not None:
-        yield rewritten
+def _try_layouts(analysis: LayoutAnalysis, log: Log, *, essential: bool = False) -> list[Rewritten]:
+    """The program in smaller layouts, if that succeeds; and with weights that several calls read cut alike: first, if
+    cutting them in several ways adds more numbers than it saves MACs, each relative to all."""
+
+    def cost(rewritten: Rewritten) -> int:
+        numbers, macs, _ = _measure(rewritten.program, analysis.table).weight
+        return numbers * macs
+
+    def attempt(tied: bool) -> list[Rewritten]:
+        emit = partial(_emit_smaller, analysis, log, tied)
+        rewritten = log.attempt("a rewritten network", emit, None, essential=essential and not tied)
+        return [] if rewritten is None else [rewritten]
+
+    ways = attempt(tied=False)
+    return sorted(ways + attempt(tied=True), key=cost) if ways and _has_split_tensors(ways[0]) else ways
 
 
 def _whole_cuts(program: Program) -> dict[str, Cut]:
