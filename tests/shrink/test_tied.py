@@ -224,3 +224,22 @@ def test_a_row_of_zeros_unties_no_weight() -> None:
     slim = slimmed(model)
     assert slim.embed.weight is slim.head.weight
     same(slim, model)
+
+
+class Twice(nn.Module):
+    """A weight that one call reads as it is, and others changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.mask = nn.Parameter(torch.randn(9, 9)), nn.Buffer(torch.rand(9, 9) < 0.9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.linear(x, self.weight * self.mask)
+        return functional.linear(x, (self.weight * 2).t()) + functional.linear(x, self.weight)
+
+
+def test_folding_stores_no_weight_twice() -> None:
+    model, x = Twice().double().eval(), torch.randn(2, 9).double()
+    slim = to_graph(model, (x,))
+    assert sum(tensor.numel() for tensor in slim.state_dict().values() if tensor.is_floating_point()) == 81
+    torch.testing.assert_close(slim(x), model(x))

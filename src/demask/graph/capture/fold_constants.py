@@ -86,21 +86,31 @@ def find_declared_zeros(
 
 
 def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
-    """The computed constants with other readers that are no larger than the constants they are
-    computed from: folding never expands a row to a matrix, or a kernel to an image."""
-    frontier: list[fx.Node] = []
-    for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or node not in values or not _is_read_by_live_node(node, values):
-            continue
-        value, leaves = values[node], _leaves(node)
-        stored = leaves
-        if isinstance(value, Tensor) and value.is_floating_point():
-            stored = [leaf for leaf in leaves if _is_weight(leaf, values[leaf])]
-        total = sum(values[leaf].numel() for leaf in stored)
-        if isinstance(value, Tensor) and leaves and value.numel() <= total:
-            frontier.append(node)
-        else:
-            del values[node]  # It remains a call, which reads its operands.
+    """The computed constants with other readers that are no larger than the constants they replace:
+    folding never expands a row to a matrix, or a kernel to an image, nor stores a weight twice."""
+    calls = [node for node in reversed(list(graph.nodes)) if node.op == "call_function" and node in values]
+    stays: set[fx.Node] = set()  # constants that other calls read, too
+    while True:
+        frontier, replaced, folded = [], set(stays), dict(values)
+        for node in calls:
+            if not _is_read_by_live_node(node, folded):
+                continue
+            value, leaves = folded[node], _leaves(node)
+            stored = leaves
+            if isinstance(value, Tensor) and value.is_floating_point():
+                stored = [leaf for leaf in leaves if leaf not in replaced and _is_weight(leaf, folded[leaf])]
+            total = sum(folded[leaf].numel() for leaf in stored)
+            if isinstance(value, Tensor) and leaves and value.numel() <= total:
+                frontier.append(node)
+                replaced.update(stored)
+            else:
+                del folded[node]  # It remains a call, which reads its operands.
+        more = {leaf for node in frontier for leaf in _leaves(node) if _is_read_by_live_node(leaf, folded)} - stays
+        if not more:
+            break
+        stays |= more
+    for node in values.keys() - folded.keys():
+        del values[node]
     return frontier[::-1]
 
 
