@@ -52,8 +52,6 @@ def test_heads_and_units_of_language_models(name: str) -> None:
     config = getattr(transformers, name)(**arguments)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for structure in structures:
-        wasteful = name in (
-            "GPT2Config",
-            "OPTConfig",
-        )  # rows of positions that these tokens do not have, and of padding
+        # positions beyond these tokens, and OPT's padding, have rows that nothing reads
+        wasteful = name in ("GPT2Config", "OPTConfig")
         assert broken_law(randomized(model), (TOKENS,), structure=structure, wasteful=wasteful) == [], structure
