@@ -21,6 +21,7 @@ from demask.facts.ranges import Ranges, compute_ranges
 from demask.failures import CallFailed, attributed
 from demask.graph.program import Program, module_of
 from demask.ops import Declined, Relation, Table, bind, op_name, schema
+from demask.ops.schema import fake
 
 
 class Failed(Declined):
@@ -212,8 +213,14 @@ def _list_places(places: list[str], most: int = 5) -> str:
 
 
 def _with_weights(relation: Relation | Declined) -> Relation | Declined:
-    """The relation of a call; Declined for a grouped convolution without a constant weight."""
-    if not isinstance(relation, Relation) or not relation.is_grouped:
+    """The relation of a call; Declined for a grouped convolution without a constant weight, and for a recurrent layer
+    with weights of dynamic sizes."""
+    if not isinstance(relation, Relation):
+        return relation
+    weights = relation.operands[relation.factors[1] :] if relation.back else ()
+    if not all(isinstance(n, int) for weight in weights for n in fake(weight.value).shape):
+        return Declined("a recurrent layer whose weights have dynamic sizes")
+    if not relation.is_grouped:
         return relation
     constant = any(schema.is_constant(relation.operands[k].value) for k in relation.factors)
     return relation if constant else Declined("a grouped convolution whose weight is computed")
