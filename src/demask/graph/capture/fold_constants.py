@@ -86,32 +86,50 @@ def find_declared_zeros(
 
 
 def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
-    """The computed constants with other readers that are no larger than the constants they replace:
-    folding never expands a row to a matrix, or a kernel to an image, nor stores a weight twice."""
+    """The computed constants with other readers that are no larger than the constants they are
+    computed from: folding never expands a row to a matrix, or a kernel to an image. Those that share
+    such constants are together no larger than what they replace: it stores no weight twice."""
     calls = [node for node in reversed(list(graph.nodes)) if node.op == "call_function" and node in values]
-    stays: set[fx.Node] = set()  # constants that other calls read, too
+    refused: set[fx.Node] = set()
     while True:
-        frontier, replaced, folded = [], set(stays), dict(values)
+        frontier: dict[fx.Node, list[fx.Node]] = {}  # with the constants that it is computed from
+        folded = dict(values)
         for node in calls:
             if not _is_read_by_live_node(node, folded):
                 continue
-            value, leaves = folded[node], _leaves(node)
-            stored = leaves
+            value, stored = folded[node], _leaves(node)
             if isinstance(value, Tensor) and value.is_floating_point():
-                stored = [leaf for leaf in leaves if leaf not in replaced and _is_weight(leaf, folded[leaf])]
-            total = sum(folded[leaf].numel() for leaf in stored)
-            if isinstance(value, Tensor) and leaves and value.numel() <= total:
-                frontier.append(node)
-                replaced.update(stored)
+                stored = [leaf for leaf in stored if _is_weight(leaf, folded[leaf])]
+            is_small = isinstance(value, Tensor) and value.numel() <= sum(folded[leaf].numel() for leaf in stored)
+            if is_small and _leaves(node) and node not in refused:
+                frontier[node] = stored
             else:
                 del folded[node]  # It remains a call, which reads its operands.
-        more = {leaf for node in frontier for leaf in _leaves(node) if _is_read_by_live_node(leaf, folded)} - stays
-        if not more:
+        growing = {nodes[0] for nodes in _sharing(frontier) if _grows(nodes, frontier, folded)}
+        if not growing:
             break
-        stays |= more
+        refused |= growing
     for node in values.keys() - folded.keys():
         del values[node]
-    return frontier[::-1]
+    return [*frontier][::-1]
+
+
+def _sharing(frontier: Mapping[fx.Node, Sequence[fx.Node]]) -> list[list[fx.Node]]:
+    """The computed constants in groups that share no constant that they are computed from."""
+    group_of: dict[fx.Node, list[fx.Node]] = {}
+    for node, leaves in frontier.items():
+        groups = {id(group): group for leaf in (node, *leaves) if (group := group_of.get(leaf)) is not None}
+        merged = [member for group in groups.values() for member in group] + [node]
+        for member in merged:
+            group_of |= dict.fromkeys((member, *frontier[member]), merged)
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _grows(nodes: Sequence[fx.Node], frontier: Mapping[fx.Node, Sequence[fx.Node]], values: dict[fx.Node, Any]) -> bool:
+    """Whether floating-point constants are together larger than those that nothing else reads then."""
+    replaced = {leaf for node in nodes for leaf in frontier[node] if not _is_read_by_live_node(leaf, values)}
+    added = [values[node] for node in nodes if values[node].is_floating_point()]
+    return bool(added) and sum(v.numel() for v in added) > sum(values[leaf].numel() for leaf in replaced)
 
 
 def _is_weight(leaf: fx.Node, value: Tensor) -> bool:
