@@ -16,6 +16,9 @@ Network = TypeVar("Network", bound=nn.Module)
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 PACKED = (torch.float4_e2m1fn_x2,)
+_FEW_BITS = {
+    getattr(torch, f"{kind}{bits}"): getattr(torch, f"{kind}8") for kind in ("int", "uint") for bits in range(1, 8)
+}
 _CREATES = re.compile(r"aten\.(new_|full|zeros|ones|arange|empty|scalar_tensor|linspace)")
 
 
@@ -35,13 +38,25 @@ def is_integer(value: Any) -> bool:
 
 def to_computable(x: Tensor) -> Tensor:
     """A tensor detached from autograd; floats of 8 bits and complex numbers of 16, which torch
-    cannot compute with, as float32 and complex64, and pairs of floats of 4 bits as bytes."""
+    cannot compute with, as float32 and complex64, pairs of floats of 4 bits as bytes, and integers of
+    fewer bits as those of 8."""
     x = x.detach()
+    if x.dtype in _FEW_BITS:
+        return x.view(_FEW_BITS[x.dtype])
     if x.dtype in PACKED:
         return x.view(torch.uint8)
     if x.dtype is torch.complex32:
         return x.to(torch.complex64)
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
+def rms_norm_eps(dtype: torch.dtype) -> float:
+    """The epsilon of an RMS norm that states none, by the dtype of its input: that of the type it computes in.
+
+    >>> rms_norm_eps(torch.bfloat16) == rms_norm_eps(torch.float32) == torch.finfo(torch.float32).eps
+    True
+    """
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
 def has_only_finite(x: Tensor) -> bool:
@@ -78,7 +93,7 @@ def to_wide(network: Network) -> Network:
     own = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
     for module in network.modules():
         if isinstance(module, nn.RMSNorm) and module.eps is None:
-            module.eps = torch.finfo(own if module.weight is None else module.weight.dtype).eps
+            module.eps = rms_norm_eps(own if module.weight is None else module.weight.dtype)
     network.double()
     if not isinstance(network, fx.GraphModule):
         return network
@@ -93,7 +108,7 @@ def to_wide(network: Network) -> Network:
             dtype = getattr(node.meta.get("val"), "dtype", own)
             if (node.args[3] if len(node.args) > 3 else node.kwargs.get("eps")) is None:
                 node.args = node.args[:3]
-                node.kwargs = {**node.kwargs, "eps": torch.finfo(dtype).eps}
+                node.kwargs = {**node.kwargs, "eps": rms_norm_eps(dtype)}
     network.recompile()
     return network
 

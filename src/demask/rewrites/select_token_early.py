@@ -61,8 +61,11 @@ def _taken(node: fx.Node) -> _Take | None:
 
 def _move(editor: GraphEditor, node: fx.Node, table: Table) -> list[fx.Node] | None:
     """Move a selection before the call that it selects from; the new selections, or None."""
-    take, source = _taken(node), node.all_input_nodes[0]
-    if take is None or any(_taken(user) != take for user in source.users if not _is_size(user)):
+    take = _taken(node)
+    if take is None:  # it has gone with a call that was moved, too
+        return None
+    source = node.all_input_nodes[0]
+    if any(_taken(user) != take for user in source.users if not _is_size(user)):
         return None
     relation = bind(source, table) if source.op == "call_function" and _single(source) else None
     if not isinstance(relation, Relation) or relation.entry.free or len(relation.outs) != 1:

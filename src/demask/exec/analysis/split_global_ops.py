@@ -22,6 +22,7 @@ from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.value import Value
+from demask.numerics import rms_norm_eps
 from demask.ops import Case, Entry, Relation, Table, schema, traits
 from demask.ops.custom import CustomOp
 from demask.ops.entry import Shape as S
@@ -281,8 +282,7 @@ def layer_norm(
 def rms_norm(out: Value, x: Value, shape: list[int], weight: Value | None, eps: float | None) -> Value:
     """norm(x) == x * scale * weight, where the mean of squares is the variance plus the squared mean"""
     mean, variance = _mean_and_variance(x, list(range(x.rank - len(shape), x.rank)))
-    work = torch.float64 if x.dtype == torch.float64 else torch.float32
-    scale = (variance + mean.square() + (torch.finfo(work).eps if eps is None else eps)).rsqrt()
+    scale = (variance + mean.square() + (rms_norm_eps(x.dtype) if eps is None else eps)).rsqrt()
     result = _apply_norm(x, scale)
     return result if weight is None else _cast(result * weight, out.dtype)
 

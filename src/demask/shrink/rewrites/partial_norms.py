@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from demask.facts.known import Facts, Relations, key_of
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
+from demask.numerics import rms_norm_eps
 from demask.ops import Relation, schema
 from demask.ops.entries.contraction import PRODUCTS
 from demask.ops.schema import fake
@@ -217,7 +218,7 @@ class _Condenser:
         """x / s, with s from the live squares and the known part of their mean."""
         call, live = self.editor.call, self._select_live(node, axis)
         eps = schema.arguments(node)["eps"]
-        eps = torch.finfo(fake(node).dtype).eps if eps is None else eps
+        eps = rms_norm_eps(fake(node).dtype) if eps is None else eps
         eps += float((axis.fill**2).sum()) / axis.size
         squares = call(aten.mean.dim, call(aten.mul.Tensor, live, live), [axis.dim], True)
         squares = call(aten.mul.Tensor, squares, axis.share)

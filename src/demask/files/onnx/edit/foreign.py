@@ -75,20 +75,20 @@ def _type_as_read(model: Any, name: str, declared: Mapping[str, Type]) -> Type:
     tensors = {t.name: t for t in model.graph.initializer}
     types: list[Type] = [(0, None)]
     for node in model.graph.node:
-        if name not in node.input or not is_standard(node):
+        if name not in node.input or not node.output or not is_standard(node):
             continue
         attributes, op = attributes_of(node), node.op_type
         weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
         if op in SAME_SIZES:
             types.append(_type_as_read(model, node.output[0], declared))
-        elif weights is None or name != node.input[0] or name in node.input[1:]:
+        elif weights is None or len(weights.dims) < 2 or name != node.input[0] or name in node.input[1:]:
             continue
         elif op == "MatMul" and len(weights.dims) == 2:
             dims = _type_as_read(model, node.output[0], declared)[1]
             if dims is not None and len(dims) > 1:
                 types.append((weights.data_type, [*dims[:-1], weights.dims[0]]))
         elif op == "Gemm" and not attributes.get("transA"):
-            types.append((weights.data_type, [None, weights.dims[attributes.get("transB", 0)]]))
+            types.append((weights.data_type, [None, weights.dims[bool(attributes.get("transB"))]]))
         elif op in ("Conv", "ConvTranspose"):
             groups = attributes.get("group", 1)
             size = weights.dims[1] * groups if op == "Conv" else weights.dims[0]

@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from demask.numerics import rms_norm_eps
+
 aten = torch.ops.aten
+RMS_NORMS = 23  # the first op set with RMSNormalization
 
 
-def functions() -> dict[Any, Any]:
-    """Functions for torch's exporter, by op."""
-    return {
+def functions(opset: int | None = None) -> dict[Any, Any]:
+    """Functions for torch's exporter, by op. opset: of the file. Default: the exporter's, an older one."""
+    norms = {aten.rms_norm.default: rms_norm} if opset is None or opset < RMS_NORMS else {}
+    return norms | {
         aten.amax.default: lambda self, dim=(), keepdim=False: extreme("Max", self, dim, keepdim),
         aten.amin.default: lambda self, dim=(), keepdim=False: extreme("Min", self, dim, keepdim),
         aten.clamp.default: clamp,
@@ -32,6 +36,21 @@ def functions() -> dict[Any, Any]:
         aten.sort.stable: sort,
         operator.floordiv: divide_sizes,
     }
+
+
+def rms_norm(self: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """x / sqrt(mean(x²) + eps) · weight over the last axes; of half precisions in float32, as torch computes it."""
+    op = _opset()
+    is_half = self.dtype.bitwidth < 32
+    x = op.Cast(self, to=1) if is_half else self
+    axes = op.Constant(value_ints=list(range(-len(normalized_shape), 0)))
+    square = op.ReduceMean(op.Mul(x, x), axes, keepdims=1)
+    added = rms_norm_eps(torch.float64 if self.dtype.bitwidth == 64 else torch.float32) if eps is None else eps
+    added = op.Constant(value_float=added) if is_half else _constant_like(op, added, self)
+    x = op.Div(x, op.Sqrt(op.Add(square, added)))
+    if weight is not None:
+        x = op.Mul(x, op.CastLike(weight, x) if is_half else weight)
+    return op.CastLike(x, self) if is_half else x
 
 
 def divide_sizes(self: Any, other: Any) -> Any:

@@ -380,7 +380,7 @@ def _translate(slim: Demasked, opset: int | None) -> Any:
     try:
         try:
             with torch.no_grad(), quiet():
-                if (exported := prepare(slim, _onnx_functions())) is not None:
+                if (exported := prepare(slim, _onnx_functions(opset))) is not None:
                     return _export_model(exported, opset)
         except Exception:  # internals of torch differ between versions: by torch.export then
             if is_strict():
@@ -410,9 +410,9 @@ def check_opset(opset: int | None) -> None:
         raise BadInput(f"expected a version of ONNX's op set from 1 to {latest}, got {opset!r}")
 
 
-def _onnx_functions() -> dict[Any, Any]:
+def _onnx_functions(opset: int | None) -> dict[Any, Any]:
     """ONNX functions of ops for which the exporter has none, or inaccurate ones."""
-    return translations() | translation() | functions()
+    return translations() | translation() | functions(opset)
 
 
 def _export_model(exported: ExportedProgram, opset: int | None) -> Any:
@@ -425,7 +425,7 @@ def _export_model(exported: ExportedProgram, opset: int | None) -> Any:
             verbose=False,
             opset_version=opset,
             optimize=False,
-            custom_translation_table=_onnx_functions(),
+            custom_translation_table=_onnx_functions(opset),
         )
     assert program is not None
     return program.model
