@@ -157,7 +157,7 @@ def _is_plain_call() -> bool:
     return not has_functorch_transforms() and tracing_state() is None
 
 
-UNKNOWN = (512, 1024)  # examples of sizes that are known at run time only
+UNKNOWN = (5040, 10080)  # examples of sizes that are known at run time only, which views may divide by up to 10
 
 
 def inlined(program: FullProgram) -> FullProgram:
