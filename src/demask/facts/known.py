@@ -601,9 +601,9 @@ def constant_sums(relation: Relation) -> bool:
 
 def is_absorbing(relation: Relation) -> bool:
     """Whether the sum of known products can be added to the result of a smaller call: as a
-    constant, or under zero padding as a border map."""
+    constant, or under zero padding as a border map, which stores the kernel."""
     padded = not relation.complete and relation.entry.reads_padding(relation.node)
-    return padded or constant_sums(relation)
+    return constant_sums(relation) or (padded and schema.is_constant(relation.operands[relation.factors[1]].value))
 
 
 def uniform_letters(relation: Relation) -> frozenset[str]:

@@ -88,7 +88,8 @@ class LayerCosts:
 
     def implementations(self, layer: Layer) -> list[str]:
         """Names of the implementations of a layer."""
-        is_fusible = "transpose" not in layer.target and available(layer.dtype, layer.device)
+        is_numbered = "transpose" not in layer.target and not layer.target.endswith(".padding")  # no "same"
+        is_fusible = is_numbered and available(layer.dtype, layer.device)
         return [PLAIN, FUSED] if is_fusible else [PLAIN]
 
     def layer(self, layer: Layer, last: bool, after: Epilogue = NONE, *, other: bool = False) -> tuple[str, float]:

@@ -252,8 +252,9 @@ def _bias_of(relation: Relation) -> str | None:
 
 
 def _fits_bias(relation: Relation, constants: Absorbed) -> bool:
-    """Whether the op's own bias can absorb the constants."""
-    if constants.bias is None or _bias_of(relation) is None:
+    """Whether the op's own bias can absorb the constants; it is stored beside the weight."""
+    is_stored = any(schema.is_constant(relation.operands[k].value) for k in relation.factors)
+    if constants.bias is None or not is_stored or _bias_of(relation) is None:
         return False
     return constants.bias.numel() == constants.bias.shape[output_channels(relation)]
 
@@ -564,6 +565,8 @@ def _emit_run(
         bias_name = context.store.add(replace(short, name=f"{vector.name}{suffix}"))
         context.store.cuts[bias_name] = Cut(vector.name, tuple(vector.tensor.shape), (flat,))
         bias = context.store.read(bias_name)
+    elif bias is not None:
+        bias = context.adapter.adapt(bias, (cut_positions(list(flat), _size(relation)),))
     plain = {k: v if k in ("input", "weight", "bias") else context.argument(v) for k, v in arguments.items()}
     plain |= {"input": x, "weight": context.store.read(name), "bias": bias, "groups": len(run.inputs)}
     args, kwargs = schema.bind_arguments(node.target, plain)
