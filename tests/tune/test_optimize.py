@@ -454,7 +454,7 @@ def test_verified_and_saved(tmp_path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [c.name for c in MICROS])
 def test_measured(name: str, monkeypatch) -> None:
-    """Every micro-network, with costs measured."""
+    """Every micro-network, with costs measured: whichever is the fastest computes the same."""
     monkeypatch.undo()
     monkeypatch.setattr(race, "ROUNDS", 5)
     torch.manual_seed(7)
@@ -462,6 +462,6 @@ def test_measured(name: str, monkeypatch) -> None:
     model.eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = fast(model, *args)
+        found = demask.optimize(model, args, cache=False)
     with torch.no_grad():
         agree(model(*args), found(*args))
