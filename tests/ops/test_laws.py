@@ -171,8 +171,12 @@ def computed() -> Iterator[tuple[str, int, int, Case]]:
 
 # By day one seed of norms, and those that were wrong once.
 BY_DAY = {
-    **{("aten.group_norm.default", 2): 5, ("aten.batch_norm.default", 3): 19, ("aten.conv_transpose2d.input", 2): 1},
-    **{("aten.conv1d.default", 1): 2, ("aten.conv1d.default", 2): 2, ("aten.rnn_tanh.input", 2): 2},
+    ("aten.group_norm.default", 2): 5,
+    ("aten.batch_norm.default", 3): 19,
+    ("aten.conv_transpose2d.input", 2): 1,
+    ("aten.conv1d.default", 1): 2,
+    ("aten.conv1d.default", 2): 2,
+    ("aten.rnn_tanh.input", 2): 2,
 }
 
 
