@@ -252,7 +252,7 @@ def _bias_of(relation: Relation) -> str | None:
 
 
 def _fits_bias(relation: Relation, constants: Absorbed) -> bool:
-    """Whether the op's own bias can absorb the constants; it is stored beside the weight."""
+    """Whether the op's own bias can absorb the constants, for a weight that is stored."""
     is_stored = any(schema.is_constant(relation.operands[k].value) for k in relation.factors)
     if constants.bias is None or not is_stored or _bias_of(relation) is None:
         return False
