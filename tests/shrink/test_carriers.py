@@ -77,7 +77,7 @@ def test_channels_are_carried(kind: str, kernel: int, stride: int, channels: int
 
 class Shared(Padded):
     """Two calls read the channels that constants with borders are among. other: which of them the second one,
-    returned beside the first, reads."""
+    a second output, reads."""
 
     def __init__(self, other: slice | Tensor) -> None:
         super().__init__("depthwise")

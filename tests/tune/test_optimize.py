@@ -462,6 +462,6 @@ def test_measured(name: str, monkeypatch) -> None:
     model.eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = demask.optimize(model, args, cache=False)
+        fastest = demask.optimize(model, args, cache=False)
     with torch.no_grad():
-        agree(model(*args), found(*args))
+        agree(model(*args), fastest(*args))

@@ -476,8 +476,8 @@ def _apply_rewrite(apply: _Rewrite, analysis: LayoutAnalysis) -> LayoutAnalysis 
 
 
 def _try_layouts(analysis: LayoutAnalysis, log: Log, *, essential: bool = False) -> list[Rewritten]:
-    """The program in smaller layouts, if that succeeds; and with weights that several calls read cut alike: first, if
-    cutting them in several ways adds more numbers than it saves MACs, each relative to all."""
+    """The program in smaller layouts, if that succeeds; and with weights that several calls read cut in one way: first,
+    if cutting them in several ways adds more numbers than it saves MACs, each relative to all."""
 
     def cost(rewritten: Rewritten) -> int:
         numbers, macs, _ = _measure(rewritten.program, analysis.table).weight

@@ -168,6 +168,7 @@ EVERYDAY = (
     "test_split_equal_parts_2d",
     "test_onehot_with_axis",
     "test_reduce_log_sum_asc_axes",
+    "test_cast_FLOAT_to_UINT2",
 )
 
 

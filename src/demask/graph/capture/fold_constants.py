@@ -97,11 +97,12 @@ def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
         for node in calls:
             if not _is_read_by_live_node(node, folded):
                 continue
-            value, stored = folded[node], _leaves(node)
+            value, leaves = folded[node], _leaves(node)
+            stored = leaves
             if isinstance(value, Tensor) and value.is_floating_point():
-                stored = [leaf for leaf in stored if _is_weight(leaf, folded[leaf])]
+                stored = [leaf for leaf in leaves if _is_weight(leaf, folded[leaf])]
             is_small = isinstance(value, Tensor) and value.numel() <= sum(folded[leaf].numel() for leaf in stored)
-            if is_small and _leaves(node) and node not in refused:
+            if is_small and leaves and node not in refused:
                 frontier[node] = stored
             else:
                 del folded[node]  # It remains a call, which reads its operands.
