@@ -264,3 +264,16 @@ def test_a_constant_is_written_at_any_number_of_positions(x: torch.Tensor, posit
             return y
 
     assert torch.equal(demask.demask(Written(), (x,))(x), Written()(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_of_small_numbers_without_a_stated_epsilon(dtype: torch.dtype) -> None:
+    """Of half precisions it is that of float32, in which they are computed."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.RMSNorm(16), nn.Linear(16, 3)).eval()
+    with torch.no_grad():
+        net[0].weight.mul_(1e-3)[::2], net[0].bias.mul_(1e-3)[::2] = 0, 0
+    net, x = net.to(dtype), torch.randn(4, 8).to(dtype)
+    slim = to_graph(net, (x,))
+    assert slim.get_parameter("0.weight").shape == (8, 8)
+    torch.testing.assert_close(slim(x), net(x), rtol=0, atol=0.02 if dtype is torch.bfloat16 else 1e-6)
