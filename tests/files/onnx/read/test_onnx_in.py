@@ -389,3 +389,30 @@ def test_casts_to_the_type_that_a_value_has_do_not_keep_verify_from_float64(tmp_
     net = demask.from_onnx(path)
     found = demask.verify(net, demask.demask(net, (torch.randn(2, 4),)), (torch.randn(2, 4),))
     assert found.ok and found.max_rel < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_norms_by_their_definition(tmp_path, dtype):
+    """Below op set 23, which has RMS norms."""
+    torch.manual_seed(0)
+    net, x = nn.RMSNorm(6).to(dtype).eval(), (torch.randn(3, 6) * 1e-3).to(dtype)
+    with torch.no_grad():
+        net.weight.uniform_(0.5, 1.5)
+    demask.to_onnx(net, tmp_path / "norm.onnx", (x,))
+    (y,) = run(tmp_path / "norm.onnx", x)
+    limit = 2e-3 if dtype is torch.float16 else 1e-6
+    np.testing.assert_allclose(np.asarray(y), net(x).detach().numpy(), rtol=0, atol=limit)
+
+
+def test_weights_in_constant_nodes_are_parameters(tmp_path):
+    """As some exporters write them, where a file has no others; single numbers are not."""
+    weight = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    values = {"w": weight, "scale": np.float32([2.0])}
+    nodes = [helper.make_node("Constant", [], [name], value=numpy_helper.from_array(v)) for name, v in values.items()]
+    nodes += [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Mul", ["y", "scale"], ["z"])]
+    ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("x", [2, 5]), ("z", [2, 4]))]
+    graph = helper.make_graph(nodes, "g", ports[:1], ports[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "m.onnx")
+    net = demask.from_onnx(tmp_path / "m.onnx")
+    assert [tuple(p.shape) for p in net.parameters()] == [(5, 4)]
+    assert [tuple(b.shape) for b in net.buffers()] == [(1,)]
