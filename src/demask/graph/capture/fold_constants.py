@@ -41,7 +41,7 @@ def fold_constants(program: Program, *, parameters: bool = True) -> Program:
         for node in graph.nodes:
             if parameters or not _trains(node, program):
                 room -= _evaluate(node, values, program, room)
-    frontier = _frontier(graph, values)
+    frontier = _frontier(graph, values, program)
     declared = find_declared_zeros(graph, frontier, values, program)
     constants = {
         str(n.target): program.constants[str(n.target)]
@@ -85,10 +85,11 @@ def find_declared_zeros(
     return zeros
 
 
-def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
+def _frontier(graph: fx.Graph, values: dict[fx.Node, Any], program: Program) -> list[fx.Node]:
     """The computed constants with other readers that are no larger than the constants they are
     computed from: folding never expands a row to a matrix, or a kernel to an image. Those that share
-    such constants are together no larger than what they replace: it stores no weight twice."""
+    such constants are together no larger than what they replace: it stores no weight twice, except for
+    what a parametrization computes, which its module has as a weight."""
     calls = [node for node in reversed(list(graph.nodes)) if node.op == "call_function" and node in values]
     refused: set[fx.Node] = set()
     while True:
@@ -106,13 +107,20 @@ def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
                 frontier[node] = stored
             else:
                 del folded[node]  # It remains a call, which reads its operands.
-        growing = {nodes[0] for nodes in _sharing(frontier) if _grows(nodes, frontier, folded)}
-        if not growing:
+        growing = [nodes for nodes in _sharing(frontier) if _grows(nodes, frontier, folded)]
+        stored_twice = [[n for n in nodes if not _is_parametrized(frontier[n], program)][:1] for nodes in growing]
+        if not any(stored_twice):
             break
-        refused |= growing
+        refused.update(*stored_twice)
     for node in values.keys() - folded.keys():
         del values[node]
     return [*frontier][::-1]
+
+
+def _is_parametrized(leaves: Sequence[fx.Node], program: Program) -> bool:
+    """Whether one of the constants is what a parametrization computes a weight from, under any of its names."""
+    constants = [program.constants[str(leaf.target)] for leaf in leaves]
+    return any(_RAW.search(name) for constant in constants for name in (constant.name, *constant.aliases))
 
 
 def _sharing(frontier: Mapping[fx.Node, Sequence[fx.Node]]) -> list[list[fx.Node]]:
