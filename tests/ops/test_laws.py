@@ -177,6 +177,8 @@ BY_DAY = {
     ("aten.conv1d.default", 1): 2,
     ("aten.conv1d.default", 2): 2,
     ("aten.rnn_tanh.input", 2): 2,
+    ("aten.lstm.input", 1): 2,
+    ("aten.gru.input", 1): 2,
 }
 
 

@@ -333,8 +333,8 @@ def _as_declared(work: nn.Module, args: Any, kwargs: Any, interface: Interface) 
         marks = functools.partial(_dynamic_dims, sized, interface, dynamic)
         shapes = _dynamic(work, *sized, marks)
         exported = None
-        with contextlib.suppress(NotExportable, BadInput):
-            exported = _attempt(work, *sized, shapes)
+        with contextlib.suppress(NotExportable):
+            exported = _export(work, *sized, shapes)
         if exported is not None and _fits(exported, args, kwargs):
             yield exported, (*describe_ranges(exported), *_fixed_notes(exported, interface))
     exported = _attempt(work, args, kwargs, None)
@@ -402,10 +402,10 @@ def _dynamically(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> Exp
     if any(a is not b for a, b in pairs):
         with contextlib.suppress(NotExportable, BadInput):
             shapes = _dynamic(work, wide[0], wide[1], _auto(first))
-            exported = _attempt(work, wide[0], wide[1], shapes)
+            exported = _export(work, wide[0], wide[1], shapes)
             if _fits(exported, args, kwargs):
                 return exported
-    return _attempt(work, args, kwargs, _dynamic(work, args, kwargs, _auto(first)))
+    return _export(work, args, kwargs, _dynamic(work, args, kwargs, _auto(first)))
 
 
 def _fits(exported: ExportedProgram, args: Any, kwargs: Any) -> bool:
@@ -492,6 +492,15 @@ def _user_inputs(exported: ExportedProgram) -> set[str]:
 
 def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:
     """The export of a call. Raises NotExportable, or BadInput if the model itself fails."""
+    try:
+        return _export(work, args, kwargs, shapes)
+    except NotExportable:
+        _check_runs(work, args, kwargs)
+        raise
+
+
+def _export(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:
+    """The export of a call that the model may not accept: nothing but shapes is computed. Raises NotExportable."""
     uncached = export_without_cache()
     with warnings.catch_warnings(), _quiet(), shapes_only(), torch.no_grad(), uncached:
         warnings.simplefilter("ignore")
@@ -505,7 +514,6 @@ def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedPr
                 return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
             except Exception as specialized:
                 error = specialized
-    _check_runs(work, args, kwargs)
     raise export_error(error, work) from error
 
 
