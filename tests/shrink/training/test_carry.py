@@ -173,6 +173,53 @@ def test_a_new_optimizer_does_something_else(name: str) -> None:
     assert max(abs(a - b) for a, b in zip(other, expected, strict=True)) > 1e-3
 
 
+def single_weights() -> Residual:
+    """Single weights masked, too, one of them after a step that gave it a momentum."""
+    net = residual()
+    for block in net.blocks:
+        keep = torch.ones_like(block.c2.weight)
+        keep.view(-1)[::3] = 0
+        prune.custom_from_mask(block.c2, "weight", keep)
+    return net
+
+
+@pytest.mark.parametrize("result", ["class", "graph"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_weights_that_stay_under_a_mask_stay_zero(name: str, result: str) -> None:
+    batches = images(10)
+    call = {"args": (batches[0][0],), "result": result}
+    expected, actual, masked, slim = run_both(single_weights, batches, OPTIMIZERS[name], **call)
+    assert_close(expected, actual)
+    if result == "class":
+        assert torch.equal(slim.blocks[0].c2.weight == 0, masked.blocks[0].c2.weight[:, [1, 3, 4, 6]] == 0)
+
+
+def carriers() -> nn.Sequential:
+    """Masked convolutions whose norms make constants, which a border map or a channel that stays carries."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(m for c in (3, 8) for m in (nn.Conv2d(c, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU())))
+    net = nn.Sequential(*net, nn.Conv2d(8, 5, 1), nn.Flatten(2), nn.AdaptiveAvgPool1d(1), nn.Flatten()).double()
+    for norm in (net[1], net[4]):
+        nn.init.normal_(norm.bias)
+    for k in (0, 3):
+        mask(net[k], (0, 2, 5, 6), names=["weight"])
+    return net
+
+
+def test_a_channel_that_carries_constants_stays_masked() -> None:
+    """A norm divides it by the root of its epsilon: weights that grow there moved the loss by a third."""
+    batches = images(1) * 20
+    net = carriers()
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    train(net, optimizer, batches)
+    net.eval()
+    slim = demask.demask(net, (batches[0][0],), result="class")
+    assert slim[0].weight.shape[0] > 4
+    demask.carry(slim, optimizer)
+    train(slim.train(), optimizer, batches[:4])
+    assert sorted((row == 0).all().item() for row in slim[0].weight) == [False] * 4 + [True] * (len(slim[0].weight) - 4)
+
+
 def uneven() -> Residual:
     """Other channels masked in the operands of an add: a graph adds them at their places."""
     torch.manual_seed(0)
@@ -548,6 +595,25 @@ def test_two_rounds() -> None:
     demask.carry(again, optimizer)
     assert_close(train(masked, whole, batches[10:]), train(again, optimizer, batches[10:]))
     assert {id(p) for p in optimizer.state} == {id(p) for p in again.parameters()}
+
+
+def test_second_rounds_hold_the_zeros_of_masks_that_were_passed() -> None:
+    batches = rows(8)
+    net = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 5)).double()
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    train(net, optimizer, batches[:2])
+    keep = torch.ones(9, 4).double()
+    keep[3:, 1] = 0
+    unit = torch.arange(9) != 0
+    slim = slimmed(net, masks={"0.weight": keep * unit[:, None], "0.bias": unit})
+    demask.carry(slim, optimizer)
+    train(slim, optimizer, batches[2:4])
+    unit = torch.arange(8) != 7
+    again = slimmed(slim, masks={"0.weight": unit[:, None], "0.bias": unit})
+    demask.carry(again, optimizer)
+    train(again, optimizer, batches[4:])
+    assert again[0].weight.shape == (7, 4)
+    assert torch.equal(again[0].weight == 0, keep[1:8] == 0)
 
 
 def test_scalers_and_schedulers_stay() -> None:

@@ -76,6 +76,12 @@ class ComputedTensor:
             value = self.value()
         return len(parameters) == 1 and torch.equal(value, parameters[0] * (value != 0))
 
+    def zeros_of_mask(self) -> Tensor:
+        """Where a tensor that is a mask times a parameter is zero for any parameter."""
+        ones = {n: torch.ones_like(t) if isinstance(t, nn.Parameter) else t for n, t in self.sources().items()}
+        with torch.no_grad():
+            return self.with_sources(ones).value() == 0
+
     def with_sources(self, sources: Mapping[str, Tensor]) -> ComputedTensor:
         """The tensor computed from others, by their names in `part`."""
         vars(self.part).pop(self.leaf, None)  # of a hook

@@ -22,7 +22,7 @@ from demask.graph.provenance import provenance_of
 from demask.graph.result.origin import Origin, Piece, get_origin
 from demask.graph.result.resize import tensors_of
 from demask.shrink.emit.constant_store import cut
-from demask.shrink.training.pieces import NetworkTensors, find_origin, find_trained, sliced_shape
+from demask.shrink.training.pieces import NetworkTensors, find_origin, find_trained, hold, sliced_shape
 
 # Factored second moments (Adafactor), and the axis of the parameter over which each is averaged:
 # in torch it has size one, in transformers it is gone.
@@ -206,10 +206,11 @@ def carry(slim: nn.Module, optimizer: Any, *, ema: Any = None, model: Any = None
 
     Call it directly after `demask()`, between `optimizer.step()` and the next `backward()`:
     gradients are not carried. Then steps of `slim` are those of the masked network up to rounding,
-    if full slices are masked and the optimizer computes each element by itself. They differ:
+    if the optimizer computes each element by itself: weights that stay in `slim` under a mask of
+    torch.nn.utils.prune, of a parametrization or of `masks=` stay zero, by a hook on the parameter that
+    sets their gradients to zero (copies and files of `slim` do not have it). Zeros that no mask makes are
+    trained, as they are in the original. Steps differ:
 
-    - where zeros remain inside remaining slices: these are trained (`masks=` of demask, or prune
-      `slim` again with their mask).
     - where a removed slice was a constant that is not zero: in train mode a batch norm computed it
       from batch statistics, and its sources were trained; now it is one constant.
     - where the optimizer reads full tensors (Adafactor's clipping, LAMB, Muon; gradient clipping
@@ -273,6 +274,10 @@ def carry(slim: nn.Module, optimizer: Any, *, ema: Any = None, model: Any = None
         _update(optimizer, plan, cut)
     if commit is not None:
         commit()
+    for name, piece in plan.pieces.items():
+        parameter = own.parameters[name]
+        if piece.held is not None and piece.held.shape == parameter.shape:
+            hold(parameter, piece.held)
     return result
 
 
@@ -402,6 +407,10 @@ class _Plan:
             count = math.prod(sliced_shape(piece.shape, piece.positions))
             if piece.has_state and count == parameter.numel():
                 cut[name] = cut_states(sources[0], states[sources[0]], piece, parameter)
+                if piece.held is not None:  # moments of steps before the mask
+                    for state in cut[name].values():
+                        if isinstance(state, Tensor) and state.shape == piece.held.shape:
+                            state[piece.held.to(state.device)] = 0
             else:
                 warn_caller(
                     f"{name} starts without optimizer state: it is computed from "

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils.weak import WeakIdKeyDictionary
 
 from demask.failures import is_strict
 from demask.graph.capture.declared_masks import Masks
 from demask.graph.capture.fold_constants import plain_name
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Cut, Positions, Provenance
-from demask.graph.result.computed_tensors import parametrized_tensors, remove_parametrizations
+from demask.graph.result.computed_tensors import computed_tensors, parametrized_tensors, remove_parametrizations
 from demask.graph.result.origin import Origin, OriginalParameter, Piece, set_origin
 from demask.graph.result.resize import tensors_of
 from demask.shrink.emit.constant_store import select
@@ -90,12 +91,17 @@ def find_origin(
     parameters, own = NetworkTensors.of(model).parameters, NetworkTensors.of(slim)
     pieces: dict[str, Piece] = {}
     added: dict[str, Tensor] = {}
+    masked = masked_elements(model, masks)
     for name, tensor in own.values.items():
         if any(source != name and source in original.values for source in own.raw.get(name, ())):
             continue  # its sources are pieces of the original's
         piece = _find_piece(name, tensor, cuts.get(name), original, parameters, is_new)
         if piece is not None:
             pieces[name] = piece
+            if piece.is_slice and piece.source in masked:
+                zeros = masked[piece.source].expand(piece.shape)
+                held = select(zeros, piece.positions).reshape(tensor.shape).to(tensor.device) & (tensor == 0)
+                pieces[name] = replace(piece, held=held if bool(held.any()) else None)
         elif tensor.is_floating_point():
             added[name] = tensor.clone()
     for layer in [name.rpartition(".")[0] for name, piece in pieces.items() if piece.carries]:
@@ -109,6 +115,30 @@ def find_origin(
         masks,
         weakref.ref(model) if isinstance(model, nn.Module) else None,
     )
+
+
+# Of parameters whose gradients are zero where a mask is (`hold`), which of their elements these are.
+_HELD: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+
+
+def hold(parameter: Tensor, held: Tensor) -> None:
+    """Let the gradients of a parameter be zero at these elements from now on."""
+    if parameter.requires_grad and parameter not in _HELD:
+        _HELD[parameter] = held
+        parameter.register_hook(lambda gradient: gradient.masked_fill(held.to(gradient.device), 0))
+
+
+def masked_elements(model: nn.Module | ExportedProgram, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Which elements of a network's tensors are zero under its masks: those of torch.nn.utils.prune and of
+    parametrizations, those that `hold` knows, and `masks`, which were passed to `demask()`; of shapes that expand to the tensors'."""
+    masked = {name: mask == 0 for name, mask in masks.items() if isinstance(mask, Tensor)}
+    if not isinstance(model, nn.Module):
+        return masked
+    more = [(c.name, c.zeros_of_mask()) for c in computed_tensors(model) if c.is_mask()]
+    more += [(name, _HELD[p]) for name, p in model.named_parameters(remove_duplicate=False) if p in _HELD]
+    for name, zeros in more:
+        masked[name] = zeros | masked[name] if name in masked else zeros
+    return masked
 
 
 def find_trained(origin: Origin, values: Mapping[str, Tensor]) -> str:
