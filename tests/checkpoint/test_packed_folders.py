@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.quantizers import auto
 
 from demask import BadInput, checkpoint
 from demask.machine.cost import Costs
@@ -148,3 +149,28 @@ def test_damaged_tensors_are_refused(tmp_path):
         outputs(checkpoint.load(out))
     with pytest.raises(BadInput, match="expected bitmap of a matrix"):
         checkpoint.slim(out, tmp_path / "new")
+
+
+def test_the_network_without_its_head_is_read(tmp_path):
+    out = tmp_path / "out"
+    checkpoint.slim(write(sparse_llama(), tmp_path / "in"), out, multiple=4, sparse=True, check=False)
+    full, part = checkpoint.load(out), AutoModel.from_pretrained(out)
+    assert {f"model.{name}" for name in forms(part)} == {name for name in forms(full) if name != "lm_head"}
+    tokens = torch.arange(8)[None]
+    assert torch.equal(part(tokens).last_hidden_state, full.model(tokens).last_hidden_state)
+
+
+@pytest.mark.parametrize("writer", ["slim", "save_pretrained"])
+def test_transformers_alone_refuses_a_packed_folder(writer, tmp_path, monkeypatch):
+    """It would go on with random weights, as it goes on without a method that it does not know."""
+    out = tmp_path / "out"
+    checkpoint.slim(write(sparse_llama(), tmp_path / "in"), out, multiple=4, sparse=True, check=False)
+    if writer == "save_pretrained":
+        loaded, out = checkpoint.load(out), tmp_path / "again"
+        loaded.save_pretrained(out)
+    assert forms(AutoModelForCausalLM.from_pretrained(out))
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "demask")
+    monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, "demask")
+    for reader in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            reader.from_pretrained(out)

@@ -181,7 +181,7 @@ class PackedFolder(CheckpointFolder):
             if [(t.dtype, t.shape) for t in own] != expected:
                 raise BadInput(f"{path}: {layer} is {weight.form} by {CONFIG}, but its tensors are not; copy it again")
             first = file_of[names[0]]
-            for name in names:
+            for name in (*names, *({f"{layer}.weight"} & file_of.keys())):
                 del tensors[dense_file_of.pop(name)][name]
             tensors[first][f"{layer}.weight"] = StoredTensor(f"{layer}.weight", dtype, weight.size, 0)
             dense_file_of[f"{layer}.weight"] = first

@@ -1,7 +1,9 @@
 """Linear layers whose weights are stored packed in a folder: without their zeros (`sparse.products.packed`).
 
 In place of `layer.weight` a folder has the tensors of a form, such as `layer.values`, `layer.bits` and
-`layer.starts`. Its config says so, as it says how weights are quantized:
+`layer.starts`, and an empty `layer.weight`: loaders that do not know this form warn of it at most, and would go
+on with random weights, but they refuse sizes that are others than the layer's. Its config says so, as it says how
+weights are quantized:
 
     "quantization_config": {"quant_method": "demask", "layers": {
         "model.layers.0.mlp.up_proj": {"form": "bitmap", "size": [5632, 2048], "numbers": 3460300}}}
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.sparse.packed_linear import PackedLinear, check_group
@@ -86,6 +88,11 @@ class PackedWeight:
         """The names of its tensors, in the order of `PackedMatrix.all_tensors`."""
         leaves = (*FORMS[self.form], *(["scale"] if self.dtype == torch.int8 else []))
         return [f"{layer}.{leaf}" for leaf in leaves]
+
+
+def empty_weight(dtype: torch.dtype) -> Tensor:
+    """What a folder has as the `weight` of a packed layer. dtype: of the layer."""
+    return torch.empty(0, dtype=dtype)
 
 
 def read_layers(settings: Mapping[str, Any], where: str) -> dict[str, PackedWeight]:

@@ -38,7 +38,7 @@ from demask.checkpoint.folder import (
     write_json,
 )
 from demask.checkpoint.gguf_file import check_gguf, write_gguf
-from demask.checkpoint.packed_weights import PackedWeight, linear_layers, settings_of
+from demask.checkpoint.packed_weights import PackedWeight, empty_weight, linear_layers, settings_of
 from demask.checkpoint.plan import CheckpointPlan, cut_tensor, new_name, plan_checkpoint
 from demask.checkpoint.proof import prove
 from demask.checkpoint.report import CheckpointReport, describe_plan
@@ -338,6 +338,7 @@ def write_tensors(
                 parts = dict(zip(packed[layer].names(layer), tensors, strict=True))
                 sources |= {part: (name, k) for k, part in enumerate(parts)}
                 hollow |= parts
+                hollow[new], sources[new] = empty_weight(own.dtype), (name, None)
             elif new is not None:
                 shape = cut_shape(own.shape, plan.cuts.get(name, {}))
                 hollow[new], sources[new] = torch.empty(shape, dtype=own.dtype, device="meta"), (name, None)
@@ -356,6 +357,8 @@ def write_tensors(
             if new in zeros:
                 return torch.zeros(zeros[new].shape, dtype=zeros[new].dtype)
             name, part = sources[new]
+            if new.removesuffix(".weight") in packed:
+                return empty_weight(hollow[new].dtype)
             if part is None:
                 return cut_tensor(stored, plan, name)
             if name not in last:

@@ -5,14 +5,23 @@ They count as quantized by a method of transformers' registry, which this module
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from demask.checkpoint.packed_weights import LAYERS, METHOD, packed_layers, read_layers, set_packed_layers, settings_of
+from demask.checkpoint.packed_weights import (
+    LAYERS,
+    METHOD,
+    empty_weight,
+    packed_layers,
+    read_layers,
+    set_packed_layers,
+    settings_of,
+)
 from demask.registry import RUNNERS
 from demask.sparse.packed_linear import PackedLinear
 
@@ -39,13 +48,21 @@ class PackedLoader(quantizers.HfQuantizer):
         return True
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-        set_packed_layers(model, read_layers({LAYERS: self.quantization_config.layers}, "quantization_config"))
+        layers = read_layers({LAYERS: self.quantization_config.layers}, "quantization_config")
+        prefix = f"{model.base_model_prefix}."
+        if not hasattr(model, model.base_model_prefix):  # the network without its head
+            layers = {name.removeprefix(prefix): layer for name, layer in layers.items() if name.startswith(prefix)}
+        set_packed_layers(model, layers)
+        empty = {rf"(^|\.){re.escape(name)}\.weight$" for name in layers}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *empty}
         return model
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
-        self.quantization_config.layers = settings_of(packed_layers(model))[LAYERS]
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        layers = packed_layers(model)
+        self.quantization_config.layers = settings_of(layers)[LAYERS]
         model.config.quantization_config = self.quantization_config
-        return None, {}
+        empty = {f"{name}.weight": empty_weight(model.get_submodule(name).dtype) for name in layers}
+        return {**model.state_dict(), **empty}, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype

@@ -25,6 +25,7 @@ NEXT: dict[str, tuple[str, ...]] = {
     "slim --for transformers": (
         "python -c 'import sys, transformers as t; print(t.AutoModel.from_pretrained(sys.argv[1]))' {output}",
     ),
+    "slim --sparse": ("python -c 'import sys, demask; print(demask.checkpoint.load(sys.argv[1]))' {output}",),
     "slim --for vllm": ("vllm serve {output}",),
     "slim --for mlx": ("mlx_lm.generate --model {output}",),
     "slim --for llama.cpp": ("llama-cli --model {output}",),
@@ -127,6 +128,8 @@ def next_command(ctx: Any) -> str:
 def _key_of(ctx: Any) -> str:
     name = ctx.command_path.partition(" ")[2]
     if name == "slim" and ctx.params["model"].is_dir():
+        if ctx.params["sparse"]:
+            return "slim --sparse"
         return f"slim --for {ctx.params['loader'] or 'transformers'}"
     return "stream --plan" if ctx.params.get("plan") else name
 

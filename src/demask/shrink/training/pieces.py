@@ -130,7 +130,8 @@ def hold(parameter: Tensor, held: Tensor) -> None:
 
 def masked_elements(model: nn.Module | ExportedProgram, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Which elements of a network's tensors are zero under its masks: those of torch.nn.utils.prune and of
-    parametrizations, those that `hold` knows, and `masks`, which were passed to `demask()`; of shapes that expand to the tensors'."""
+    parametrizations, those that `hold` knows, and `masks`, which were passed to `demask()`. Shapes expand to
+    the tensors'."""
     masked = {name: mask == 0 for name, mask in masks.items() if isinstance(mask, Tensor)}
     if not isinstance(model, nn.Module):
         return masked
