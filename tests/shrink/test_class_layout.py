@@ -373,7 +373,7 @@ def test_blocks_become_graphs_where_that_saves_much() -> None:
     for method in ("generate", "save_pretrained"):
         other: Any = TwoBlocks(4).double().eval()
         setattr(other, method, lambda x: x)
-        groups = "same channels of blocks.0.b, stem and blocks.1.b; demask.prune.align does so"
+        groups = "same channels of blocks.0.b, stem and blocks.1.b; demask.prune.align does so where"
         with pytest.warns(UserWarning, match=f"own class: .*{groups}"):
             assert not graphs(demask.demask(other, (x,)))
 

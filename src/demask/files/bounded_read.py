@@ -63,7 +63,8 @@ def open_plain(path: str | os.PathLike[str], what: str | None = None) -> Iterato
         raise BadInput(f"{what} cannot be read: {getattr(error, 'strerror', error)}") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BadInput(f"{what} cannot be read: expected a plain file, got another kind")
+            kind = "a folder (`demask slim` takes those of models)" if os.path.isdir(path) else "another kind"
+            raise BadInput(f"{what} cannot be read: expected a file, got {kind}")
         yield FileIO(descriptor, closefd=False)
     except OSError as error:
         raise BadInput(f"{what} cannot be read: {error.strerror or error}") from error

@@ -174,7 +174,7 @@ class Interface:
 
 WHOLE = "the network, whole"
 GRAPH_WOULD = "a graph would have"  # first words of the note on what a graph would save
-ALIKE_WOULD = "masked alike, it would have"  # of the note on what a graph of other masks would
+ALIKE_WOULD = "masked alike, it would have about"  # of the note on what a graph of other masks would
 GIVEN = "given"  # the unchanged network, in files
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from demask.failures import public
+from demask.failures import public, warn_caller
 from demask.graph.isolation import in_isolation
 from demask.prune.coupling import Group, Member, as_arguments, groups
 from demask.prune.masks import find_places, find_uncalled, write_masks
@@ -66,7 +66,8 @@ def align(
         skip: names or globs of modules and parameters that are to remain as they are.
 
     Returns:
-        A tuple of `Alignment`, one for each group in which something was masked.
+        A tuple of `Alignment`, one for each group in which something was masked. Where no group has a slice that
+        can be, a warning says which of its weights has no zero slice.
 
     Raises:
         BadInput: an unknown structure, a name in `skip` that does not exist, or inputs that the
@@ -91,9 +92,12 @@ def align(
     args, kwargs = as_arguments(example_inputs)
     values = {name: places[0].value for name, places in find_places(model).items()}
     masks: dict[str, Tensor] = {}
-    done = []
+    done, reasons, are_alike = [], [], False
     for group in groups(model, example_inputs, structure=structure, skip=skip):
-        slices = _common_slices(group, values)
+        counts, slices = _common_slices(group, values)
+        fewest = min(counts, key=counts.__getitem__, default="")
+        if len(counts) > 1 and not counts[fewest] and any((values[name] == 0).any() for name in counts):
+            reasons.append(f"of the {group.size} slices of {group.name}, {fewest} has none that is zero")
         dropped = {}
         for member in group.producers if slices is not None else ():
             mask = _mask_of(member, ~slices, values[member.parameter])  # type: ignore[operator]
@@ -102,36 +106,39 @@ def align(
             if lost > 0:
                 dropped[member.parameter] = lost
             masks[member.parameter] = masks.get(member.parameter, torch.ones_like(mask)) & mask
+        are_alike |= slices is not None
         if slices is not None and dropped:
             chosen = tuple(slices.nonzero().squeeze(1).tolist())
             done.append(Alignment(group.name, group.size, chosen, dropped))
     write_masks(model, masks, find_uncalled(model, args, kwargs))
+    if not are_alike:
+        why = "; ".join(reasons[:3]) or "no two weights with zeros compute the same slices"
+        warn_caller(f"prune.align masks nothing: {why} (`demask.prune.groups` lists what is removed together)")
     return tuple(done)
 
 
-def _common_slices(group: Group, values: Mapping[str, Tensor]) -> Tensor | None:
-    """The slices of a group to mask, bool [size]: as many as its weight with the fewest zero slices
-    has. None where fewer than two weights compute it, or one has none that is zero."""
+def _common_slices(group: Group, values: Mapping[str, Tensor]) -> tuple[dict[str, int], Tensor | None]:
+    """By weight that computes a group, its zero slices; and the slices to mask, bool [size]: as many as the weight
+    with the fewest has. None where fewer than two weights compute it, or one has none that is zero."""
     squares = torch.zeros(group.size, dtype=torch.float64)
-    counts, weights = [], 0
+    counts: dict[str, int] = {}
     for member in group.producers:
         if not member.is_weight:
             continue
-        weights += 1
         value = values[member.parameter].double().cpu()
         others = [axis for axis in range(value.ndim) if axis != member.axis]
         rows = value.square().sum(others) if others else value.square()
         own = torch.zeros(group.size, dtype=torch.float64)
         belongs = member.slices >= 0
         own.index_add_(0, member.slices[belongs].cpu(), rows[belongs.cpu()])
-        counts.append(int((own == 0).sum()))
+        counts[member.parameter] = int((own == 0).sum())
         squares += own
-    least = min(counts, default=0)
-    if weights < 2 or not least:
-        return None
+    least = min(counts.values(), default=0)
+    if len(counts) < 2 or not least:
+        return counts, None
     chosen = torch.zeros(group.size, dtype=torch.bool)
     chosen[squares.argsort(stable=True)[:least]] = True
-    return chosen
+    return counts, chosen
 
 
 def _mask_of(member: Member, stays: Tensor, value: Tensor) -> Tensor:

@@ -492,7 +492,7 @@ def _alike_notes(candidate: SmallerProgram) -> tuple[str, ...]:
     saved, size = count_saved(candidate.target, shapes), candidate.record.after.parameters
     if not saved:
         return ()
-    return (f"{ALIKE_WOULD} {size - saved:,} parameters, {saved:,} fewer{advise(shapes)}",)
+    return (f"{ALIKE_WOULD} {size - saved:,} parameters, {saved:,} fewer at best{advise(shapes)}",)
 
 
 def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
@@ -528,7 +528,7 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     if not (loss or parts or size > CLASS_OVERHEAD * least):
         return own
     advice = advise(find_preserved_shapes(candidate.target))
-    advice += "; demask.prune.align does so (once: it prunes)" if advice else ""
+    advice += "; demask.prune.align does so where each has masked ones (once: it prunes)" if advice else ""
     if loss:
         warn_caller(f'demask() returns a graph, since {loss} (result="class"){advice}')
         raise ProgramMismatch(loss)

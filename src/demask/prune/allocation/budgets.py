@@ -27,6 +27,7 @@ from demask.graph.module_copy import structural_copy
 from demask.prune.allocation.knapsack import Choice, CountedCost, Item, Knapsack, spaced_counts
 from demask.prune.masks import find_places, read_masks
 from demask.prune.pruner import Pruner
+from demask.prune.scores import L1, L2
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ class Problem:
     def of(cls, scores: Scores, context: NetworkContext, floor: float, most: int) -> Problem:
         """The problem for these scores. most: the number of counts of each group, about."""
         left = {name: context.left[name] for name in context.names}
+        if isinstance(context.pruner.score, L1 | L2):  # layers of small weights are no less important
+            means = {name: scores[name][left[name]].mean().clamp(min=1e-300) for name in context.names}
+            scores = {name: scores[name] / means[name] for name in context.names}
         items = {}
         for name in context.names:
             own, size = scores[name][left[name]], int(left[name].sum())
@@ -145,8 +149,9 @@ MOST_COUNTS = 64  # counts per group in the knapsack
 class MACs:
     """As much importance as fits in a number of multiply-adds of one call on the example inputs.
 
-    The multiply-adds are those after `demask`. Scores are added across groups, so they must have
-    one scale, as `Taylor` has.
+    The multiply-adds are those after `demask`. Scores are added across groups, so they must have one scale, as
+    `Taylor` has; those of `L1` and `L2` are divided by the mean of their group first. A schedule says in how many
+    steps the budget is reached, not how much is removed.
 
     Args:
         budget: multiply-adds, an int; or a share of those at the start (without tokens that nothing
@@ -154,9 +159,11 @@ class MACs:
         floor: the share of its slices that each group retains at least; one slice always stays.
 
     Example:
-        >>> from demask.prune import MACs
-        >>> MACs(budget=0.5)
-        MACs(budget=0.5, floor=0.05)
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+        >>> prune.Pruner(net, torch.zeros(1, 8), allocation=prune.MACs(budget=0.5)).step().left
+        {'0': 32}
     """
 
     budget: float

@@ -82,7 +82,7 @@ class Latency:
     The call is on the example inputs, of `demask.optimize(demask.demask(model))`. Seconds of layers
     at several widths are measured and summed; networks at the solutions are built, measured and
     used to correct the sum, until a network is within the budget and was predicted well
-    (`TOLERANCE`). As HALP (Shen et al. 2022) and ZipLM (Kurtic et al. 2023) do.
+    (`TOLERANCE`). Scores are compared as by `MACs`. As HALP (Shen et al. 2022) and ZipLM (Kurtic et al. 2023) do.
 
     Args:
         budget_ms: milliseconds.
