@@ -486,9 +486,9 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
             return best
         words = "may be slower in ONNX Runtime" if has_gain else "is hardly smaller or faster"
         note = (
-            f"the fastest candidate ({best}) {words} than the original network (ratio "
-            f"{speed.ratio:.2f}, at least {speed.least:.2f}): that was written, unchanged; "
-            "--minimal writes the smallest"
+            f"{best} {words} than the original network (ratio {speed.ratio:.2f}, at least {speed.least:.2f}), "
+            "which is written, unchanged; --minimal writes the smallest candidate, "
+            f"{min(len(other.data) for other in candidates.valid.values()):,} of {race.size:,} bytes"
         )
         if best != EDITED or not candidates.edit_plainly():
             break

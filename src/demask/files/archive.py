@@ -103,7 +103,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     Args:
         path: name of the file.
         into: an instance of the network's class with the sizes before it was demasked; it is not
-            changed. The result is a copy of it with the file's tensors, in train or eval mode as it is. Where modules of the
+            changed. The result is a copy of it with the file's tensors, in its mode. Where modules of the
             network became graphs, its class must compute the same, so demask with `result="class"`
             for this. Default: None, for the class that was saved where the file has what it is
             built from (layers of torch in `nn.Sequential`, models of transformers), else for a

@@ -314,7 +314,7 @@ class EditedFile:
     unchanged: int  # how many of these are those of the original, byte for byte
     barriers: tuple[tuple[str, str], ...]  # nodes that are not cut, and why
     external: frozenset[str]  # tensors that the original stores in other files
-    foreign: frozenset[str]  # ops that demask could not capture, by an output
+    foreign: frozenset[str]  # ops that demask could not capture, by an output; not those that read such outputs
 
 
 def edit_file(
@@ -444,7 +444,8 @@ def edit_once(model: Any, folder: Path, args: Sequence[Tensor], table: Table, *,
                 raise BadInput(f"no value for {min(editor.missing)!r}")
             computed.update(editor.missing)
 
-    return *_cheapest_edit(walked, shell, insert), named.opaque
+    follow = {name for n in model.graph.node if not named.opaque.isdisjoint(n.input) for name in n.output}
+    return *_cheapest_edit(walked, shell, insert), named.opaque - follow
 
 
 def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Table) -> NamedValues:

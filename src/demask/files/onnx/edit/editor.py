@@ -433,7 +433,9 @@ class Editor:
             self._roll_back(marks)
             is_opaque = any(name in self.named.opaque for name in outputs)
             if is_opaque or any(p is not None for layout in wanted for p in layout or ()):
-                words = f"{op_of(node)} is not understood" if is_opaque else str(reason)
+                unknown = next((name for name in node.input if name in self.named.opaque), "")
+                words = f"it reads {unknown!r}, of which nothing is known" if unknown else str(reason)
+                words = f"{op_of(node)} is not understood" if is_opaque and not unknown else words
                 self.barriers.append((node.name or outputs[0], words))
             self._leave_uncut(node)
 
