@@ -362,7 +362,7 @@ def write_tensors(
                 return torch.zeros(zeros[new].shape, dtype=zeros[new].dtype)
             name, part = sources[new]
             if new.removesuffix(".weight") in packed:
-                return empty_weight(hollow[new].dtype)
+                return empty_weight(folder.stored(name).dtype)
             if part is None:
                 return cut_tensor(stored, plan, name)
             if name not in last:

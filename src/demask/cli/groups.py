@@ -44,6 +44,7 @@ NEXT: dict[str, tuple[str, ...]] = {
     "pilot condition": ("demask bench {output}", "demask bench {model}"),
 }
 READ = ("model", "a", "b", "data", "source")  # parameters that name files to read
+NO_NEXT = "no next"  # what a command returns that wrote what no other command reads
 NOT_REPEATED = ("plan", "plot", "page", "report")  # the next command would write over the files
 
 
@@ -70,7 +71,7 @@ class CommandsByJob(TyperGroup):
                 formatter.write_dl(rows)
 
 
-def add_command(app: typer.Typer, name: str, command: Callable[..., None], job: str | None = None) -> None:
+def add_command(app: typer.Typer, name: str, command: Callable[..., str | None], job: str | None = None) -> None:
     """Add a command to a group. Of a parameter whose type is a dataclass, the fields are the options."""
     parameters, groups = list[inspect.Parameter](), dict[str, Any]()
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
@@ -81,12 +82,12 @@ def add_command(app: typer.Typer, name: str, command: Callable[..., None], job: 
         else:
             parameters.append(parameter)
 
-    def run(**values: Any) -> None:
+    def run(**values: Any) -> str | None:
         grouped = {
             group: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
             for group, kind in groups.items()
         }
-        command(**values, **grouped)
+        return command(**values, **grouped)
 
     run.__doc__, run.__annotations__ = command.__doc__, {}
     vars(run)["__signature__"] = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])
@@ -103,7 +104,7 @@ class CommandWithNext(TyperCommand):
             if isinstance(path := ctx.params.get(name), Path):
                 check_exists(path)
         result = super().invoke(ctx)
-        if not ctx.params.get("as_json"):
+        if not ctx.params.get("as_json") and result is not NO_NEXT:
             typer.echo(f"next: {next_command(ctx)}", err=True)
         return result
 

@@ -283,9 +283,11 @@ def returned(decisions: Sequence[TuneDecision]) -> str:
 def speed_sections(speed: Speed, decisions: Sequence[TuneDecision]) -> Iterator[Section]:
     """The lines and tables of a measurement."""
     original, result = (_format_spread(row) for row in (speed.given, speed.result))
+    is_original = any(decision.place == WHOLE and decision.chosen == GIVEN for decision in decisions)
+    name = "best other candidate" if is_original else "result"
     yield Lines(
         [
-            f"original {original} ms, result {result} ms: {speed.ratio:.2f} x",
+            f"original {original} ms, {name} {result} ms: {speed.ratio:.2f} x",
             f"at least {speed.least:.2f} x, from {speed.pairs} rounds in turns, {format_threads(speed.threads)}",
             speed.machine,
         ],

@@ -811,6 +811,23 @@ def test_attention_of_the_runtime_is_a_barrier_and_what_is_around_it_is_cut(tmp_
     assert (dims(after.model)["w"], dims(after.model)["w2"]) == ([16, 32], [16, 32])
 
 
+def test_what_follows_an_unknown_op_is_not_called_unknown(tmp_path):
+    path = tmp_path / "in.onnx"
+    nodes = [
+        *(node("Conv", ["x", "w"], ["h"]), node("Conv", ["h", "v"], ["k"])),
+        node("Sharpen", ["k"], ["t"], domain="mine"),
+        *(node("GlobalAveragePool", ["t"], ["g"]), node("Relu", ["g"], ["y"])),
+    ]
+    tensors = {"w": half(64, 3, axis=0).reshape(64, 3, 1, 1), "v": np.ones((8, 64, 1, 1), np.float32)}
+    sizes = [value("x", ["B", 3, 4, 4])], [value("y", ["B", 8, 1, 1])]
+    model = write(path, nodes, *sizes, tensors)
+    model.opset_import.append(helper.make_opsetid("mine", 1))
+    onnx.save(model, path)
+    after = edited(path, torch.randn(2, 3, 4, 4))
+    assert after.barriers == (("t", "mine.Sharpen is not understood"), ("g", "it reads 't', of which nothing is known"))
+    assert after.foreign == {"t"}
+
+
 def test_foreign_ops_of_stored_tensors_are_not_computed_ahead(tmp_path):
     path = tmp_path / "m.onnx"
     write(

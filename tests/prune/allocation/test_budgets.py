@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import demask
 from demask.errors import BadInput
 from demask.ops import TABLE
-from demask.prune import Cubic, Latency, LatencyPlan, MACs, OneShot, Pruner
+from demask.prune import L1, L2, Cubic, Latency, LatencyPlan, MACs, OneShot, Pruner
 from demask.prune.allocation import layer_seconds
 from demask.prune.allocation.layer_seconds import NetworkTime, NetworkTimer, Width, resized
 from demask.prune.removal_cost import Extent
@@ -56,6 +56,21 @@ def test_macs_are_within_the_budget_and_use_it(share: float) -> None:
     Pruner(again, X, allocation=MACs(budget=int(share * whole))).step()
     for a, b in zip(model.buffers(), again.buffers(), strict=True):
         assert torch.equal(a, b)  # the masks among them
+
+
+@pytest.mark.parametrize("score", [L1(), L2()])
+def test_layers_of_small_weights_are_no_less_important(score: Any) -> None:
+    """A rectifier passes a factor on, so both networks compute the same."""
+    choices = []
+    for factor in (1.0, 0.01):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(m for n in (8, 32, 32) for m in (nn.Linear(n, 32), nn.ReLU())), nn.Linear(32, 4))
+        for parameter in net[0].parameters():
+            parameter.data *= factor
+        net[2].weight.data /= factor
+        pruner = Pruner(net, torch.zeros(1, 8), score=score, allocation=MACs(0.5))
+        choices.append(pruner.step().left)
+    assert choices[0] == choices[1]
 
 
 def test_a_schedule_reaches_the_budget_in_steps() -> None:

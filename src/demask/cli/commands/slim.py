@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from demask.cli.groups import NO_NEXT
 from demask.cli.options import (
     Model,
     NetworkOptions,
@@ -100,7 +101,7 @@ def slim(
     *,
     display: ShowOptions,
     options: NetworkOptions,
-) -> None:
+) -> str | None:
     """Write a network that computes the same as MODEL without the work that was masked away.
 
     The result is checked against MODEL before anything is written: a difference above --tolerance
@@ -162,7 +163,7 @@ def slim(
                 progress=step,
             )
         display.show(report, report.to_dict())
-        return
+        return None
     others = {
         "--for": loader,
         "--multiple": multiple,
@@ -187,6 +188,7 @@ def slim(
     }
     if output.suffix != ".onnx" and any(for_onnx.values()):
         raise BadInput(f"{' and '.join(k for k, v in for_onnx.items() if v)}: for .onnx results, leave them out")
+    following: str | None = None
     with progress("loading") as step:
         import demask
         from demask.cli.read_network import read_network, read_to_edit
@@ -216,6 +218,7 @@ def slim(
                 progress=step,
             )
             shown = partial(_print_deployed, deployed, output)
+            following = NO_NEXT if deployed.slim is None else following
         else:
             network = read_network(model, options)
             step("demasking")
@@ -223,6 +226,7 @@ def slim(
             verification = verify_and_write(network, result, output, step)
             shown = partial(show_written, result, output, verification)
     shown(display)
+    return following
 
 
 def _print_deployed(deployed: Any, output: Path, display: ShowOptions) -> None:

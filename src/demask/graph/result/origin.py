@@ -30,7 +30,7 @@ class Piece:
     elements and an added constant: then optimizer states are cut as it was. is_slice: whether it is
     a slice of the source's value, up to a constant. offset: that constant, of the result's shape.
     carries: whether it is of a layer whose weights have the products of removed ones added, which
-    are 0 in a layer that computes the same. held: which of its elements are zeros of a mask that the
+    are 0 in a layer that computes the same. masked: which of its elements are zeros of a mask that the
     original multiplies the source with; None if there are none.
     """
 
@@ -42,7 +42,7 @@ class Piece:
     is_slice: bool = False
     offset: Tensor | None = None
     carries: bool = False
-    held: Tensor | None = None
+    masked: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from demask.graph.provenance import provenance_of
 from demask.graph.result.origin import Origin, Piece, get_origin
 from demask.graph.result.resize import tensors_of
 from demask.shrink.emit.constant_store import cut
-from demask.shrink.training.pieces import NetworkTensors, find_origin, find_trained, hold, sliced_shape
+from demask.shrink.training.pieces import NetworkTensors, find_origin, find_trained, mask_gradient, sliced_shape
 
 # Factored second moments (Adafactor), and the axis of the parameter over which each is averaged:
 # in torch it has size one, in transformers it is gone.
@@ -276,8 +276,8 @@ def carry(slim: nn.Module, optimizer: Any, *, ema: Any = None, model: Any = None
         commit()
     for name, piece in plan.pieces.items():
         parameter = own.parameters[name]
-        if piece.held is not None and piece.held.shape == parameter.shape:
-            hold(parameter, piece.held)
+        if piece.masked is not None and piece.masked.shape == parameter.shape:
+            mask_gradient(parameter, piece.masked)
     return result
 
 
@@ -407,10 +407,10 @@ class _Plan:
             count = math.prod(sliced_shape(piece.shape, piece.positions))
             if piece.has_state and count == parameter.numel():
                 cut[name] = cut_states(sources[0], states[sources[0]], piece, parameter)
-                if piece.held is not None:  # moments of steps before the mask
+                if piece.masked is not None:  # moments of steps before the mask
                     for state in cut[name].values():
-                        if isinstance(state, Tensor) and state.shape == piece.held.shape:
-                            state[piece.held.to(state.device)] = 0
+                        if isinstance(state, Tensor) and state.shape == piece.masked.shape:
+                            state[piece.masked.to(state.device)] = 0
             else:
                 warn_caller(
                     f"{name} starts without optimizer state: it is computed from "

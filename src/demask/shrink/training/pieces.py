@@ -100,8 +100,8 @@ def find_origin(
             pieces[name] = piece
             if piece.is_slice and piece.source in masked:
                 zeros = masked[piece.source].expand(piece.shape)
-                held = select(zeros, piece.positions).reshape(tensor.shape).to(tensor.device) & (tensor == 0)
-                pieces[name] = replace(piece, held=held if bool(held.any()) else None)
+                under = select(zeros, piece.positions).reshape(tensor.shape).to(tensor.device) & (tensor == 0)
+                pieces[name] = replace(piece, masked=under if bool(under.any()) else None)
         elif tensor.is_floating_point():
             added[name] = tensor.clone()
     for layer in [name.rpartition(".")[0] for name, piece in pieces.items() if piece.carries]:
@@ -117,28 +117,27 @@ def find_origin(
     )
 
 
-# Of parameters whose gradients are zero where a mask is (`hold`), which of their elements these are.
-_HELD: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+# Of parameters whose gradients are zero where a mask is (`mask_gradient`), which of their elements these are.
+_MASKED: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
 
-def hold(parameter: Tensor, held: Tensor) -> None:
+def mask_gradient(parameter: Tensor, masked: Tensor) -> None:
     """Let the gradients of a parameter be zero at these elements from now on."""
-    if parameter.requires_grad and parameter not in _HELD:
-        _HELD[parameter] = held
-        parameter.register_hook(lambda gradient: gradient.masked_fill(held.to(gradient.device), 0))
+    if parameter.requires_grad and parameter not in _MASKED:
+        _MASKED[parameter] = masked
+        parameter.register_hook(lambda gradient: gradient.masked_fill(masked.to(gradient.device), 0))
 
 
 def masked_elements(model: nn.Module | ExportedProgram, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Which elements of a network's tensors are zero under its masks: those of torch.nn.utils.prune and of
-    parametrizations, those that `hold` knows, and `masks`, which were passed to `demask()`. Shapes expand to
-    the tensors'."""
+    """Which elements of a network's tensors are zero under its masks: of torch.nn.utils.prune, of parametrizations,
+    of `mask_gradient`, and `masks`, which were passed to `demask()`. Their shapes expand to the tensors'."""
     masked = {name: mask == 0 for name, mask in masks.items() if isinstance(mask, Tensor)}
     if not isinstance(model, nn.Module):
         return masked
     more = [(c.name, c.zeros_of_mask()) for c in computed_tensors(model) if c.is_mask()]
-    more += [(name, _HELD[p]) for name, p in model.named_parameters(remove_duplicate=False) if p in _HELD]
+    more += [(name, _MASKED[p]) for name, p in model.named_parameters(remove_duplicate=False) if p in _MASKED]
     for name, zeros in more:
-        masked[name] = zeros | masked[name] if name in masked else zeros
+        masked[name] = zeros | masked[name].to(zeros.device) if name in masked else zeros
     return masked
 
 
