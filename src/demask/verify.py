@@ -185,10 +185,12 @@ def verify(
         coverage = "; ".join(filter(None, (coverage, result.coverage)))
         result = replace(result, layers=compared, coverage=coverage)
     if check and not result.ok:
+        limits = (
+            f"Expected at most {tolerance(1.0, comparison.eps):.1e} relative in float64 and {ULPS:g} ulps in "
+            f"{result.dtype}; got {result.max_rel:.1e} and {result.ulps:.3g}. "
+        )
         raise Mismatch(
-            f"the networks differ: {result.failure}. Expected at most {tolerance(1.0, comparison.eps):.1e} "
-            f"relative in float64 and {ULPS:g} ulps in {result.dtype}; got {result.max_rel:.1e} "
-            f"and {result.ulps:.3g}. "
+            f"the networks differ: {result.failure}. {limits if 0 < result.max_rel < math.inf else ''}"
             "If `slim` came from demask(), please report it with the model."
         )
     return result

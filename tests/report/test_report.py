@@ -118,6 +118,14 @@ def test_a_pass_that_removes_nothing_says_why():
     assert any("aten.fft_fft" in decline.text for decline in shown.declined), str(shown)
 
 
+def test_rows_that_are_nearly_zero_are_named():
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    assert "below" not in str(report(demask.demask(net, (torch.ones(2, 4),))).notes)
+    net[0].weight.data[:3] *= 1e-9
+    (note,) = (n for n in report(demask.demask(net, (torch.ones(2, 4),))).notes if "below" in n)
+    assert note.startswith("rows of weights below 1e-06 of their layer's largest, 3 of 0.weight, stay")
+
+
 def test_something_removed_never_says_nothing():
     assert "nothing left" not in str(report(demasked()))
     fewer_macs = demasked(after=Sizes(parameters=1000, macs=19_999, bytes=4000))

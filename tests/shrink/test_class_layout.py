@@ -396,7 +396,7 @@ def test_a_graph_comes_in_place_of_a_class_that_keeps_all_macs(method: str) -> N
     if method:
         setattr(net, method, lambda: None)
     x = torch.randn(2, 16, 6).double()
-    text = "" if method else "would keep all 3,456 MACs, of which it has 864"
+    text = "" if method else "would keep all 3,456 MACs, of which the graph has 864"
     with pytest.warns(UserWarning, match=text) if text else contextlib.nullcontext():
         slim: Any = demask.demask(net, (x,))
     assert (type(slim) is Net) == bool(method)

@@ -64,7 +64,7 @@ def open_plain(path: str | os.PathLike[str], what: str | None = None) -> Iterato
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             kind = "a folder (`demask slim` takes those of models)" if os.path.isdir(path) else "another kind"
-            raise BadInput(f"{what} cannot be read: expected a file, got {kind}")
+            raise BadInput(f"{what} cannot be read: expected a plain file, got {kind}")
         yield FileIO(descriptor, closefd=False)
     except OSError as error:
         raise BadInput(f"{what} cannot be read: {error.strerror or error}") from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from demask.compat.dispatch import OpOverload, schema_of
@@ -18,6 +19,9 @@ from demask.pages import Page, PageSource, Span, Timeline
 from demask.report.sections import EFFECTS, report_sections
 from demask.report.values import Decline, ModuleRow, ReportValues
 from demask.shrink.pipeline import sliced_shape
+
+NEAR_ZERO, MOST_NAMED = 1e-6, 3
+_SCANNED = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ def report(slim: nn.Module) -> Report:
         removed=_largest_first(provenance.removed),
         scatters=dict.fromkeys(EFFECTS, 0) | dict(provenance.effects),
         declined=_declines(provenance.reasons),
-        notes=provenance.notes,
+        notes=(*provenance.notes, *_describe_near_zeros(slim)),
         speed=provenance.speed,
         decisions=provenance.decisions,
         densities=provenance.densities,
@@ -135,6 +139,22 @@ def _zero_slices(network: nn.Module) -> dict[str, int]:
             slices = zeros.flatten(1).all(1).sum() + zeros.transpose(0, 1).flatten(1).all(1).sum()
             counts[name] = int(slices)
     return {name: count for name, count in counts.items() if count}
+
+
+def _describe_near_zeros(network: nn.Module) -> Iterator[str]:
+    """A note on the rows of weights that are nearly zero, which stay: no threshold is used."""
+    counts = {}
+    for name, weight in network.named_parameters():
+        if weight.ndim > 1 and weight.numel() and weight.dtype in _SCANNED and not weight.is_meta:
+            largest = weight.detach().flatten(1).abs().amax(1)
+            counts[name] = int(((largest > 0) & (largest < NEAR_ZERO * largest.max())).sum())
+    named = [f"{count:,} of {name}" for name, count in counts.items() if count]
+    if named:
+        more = ", and more" if len(named) > MOST_NAMED else ""
+        yield (
+            f"rows of weights below {NEAR_ZERO:g} of their layer's largest, {', '.join(named[:MOST_NAMED])}{more}, "
+            "stay, as they are not zero: set them to zero to have them removed"
+        )
 
 
 def _largest_first(removed: Mapping[str, int]) -> dict[str, int]:

@@ -530,7 +530,7 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     advice = advise(find_preserved_shapes(candidate.target))
     advice += "; demask.prune.align does so where each has masked ones (once: it prunes)" if advice else ""
     if loss:
-        warn_caller(f'demask() returns a graph, since {loss} (result="class"){advice}')
+        warn_caller(f'demask() returns a graph, since {loss}; result="class" returns the class all the same{advice}')
         raise ProgramMismatch(loss)
     form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
     less = f': {size + uncalled:,} {unit}, where one graph has {least:,} (result="graph"){advice}'
@@ -548,7 +548,7 @@ def _describe_loss(own: Sizes, graph: Provenance, objective: str) -> str:
     for name in names:
         full, fewer = getattr(before, name), getattr(after, name)
         if full - fewer >= max(1, LEAST_OF_MODULE * full):
-            return f"the network's class would keep all {full:,} {OBJECTIVES[name]}, of which it has {fewer:,}"
+            return f"the network's class would keep all {full:,} {OBJECTIVES[name]}, of which the graph has {fewer:,}"
     return ""
 
 

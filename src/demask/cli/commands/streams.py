@@ -35,7 +35,10 @@ def stream(
         Path, typer.Argument(metavar="OUT", help=f"{WRITTEN}. Appears, complete, when all is done.")
     ],
     memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="A budget: 512MiB, 1.5GB, or a number of bytes.")
+        str,
+        typer.Option(
+            metavar="SIZE", help="What the call may take on top of the libraries: 512MiB, 1.5GB, or a number of bytes."
+        ),
     ] = BUDGET,
     output: Annotated[
         str | None,
