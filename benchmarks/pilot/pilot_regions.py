@@ -126,7 +126,7 @@ def contenders(model: nn.Module, x: Tensor, names: Sequence[str], folder: str) -
 
 
 def in_runtime(model: nn.Module, x: Tensor, path: Path) -> Call:
-    demask.to_onnx(model, path, (x,))
+    demask.to_onnx(model, path, (x[..., :SAMPLE, :SAMPLE],), dynamic_shapes="all")  # checked at this size
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
