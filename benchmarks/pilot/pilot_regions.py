@@ -301,7 +301,7 @@ def main() -> None:
         ours = {
             name: condition.applied(model, (x,), None, pilot, TABLE) for name, (condition, pilot) in CONDITIONS.items()
         }
-        reference = next(iter(ours.values())).whole
+        reference = next(iter(ours.values())).tiled_model
         for call in (*whole.values(), *ours.values()):  # the first call of each is not timed
             call(x)
         for seed in range(options.first, options.first + options.pages):
