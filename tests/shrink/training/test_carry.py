@@ -597,7 +597,8 @@ def test_two_rounds() -> None:
     assert {id(p) for p in optimizer.state} == {id(p) for p in again.parameters()}
 
 
-def test_second_rounds_hold_the_zeros_of_masks_that_were_passed() -> None:
+@pytest.mark.parametrize("second", ["passed", "prune"])
+def test_second_rounds_hold_the_zeros_of_masks_that_were_passed(second: str) -> None:
     batches = rows(8)
     net = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 5)).double()
     optimizer = OPTIMIZERS["sgd"](net.parameters())
@@ -609,7 +610,11 @@ def test_second_rounds_hold_the_zeros_of_masks_that_were_passed() -> None:
     demask.carry(slim, optimizer)
     train(slim, optimizer, batches[2:4])
     unit = torch.arange(8) != 7
-    again = slimmed(slim, masks={"0.weight": unit[:, None], "0.bias": unit})
+    if second == "prune":
+        mask(slim[0], [7])
+        again = slimmed(slim)
+    else:
+        again = slimmed(slim, masks={"0.weight": unit[:, None], "0.bias": unit})
     demask.carry(again, optimizer)
     train(again, optimizer, batches[4:])
     assert again[0].weight.shape == (7, 4)

@@ -91,7 +91,7 @@ def find_origin(
     parameters, own = NetworkTensors.of(model).parameters, NetworkTensors.of(slim)
     pieces: dict[str, Piece] = {}
     added: dict[str, Tensor] = {}
-    masked = masked_elements(model, masks)
+    masked = masked_elements(model, masks, original.raw)
     for name, tensor in own.values.items():
         if any(source != name and source in original.values for source in own.raw.get(name, ())):
             continue  # its sources are pieces of the original's
@@ -128,14 +128,19 @@ def mask_gradient(parameter: Tensor, masked: Tensor) -> None:
         parameter.register_hook(lambda gradient: gradient.masked_fill(masked.to(gradient.device), 0))
 
 
-def masked_elements(model: nn.Module | ExportedProgram, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def masked_elements(
+    model: nn.Module | ExportedProgram, masks: Mapping[str, Tensor], raw: Mapping[str, Sequence[str]]
+) -> dict[str, Tensor]:
     """Which elements of a network's tensors are zero under its masks: of torch.nn.utils.prune, of parametrizations,
-    of `mask_gradient`, and `masks`, which were passed to `demask()`. Their shapes expand to the tensors'."""
+    of `mask_gradient`, and `masks`, which were passed to `demask()`. Their shapes expand to the tensors'. raw: by
+    name of a tensor, those of the parameters that it is computed from."""
     masked = {name: mask == 0 for name, mask in masks.items() if isinstance(mask, Tensor)}
     if not isinstance(model, nn.Module):
         return masked
     more = [(c.name, c.zeros_of_mask()) for c in computed_tensors(model) if c.is_mask()]
-    more += [(name, _MASKED[p]) for name, p in model.named_parameters(remove_duplicate=False) if p in _MASKED]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    sources = [(name, parameters.get(names[0])) for name, names in raw.items() if len(names) == 1]
+    more += [(name, _MASKED[p]) for name, p in sources if p is not None and p in _MASKED]
     for name, zeros in more:
         masked[name] = zeros | masked[name].to(zeros.device) if name in masked else zeros
     return masked
