@@ -193,7 +193,7 @@ def picture(x: Tensor, module: InRegions, path: Path, side: int = 640) -> None:
     small = F.interpolate(pale[None], (side, side), mode="area")[0]
     sheet = Image.fromarray((small.clamp(0, 1) * 255).byte().permute(1, 2, 0).contiguous().numpy())
     pen = ImageDraw.Draw(sheet)
-    for top, bottom, left, right in ran.places:
+    for top, bottom, left, right in ran.areas:
         corners = [k * side // size for k in (left, top, right, bottom)]
         pen.rectangle([corners[0], corners[1], corners[2] - 1, corners[3] - 1], outline="#ff3b30", width=2)
     sheet.quantize(128).save(path, optimize=True)
