@@ -214,7 +214,7 @@ def slim(
             config[QUANTIZATION] = settings_of(packed)
             note = f"{len(packed)} linear layers are stored without their zeros; demask.checkpoint.load reads them"
         notes.append(note)
-    elif target == "transformers" and adapter is None and not any(plan.cuts.values()):
+    elif target == "transformers" and adapter is None and not (notes or plan.notes) and not any(plan.cuts.values()):
         notes.append(
             "no units, heads or layers are zero; sparse=True (--sparse) stores zeros in no pattern in fewer bytes"
         )
