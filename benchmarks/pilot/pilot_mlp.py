@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -216,14 +216,18 @@ Perceptrons of `trained_networks.py`, and the feed-forward block 768-3072-768 of
 At most {options.images:,} inputs were compared. *Flushed*: {FLUSHED >> 20} MiB are read before each
 call. ONNX Runtime in int8 changes outputs. Where no input is zero, *columns* is the network as it
 was, compared with torch's own bits."""
+    return Page("One vector", [text, Table(HEAD, rows, 4, merge=True)], summarize)
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How the exact contenders compare with the fastest dense one."""
     spans = []
     for who in EXACT[1:]:
-        gains = [row[5] for row in rows if row[3] == who and isinstance(row[5], float)]
+        gains = [row[HEAD[5]] for row in rows if row["contender"] == who]
         spans.append(
             f"{who} {min(gains):.2f} to {max(gains):.2f} (slower in {sum(gain < 1 for gain in gains)} of {len(gains)})"
         )
-    summary = "times as fast as the fastest dense contender: " + ", ".join(spans)
-    return Page("One vector", [text, Table(HEAD, rows, 4)], summary)
+    return "times as fast as the fastest dense contender: " + ", ".join(spans)
 
 
 @torch.no_grad()
@@ -267,8 +271,7 @@ def main() -> None:
                 for regime in ("hot", "flushed"):
                     taken = rounds(calls, inputs[:INPUTS], options.rounds, regime == "flushed", bar)
                     rows += cells(name, threads, regime, taken, result)
-    run = Run.now(allocator, before=before)
-    print(save("pilot_mlp", page(rows, options), run, options.output))
+            save("pilot_mlp", page(rows, options), Run.now(allocator, before=before), options.output)
 
 
 if __name__ == "__main__":
