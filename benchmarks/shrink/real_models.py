@@ -334,8 +334,7 @@ def _steps(row: Row, folder: Path, timed: bool) -> None:
         "demasked": lambda: slim(*inputs),
         "optimized": lambda: fast(*inputs),
     }
-    with contextlib.suppress(Exception):  # what it does not compile is no failure of ours
-        calls[NAME] = compiled(model, inputs)
+    add_compiled(calls, model, inputs)
     if first is not None:
         calls["ONNX Runtime"] = lambda: first.run(None, _feed(first, inputs, fixed))
     calls["ONNX Runtime, demasked"] = lambda: session.run(None, _feed(session, inputs))
@@ -343,10 +342,11 @@ def _steps(row: Row, folder: Path, timed: bool) -> None:
         row.calls = Timing.of_each(race(calls, seconds=SECONDS))
 
 
-def compiled(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], object]:
-    """A call by torch.compile of what torch.export makes of the network: it traces no module of an
-    ONNX file itself."""
-    return inductor(torch.export.export(model, inputs).module(), *inputs)
+def add_compiled(calls: dict[str, Callable[[], Any]], model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Adds a call by torch.compile of what torch.export makes of the network: it traces no module of
+    an ONNX file itself."""
+    with contextlib.suppress(Exception):  # what it does not compile is no failure of ours
+        calls[NAME] = inductor(torch.export.export(model, inputs).module(), *inputs)
 
 
 def _leaves(value: Any) -> tuple[Tensor, ...]:
@@ -409,7 +409,7 @@ def tiles(source: Source, folder: Path) -> list[list[Cell]]:
     tiled = {budget: demask.traverse.tile(model, (x,), memory=budget) for budget in BUDGETS}
     calls: dict[str, Callable[[], Any]] = {"": lambda: model(x)}
     calls |= {budget: (lambda run=run: run(x)) for budget, run in tiled.items()}
-    calls[NAME] = compiled(model, (x,))
+    add_compiled(calls, model, (x,))
     with torch.no_grad():
         timings, expected = Timing.of_each(race(calls, seconds=SECONDS)), _arrays(model(x))
         return [
@@ -420,7 +420,7 @@ def tiles(source: Source, folder: Path) -> list[list[Cell]]:
                 error(expected, _arrays(run(x))),
                 timings[budget],
                 timings[""],
-                timings[NAME],
+                timings.get(NAME),
             ]
             for budget, run in tiled.items()
         ]
