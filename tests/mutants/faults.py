@@ -171,8 +171,8 @@ WRITTEN = (
           "zeros.flip(0)[torch.meshgrid", "saved_configs"),
     fault("failing-model-is-captured", "shrink/strategies.py",
           "if call.check and isinstance(call.model, nn.Module):", "if False:", "device"),
-    fault("zeros-of-values-alone", "shrink/own_class/small_graphs.py",
-          "count * VISIBLE >= max(least[path], 1)", "count >= max(least[path], 1)",
+    fault("savings-of-layers-alone", "shrink/own_class/small_graphs.py",
+          "fewer[path if path in holders else path.rpartition(\".\")[0]]", "fewer[path]",
           "parts_as_graphs"),
     # ONNX files, edited
     fault("judge-without-verdict", "files/onnx/check.py", "if verdict.difference:", "if False:",

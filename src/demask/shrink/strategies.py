@@ -509,10 +509,10 @@ def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module
 
 
 def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
-    """The caller's class. Where a graph would be smaller by more than 5 %, the blocks that keep
-    most zeros are graphs in it, but not in networks with methods that graphs would lose; a warning
-    says what more could be removed. Raises ProgramMismatch, with a warning, where such a class
-    would keep all parameters and MACs, of which a graph saves many."""
+    """The caller's class. Where a graph would be smaller by more than 5 %, the blocks that are larger
+    than their part of it are graphs, but not in networks with methods that graphs would lose; a
+    warning says what more could be removed. Raises ProgramMismatch, with a warning, where such a
+    class would keep all parameters and MACs, of which a graph saves many."""
     own, unit = as_class(call, candidate), OBJECTIVES[call.objective]
     least = getattr(candidate.record.after, call.objective)
     size, uncalled = getattr(provenance_of(own).after, call.objective), 0
@@ -556,7 +556,7 @@ def _with_small_graphs(call: DemaskCall, candidate: SmallerProgram, own: nn.Modu
     """A network of the caller's class with small graphs, if it has any and computes the same; else
     as it is."""
     inputs = call.args, dict(call.kwargs or {})
-    mixed, graphs = with_small_graphs(own, inputs, call.smaller, call.objective)
+    mixed, graphs = with_small_graphs(own, inputs, call.smaller, candidate.record, call.objective)
     if not graphs:
         return own
     record, shapes = provenance_of(own), find_preserved_shapes(candidate.target)
@@ -631,7 +631,7 @@ def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     target = copy_tensors(candidate.target, candidate.program.constants.values())
     slim = build(target, record, originals=originals)
     if call.check:
-        slim = check_result(slim, candidate.program, call.model, call.args, call.kwargs, call.stated)
+        slim = check_result(slim, candidate.program, call.model, call.args, call.kwargs, call.stated, call.table)
     return slim
 
 

@@ -7,6 +7,7 @@ the same inputs, so nothing around it changes.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,12 @@ from torch.utils import _pytree as pytree
 from demask.errors import DemaskError
 from demask.graph.example_runs import Inputs, copy_in_eval
 from demask.graph.module_copy import structural_copy
-from demask.graph.provenance import provenance_of
-from demask.graph.result.computed_tensors import remove_parametrizations
+from demask.graph.provenance import ModuleSizes, Provenance, provenance_of
 from demask.graph.result.resize import put_module
 
 CALLERS = ("generate",)  # methods that call modules in other ways than forward does
 LEAST_OF_MODULE, LEAST_OF_NETWORK = 0.2, 0.03  # of the size, that a graph must save
-VISIBLE = 8  # a graph removes up to this many times the zeros: with values also queries and keys
+NOTHING = ModuleSizes((0, 0), (0, 0))
 
 Demasked = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], nn.Module]
 
@@ -45,23 +45,17 @@ class _Calls:
 
 
 def with_small_graphs(
-    own: nn.Module, inputs: Inputs, demasked: Demasked, objective: str = "parameters"
+    own: nn.Module, inputs: Inputs, demasked: Demasked, smallest: Provenance, objective: str = "parameters"
 ) -> tuple[nn.Module, dict[str, nn.Module]]:
     """A copy of a network of the caller's class with graphs in the place of the smallest modules in
     which they save enough, and these graphs by path.
 
-    demasked: the graph that computes a module, for the args and kwargs of its call. objective: the
-    attribute of Sizes by which it is enough.
+    demasked: the graph that computes a module, for the args and kwargs of its call. smallest: the
+    record of the graph of the network, which has no more in any module. objective: the attribute of
+    Sizes by which it is enough.
     """
-    plain = structural_copy(own, share=True)
-    remove_parametrizations(plain)
-    zeros, sizes, by_macs = _count_zeros(plain), _count_parameters(own), objective == "macs"
-    # Of MACs, how many zeros cost is known of the graph.
-    least = {
-        path: max(LEAST_OF_MODULE * size, 0 if by_macs else LEAST_OF_NETWORK * sizes[""])
-        for path, size in sizes.items()
-    }
-    wanted = [path for path, count in zeros.items() if path and count * VISIBLE >= max(least[path], 1)]
+    sizes, by_macs = _count_parameters(own), objective == "macs"
+    wanted = _find_larger(own, smallest, objective)
     calls = _record_calls(own, inputs, wanted) if wanted else {}
     graphs: dict[str, nn.Module] = {}
     for path in sorted(calls, key=lambda path: -path.count(".")):
@@ -113,21 +107,19 @@ def _count_parameters(network: nn.Module) -> dict[str, int]:
     return sizes
 
 
-def _count_zeros(network: nn.Module) -> dict[str, int]:
-    """The numbers in rows and columns of zeros in the weights below each module that has layers:
-    those of its own layers, and its own."""
-    counts: Counter[str] = Counter()
-    holders = {path for path, module in network.named_modules() if [*module.children()]}
-    with torch.no_grad():
-        for name, weight in network.named_parameters():
-            if weight.ndim > 1:
-                live = (weight != 0).flatten(2).any(2) if weight.ndim > 2 else weight != 0
-                live_size = int(live.any(1).sum()) * int(live.any(0).sum())
-                each = weight.numel() // max(live.numel(), 1)
-                layer = name.rpartition(".")[0]
-                path = layer if layer in holders else layer.rpartition(".")[0]
-                counts[path] += weight.numel() - live_size * each
-    return dict(counts)
+def _find_larger(own: nn.Module, smallest: Provenance, objective: str) -> list[str]:
+    """The modules with layers that are larger in a network than in its smallest graph, by as much
+    as a graph must save. A layer counts for the module that it is directly in."""
+    record = provenance_of(own)
+    holders = [path for path, module in own.named_modules() if path and [*module.children()]]
+    full, fewer = Counter[str](), Counter[str]()
+    for path, sizes in record.modules.items():
+        size, least = (getattr(of, objective)[1] for of in (sizes, smallest.modules.get(path, NOTHING)))
+        fewer[path if path in holders else path.rpartition(".")[0]] += size - least
+        for above in itertools.accumulate(path.split("."), "{}.{}".format):
+            full[above] += size
+    of_network = max(1, LEAST_OF_NETWORK * getattr(record.after, objective))
+    return [path for path in holders if fewer[path] >= max(LEAST_OF_MODULE * full[path], of_network)]
 
 
 def _record_calls(network: nn.Module, inputs: Inputs, paths: list[str]) -> dict[str, _Calls]:
