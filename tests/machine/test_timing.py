@@ -4,6 +4,7 @@ import ctypes
 import gc
 import platform
 import random
+from itertools import count
 from statistics import median
 
 import pytest
@@ -20,9 +21,17 @@ def recording(calls, *names):
 
 def test_rounds_alternate_their_order_after_the_warmup():
     calls = []
-    race(recording(calls, "a", "b", "c"), rounds=3, warmup=2)
+    race(recording(calls, "a", "b", "c"), rounds=3, warmup=2, clock=count().__next__)
     assert calls[:6] == ["a", "a", "b", "b", "c", "c"]
     assert calls[6:] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
+
+
+def test_quick_calls_are_timed_after_untimed_ones_of_their_own():
+    calls = []
+    race(recording(calls, "a", "b"), rounds=2, warmup=0, clock=count(step=2**-9).__next__)
+    assert calls == ["a", "b", "b", "b", "b", "a", "a", "a"]  # two of 1/512 second are QUICK
+    race(recording(calls := [], "a"), rounds=2, warmup=0, clock=count(step=2**-9).__next__)
+    assert calls == ["a", "a"]  # no other call was between
 
 
 def test_timings_come_from_the_clock():
