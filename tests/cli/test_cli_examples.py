@@ -188,6 +188,28 @@ def test_the_tolerance_reaches_the_comparison(run, images, monkeypatch):
     assert run("slim", images, "-o", "slim.pt2", "--tolerance", "0.1").code == 2
 
 
+def test_no_command_follows_a_file_that_no_other_command_reads(run, tmp_path):
+    pytest.importorskip("onnxruntime")
+    weight = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    weight[:, 3:] = 0
+    nodes = [
+        ("MatMul", "xw", "a", {}),
+        ("Relu", "a", "b", {}),
+        ("MatMul", "bv", "c", {}),
+        ("Gelu", "c", "y", {"domain": "com.microsoft"}),
+        ("Own", "y", "z", {"domain": "own"}),
+    ]
+    path = write(tmp_path / "own.onnx", [("x", 1, [2, 4])], nodes, [("w", weight), ("v", weight.T.copy())])
+    model = onnx.load(path)
+    model.opset_import.extend(onnx.helper.make_opsetid(domain, 1) for domain in ("com.microsoft", "own"))
+    onnx.save(model, path)
+    outcome = run("slim", path, "-o", "slim.onnx", "--minimal")
+    assert outcome.code == 0, outcome.err
+    assert "next: " not in outcome.err
+    sizes = [list(one.dims) for one in onnx.load(tmp_path / "slim.onnx").graph.initializer]
+    assert sorted(sizes) == [[3, 4], [4, 3]]
+
+
 # -- numbers --------------------------------------------------------------------------------------
 
 

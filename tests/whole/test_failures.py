@@ -18,6 +18,7 @@ from demask.compat.fake_shapes import shapes_only
 from demask.errors import BadInput, DemaskError, InternalError, Mismatch, NotExportable, TableError
 from demask.failures import Log, public, strict
 from demask.graph.capture.errors import part_of
+from demask.ops import TABLE, Entry
 from demask.rewrites.normalize import NORMALIZE, glu
 from demask.rewrites.rule import Pass, Phase
 from graphs import to_graph
@@ -191,6 +192,23 @@ def test_a_wrong_result_is_caught(monkeypatch):
         names = set(archive.namelist())
         assert {"report.json", "captured.txt", "result.txt", "zeros/0.npy"} <= names
         assert "linear" in archive.read("captured.txt").decode()
+
+
+def test_a_wrong_result_names_the_entries_that_a_user_added():
+    @torch.library.custom_op("failures::flip", mutates_args=())
+    def flip(x: torch.Tensor) -> torch.Tensor:
+        return x.flip(-1)
+
+    class Flip(nn.Module):
+        def forward(self, x):
+            return flip(x)
+
+    flip.register_fake(torch.empty_like)
+    net = nn.Sequential(nn.Linear(4, 8), Flip(), nn.Linear(8, 2)).eval()
+    net[0].weight.data[:5] = 0
+    table = TABLE.extended({"failures::flip": Entry("... -> ...")})  # positions change: wrong
+    with strict(False), pytest.warns(UserWarning, match=r"may be wrong \(failures.flip.default\): test each by"):
+        demask.demask(net, (torch.randn(3, 4),), table=table, result="graph")
 
 
 def _holder(record):

@@ -205,6 +205,9 @@ class Table(Mapping[str, Entry]):
     Args:
         entries: pairs (name of the op with its overload, `Entry`), one per op.
 
+    Attributes:
+        added: the names of the ops that `extended` added, a frozenset of str.
+
     Raises:
         TableError: two entries have the same op, or the line of an entry cannot be parsed.
 
@@ -217,6 +220,7 @@ class Table(Mapping[str, Entry]):
 
     def __init__(self, entries: Iterable[tuple[str, Entry]]):
         self._entries: dict[str, Entry] = {}
+        self.added: frozenset[str] = frozenset()
         for name, entry in entries:
             if name in self._entries:
                 raise TableError(f"op {name!r} has two entries: expected one per op")
@@ -251,7 +255,9 @@ class Table(Mapping[str, Entry]):
             1
         """
         entries = [(_canonical(k), Entry(v) if isinstance(v, str) else v) for k, v in more.items()]
-        return Table([*self._entries.items(), *entries])
+        table = Table([*self._entries.items(), *entries])
+        table.added = self.added.union(name for name, _ in entries)
+        return table
 
 
 def _canonical(name: str) -> str:

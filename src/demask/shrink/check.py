@@ -41,6 +41,7 @@ from demask.installation import VERSION
 from demask.judge import Draw, Expected, InFloat64, Verdict, draw_inputs, expected_outputs, judge
 from demask.numerics import find_narrow_casts, to_double, to_wide
 from demask.ops import schema
+from demask.ops.entry import Table, op_name
 from demask.pytree_paths import leaves_with_paths
 
 SMALL = 4096  # most elements of an integer tensor (indices, sizes) whose values are written
@@ -114,7 +115,8 @@ def check_result(
     model: nn.Module | ExportedProgram,
     args: Any,
     kwargs: Mapping[str, Any] | None,
-    stated: Domains = NOTHING,
+    stated: Domains,
+    table: Table,
 ) -> Demasked:
     """`slim`, if it computes what the model does. Else the network as it was captured, with a
     warning and a report that say so, and a file for a bug report.
@@ -140,7 +142,7 @@ def check_result(
     explain = _by_float64(partial(build_plain, program), slim, draws, program.graph)
     if not _verdict(slim, draws, explain).difference:
         return slim
-    return _return_captured(slim, program, verdict.difference)
+    return _return_captured(slim, program, verdict.difference, table)
 
 
 def refuse_failing(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> None:
@@ -255,14 +257,21 @@ def _capture_differs(wrong: str, model: nn.Module | ExportedProgram) -> CaptureD
     )
 
 
-def _return_captured(slim: Demasked, program: Program, wrong: str) -> Demasked:
+def _return_captured(slim: Demasked, program: Program, wrong: str, table: Table) -> Demasked:
     """The network as it was captured, with a report that says why."""
     if is_strict():
         raise Mismatch(f"the result of demask() computes something else: {wrong}")
     path = write_bug_report(program, slim, wrong)
+    own = sorted(table.added.intersection(op_name(node.target) for node in program.graph.nodes))
+    cause = "This is a defect of demask"
+    if own:
+        cause = (
+            f"An entry that was added to the table may be wrong ({', '.join(own)}): test each by "
+            "demask.ops.laws.check(name, table, demask.demask). If they hold, this is a defect of demask"
+        )
     text = (
         f"demask() changed what this network computes ({wrong}), so the network is returned as it "
-        f"was captured, nothing removed. This is a defect of demask: please report it with {path} "
+        f"was captured, nothing removed. {cause}: please report it with {path} "
         "(the graph, sizes, versions and where weights are zero; no weights)"
     )
     warn_caller(text)

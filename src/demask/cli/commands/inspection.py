@@ -70,7 +70,7 @@ def gaps(
 def _count_freed(network: NetworkFile, record: Provenance, table: Table, op: str) -> int | None:
     """How many more parameters are removed if the op is assumed to work position by position."""
     try:
-        slim: Any = demask.demask(network.model, network.args, table=table, result="graph")
+        slim: Any = demask.demask(network.model, network.args, table=table, check=False, result="graph")
     except Exception:  # The op may refuse smaller operands in any way; this is but a guess.
         return None
     if any(reason.op == op and reason.count for reason in slim.demasked.reasons):
