@@ -50,7 +50,8 @@ from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program, sliced_shape
 from demask.shrink.program_size import measure_modules, measure_program
 from demask.shrink.submodules import merge_records, part_dynamic_shapes
-from demask.sparse.segment.build_segments import SegmentLayer, layers_of
+from demask.sparse.packed_candidates import packed_candidates, packed_layers_of
+from demask.sparse.segment.build_segments import StoredLayer, layers_of
 from demask.sparse.segment.candidates import SegmentCandidates
 from demask.tune.candidates import Candidate, generate_candidates
 from demask.tune.epilogue import is_fused, unfuse
@@ -412,12 +413,16 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
     whole = unfuse(program)
     relations = Analysis(whole, table).relations
     sizes, modules = measure_program(whole, relations), measure_modules(whole, relations)
-    in_segments = layers_of(whole)
-    sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in in_segments))
+    in_segments, packed = layers_of(whole), packed_layers_of(whole)
+    stored = [*in_segments, *packed]
+    sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in stored))
     before = {path: (row.parameters[0], row.macs[0]) for path, row in provenance.modules.items()}
     _split_segments(modules, in_segments, before)
+    for layer in packed:
+        parameters, macs = modules.get(layer.name, (0, 0))
+        modules[layer.name] = parameters, macs + layer.products
     sizes_by_module = ModuleSizes.paired(before, modules)
-    densities = {layer.name: layer.stored / layer.weights for layer in in_segments if layer.stored < layer.weights}
+    densities = {layer.name: layer.stored / layer.weights for layer in stored if layer.stored < layer.weights}
     cuts = {
         name: cut
         for name, cut in provenance.cuts.items()
@@ -436,7 +441,7 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
 
 
 def _split_segments(
-    modules: dict[str, tuple[int, int]], layers: Sequence[SegmentLayer], before: Mapping[str, tuple[int, int]]
+    modules: dict[str, tuple[int, int]], layers: Sequence[StoredLayer], before: Mapping[str, tuple[int, int]]
 ) -> None:
     """Move the stored weights of layers, in place, from their segments, which are modules that the
     network did not have before, to the modules that they were."""
@@ -489,6 +494,8 @@ def _enter_candidates(
     if wanted.segments and race.device == CPU:
         forms = segments.forms(smaller, program, progress)
         yield from _enter_all(race, forms, provenance, progress)
+        packed = packed_candidates(smaller, asker, wanted.table, progress)
+        yield from _enter_all(race, packed, provenance, progress)
     dense = _dense_candidates(race, smaller, asker, segments, progress)
     yield from _enter_all(race, dense, provenance, progress)
     yield from segments.log.notes

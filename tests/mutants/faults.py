@@ -171,6 +171,8 @@ WRITTEN = (
           "zeros.flip(0)[torch.meshgrid", "saved_configs"),
     fault("failing-model-is-captured", "shrink/strategies.py",
           "if call.check and isinstance(call.model, nn.Module):", "if False:", "device"),
+    fault("tied-weights-packed", "sparse/packed_candidates.py", "weight.numel() and len(read.users) == 1:",
+          "weight.numel():", "packed_candidates"),
     fault("savings-of-layers-alone", "shrink/own_class/small_graphs.py",
           "fewer[path if path in holders else path.rpartition(\".\")[0]]", "fewer[path]",
           "parts_as_graphs"),

@@ -10,7 +10,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from demask.machine.cost import Question, costs_of_machine
+from demask.machine.cost import Costs, Question, costs_of_machine
 from demask.sparse.products.packed import FORMS, PackedMatrix, empty_matrix, pack, quantize
 from demask.sparse.products.packed_product import has_bitmap, linear
 
@@ -21,10 +21,18 @@ STEPS = 20  # all densities in a step of so many share their measurements
 MANY = 256  # vectors; more of them have the form of as many
 
 
-def chosen_form(size: tuple[int, int], density: float, dtype: torch.dtype, vectors: int = 1, group: int = 0) -> str:
+def chosen_form(
+    size: tuple[int, int],
+    density: float,
+    dtype: torch.dtype,
+    vectors: int = 1,
+    group: int = 0,
+    costs: Costs | None = None,
+) -> str:
     """The form that takes the least time for products with so many vectors on the CPU, with torch's threads.
 
     density: of nonzeros, from 0 to 1. group: of columns with a scale, which nonzeros with columns have none of.
+    costs: in place of those of torch's threads.
     """
     rows, columns = size
     step = round(STEPS * density)
@@ -36,7 +44,7 @@ def chosen_form(size: tuple[int, int], density: float, dtype: torch.dtype, vecto
     forms = [
         form for form in FORMS if not (form == "bitmap" and not has_bitmap(dtype)) and not (form == "columns" and group)
     ]
-    costs = costs_of_machine(torch.get_num_threads())
+    costs = costs or costs_of_machine(torch.get_num_threads())
     questions = {form: _question(form, size, density, dtype, vectors, group) for form in forms}
     is_known = all(costs.measured(question.name) for question in questions.values())
     seconds = {form: costs.seconds(question) for form, question in questions.items()}

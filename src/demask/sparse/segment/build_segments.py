@@ -149,8 +149,9 @@ def segments_of(graph: fx.Graph) -> list[tuple[fx.Node, SegmentProgram]]:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentLayer:
-    """A layer of a segment: its name, stored weights, all weights, and multiplications per call."""
+class StoredLayer:
+    """A layer of which weights are stored without zeros: its name, stored weights, all weights, and
+    multiplications per call."""
 
     name: str
     stored: int
@@ -158,7 +159,7 @@ class SegmentLayer:
     products: int
 
 
-def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[SegmentLayer]:
+def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[StoredLayer]:
     """The layers of a segment for inputs of these shapes."""
     value_shapes, segment_layers = program.shapes(shapes), []
     for step, out_shape in zip(program.steps, value_shapes[len(program.inputs) :], strict=True):
@@ -173,19 +174,19 @@ def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[Seg
         if is_conv(step):
             columns = columns // step.fields.groups * prod(step.fields.kernel)
         pixels = batch * height * width
-        segment_layers.append(SegmentLayer(step.name, end - first, step.fields.out * columns, (end - first) * pixels))
+        segment_layers.append(StoredLayer(step.name, end - first, step.fields.out * columns, (end - first) * pixels))
     return segment_layers
 
 
-def _recurrent_layer(step: Step[Numbers], x: Sequence[int]) -> SegmentLayer:
+def _recurrent_layer(step: Step[Numbers], x: Sequence[int]) -> StoredLayer:
     """A recurrent layer, all weights of which are stored: every step multiplies by each once."""
     parts = CALLED[step.op].parts
     assert parts is not None
     weights = sum(prod(shape) for shape in parts(x[2], step.fields.numbers) if len(shape) == 2)
-    return SegmentLayer(step.name, weights, weights, weights * x[0] * x[1])
+    return StoredLayer(step.name, weights, weights, weights * x[0] * x[1])
 
 
-def layers_of(network: FullProgram) -> list[SegmentLayer]:
+def layers_of(network: FullProgram) -> list[StoredLayer]:
     """The layers of all segments of a program, for the sizes of the example inputs."""
     segment_layers = []
     for node, program in segments_of(network.graph):
