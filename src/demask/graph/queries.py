@@ -82,6 +82,7 @@ class ExampleSizes:
     batch of one is captured as two. Symbols that are absent have their captured sizes."""
 
     sizes: Mapping[Any, int] = field(default_factory=dict)
+    known: dict[Any, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # by expression
 
     @classmethod
     def of(cls, graph: fx.Graph, inputs: Sequence[Any]) -> ExampleSizes:
@@ -104,5 +105,8 @@ class ExampleSizes:
         """A size as a number; dynamic sizes have their values in the example inputs."""
         if isinstance(size, int):
             return size
-        value = size.node.expr.subs(self.sizes)
-        return int(value) if value.is_Integer else schema.example_size(size)
+        expression = size.node.expr
+        if expression not in self.known:
+            value = expression.subs(self.sizes)
+            self.known[expression] = int(value) if value.is_Integer else schema.example_size(size)
+        return self.known[expression]
