@@ -457,8 +457,8 @@ the call returns; where the largest moment comes before the output is written th
 what was missing of it. *Again*: of a second call, for which no kernel has to be compiled. *Off*:
 measured minus predicted; *close*: no more than the larger of {SHARE:.0%} and {mebibytes(SLACK)}
 MiB. *MACs*: over those of the untiled run, as the plan says and as counted at torch's calls of
-convolutions, products and attention. Seconds are of one call, the first. *Difference*: of the
-outputs, from the untiled run in channels_last."""
+convolutions, products and attention, to which kernels of demask do not belong. Seconds are of one
+call, the first. *Difference*: of the outputs, from the untiled run in channels_last."""
     table = Table(HEAD, [*map(cells, rows)], 3, merge=True)
     parts = [text, table, *(f"Not run: {one}." for one in refused)]
     return Page("Peaks of memory, predicted and measured", parts, summarize)

@@ -443,16 +443,16 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
 def _split_segments(
     modules: dict[str, tuple[int, int]], layers: Sequence[StoredLayer], before: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Move the stored weights of layers, in place, from their segments, which are modules that the
+    """Move the stored weights and biases of layers, in place, from their segments, which are modules that the
     network did not have before, to the modules that they were."""
-    moved = sum(layer.stored for layer in layers)
+    moved = sum(layer.stored + layer.bias for layer in layers)
     for path in [path for path in modules if path not in before]:
         parameters, macs = modules[path]
         modules[path] = max(parameters - moved, 0), macs
         moved = max(moved - parameters, 0)
     for layer in layers:
         parameters, macs = modules.get(layer.name, (0, 0))
-        modules[layer.name] = parameters + layer.stored, macs + layer.products
+        modules[layer.name] = parameters + layer.stored + layer.bias, macs + layer.products
 
 
 def unchanged_provenance(provenance: Provenance) -> Provenance:

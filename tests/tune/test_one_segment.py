@@ -20,8 +20,10 @@ from demask.exec.steps.segment_rows import name_of
 from demask.kernels.plan_cache import WEIGHTS
 from demask.machine import clock as timer
 from demask.machine.cost import Costs
+from demask.ops import TABLE
+from demask.shrink.pipeline import capture_program, shrink_program
 from demask.sparse.segment import inline as segment_call
-from demask.sparse.segment.build_segments import segments_of
+from demask.sparse.segment.build_segments import segmented, segments_of
 from demask.sparse.segment.candidates import ALL, BY_INDEX, EACH, OUTSIDE
 from demask.tune.optimized_module import Optimized
 from torch_release import RELEASE, since
@@ -370,3 +372,15 @@ def test_others_are_left_out_where_segments_are_far_ahead(monkeypatch) -> None:
         monkeypatch.setattr(candidates, "AHEAD", ahead)
         others = names(model, x) - {optimize.GIVEN, ALL, ALL + BY_INDEX}
         assert (optimize.DEMASKED in others) == (seconds == ahead == 0.0) == bool(others)
+
+
+def test_layers_in_a_segment_have_their_weights_and_biases():
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.GRU(8, 5)).eval()
+    program = capture_program(net, (torch.randn(3, 2, 6),), {}, None)
+    program, provenance = shrink_program(program, TABLE)
+    in_one = segmented(program, lambda *_: True, lambda *_: True)
+    record = optimize.optimized_provenance(in_one, provenance, TABLE)
+    for path, layer in (("0", net[0]), ("2", net[2])):
+        count = sum(p.numel() for p in layer.parameters())
+        assert record.modules[path].parameters == (count, count)
+    assert not record.removed

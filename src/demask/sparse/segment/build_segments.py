@@ -150,13 +150,14 @@ def segments_of(graph: fx.Graph) -> list[tuple[fx.Node, SegmentProgram]]:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """A layer of which weights are stored without zeros: its name, stored weights, all weights, and
-    multiplications per call."""
+    """A layer of which weights are stored without zeros: its name, stored weights, all weights,
+    multiplications per call, and the numbers in its bias."""
 
     name: str
     stored: int
     weights: int
     products: int
+    bias: int = 0
 
 
 def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[StoredLayer]:
@@ -173,8 +174,9 @@ def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[Sto
         columns = canonical(kind, value_shapes[step.x])[1]
         if is_conv(step):
             columns = columns // step.fields.groups * prod(step.fields.kernel)
-        pixels = batch * height * width
-        segment_layers.append(StoredLayer(step.name, end - first, step.fields.out * columns, (end - first) * pixels))
+        pixels, stored = batch * height * width, end - first
+        bias = 0 if step.bias is None else step.bias[2] - step.bias[1]
+        segment_layers.append(StoredLayer(step.name, stored, step.fields.out * columns, stored * pixels, bias))
     return segment_layers
 
 
@@ -182,8 +184,9 @@ def _recurrent_layer(step: Step[Numbers], x: Sequence[int]) -> StoredLayer:
     """A recurrent layer, all weights of which are stored: every step multiplies by each once."""
     parts = CALLED[step.op].parts
     assert parts is not None
-    weights = sum(prod(shape) for shape in parts(x[2], step.fields.numbers) if len(shape) == 2)
-    return StoredLayer(step.name, weights, weights, weights * x[0] * x[1])
+    shapes = parts(x[2], step.fields.numbers)
+    weights, bias = (sum(prod(shape) for shape in shapes if len(shape) == rank) for rank in (2, 1))
+    return StoredLayer(step.name, weights, weights, weights * x[0] * x[1], bias)
 
 
 def layers_of(network: FullProgram) -> list[StoredLayer]:
