@@ -451,8 +451,10 @@ def _split_segments(
         modules[path] = max(parameters - moved, 0), macs
         moved = max(moved - parameters, 0)
     for layer in layers:
-        parameters, macs = modules.get(layer.name, (0, 0))
-        modules[layer.name] = parameters + layer.stored + layer.bias, macs + layer.products
+        holder = layer.name.rpartition(".")[0]  # of the parts of a recurrent layer
+        path = holder if layer.name not in before and holder in before else layer.name
+        parameters, macs = modules.get(path, (0, 0))
+        modules[path] = parameters + layer.stored + layer.bias, macs + layer.products
 
 
 def unchanged_provenance(provenance: Provenance) -> Provenance:
