@@ -123,6 +123,7 @@ def test_damaged_words_are_refused(words) -> None:
         decompress(torch.tensor(words, dtype=torch.int32).view(torch.float32), (33,))
 
 
+@pytest.mark.sampled(3)  # up to a minute each
 @pytest.mark.parametrize("kind", ["outside", "dense", "compressed"])
 @pytest.mark.parametrize("network", [resnet, stack])
 def test_what_an_error_asks_for_is_enough(network, kind) -> None:
