@@ -38,8 +38,9 @@ def packed_candidates(
     caches."""
     editor = GraphEditor(program)
     work = sum(vectors * weight.numel() for weight, vectors in _few_vectors(editor, asker).values())
-    total = sum_macs(Analysis(program, table).relations, asker.example)
-    if not llvm.is_installed() or work < max(LEAST_SHARE * total, 1):
+    if not work or not llvm.is_installed():
+        return
+    if work < LEAST_SHARE * sum_macs(Analysis(program, table).relations, asker.example):
         return
     tell("measuring packed layers")
     packed = pack_layers(program, asker)
