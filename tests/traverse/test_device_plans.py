@@ -102,6 +102,9 @@ def test_a_row_of_a_deep_layer_in_several_steps() -> None:
         sizes.append(layout.segments[0].bytes)
         assert layout.segments[0].segment.macs == one.macs
     assert sizes[0] > 1.5 * sizes[1] > sizes[2]
+    layout = lay_out(flow, [replace(one, row_steps=4, workers=2, over={})])
+    module = tiled(flow.program, packed_plan(flow, layout, 2**40, 0), flow, layout, TABLE)
+    assert difference(model, x, module) < 1e-13
     row = Device(sizes[2] * 2, weights="outside")
     small = plan(model, (x,), device=row)
     assert small.peak <= row.bytes and small.recompute == 1.0

@@ -109,8 +109,8 @@ class Planner:
     """The search for the plan of a flow.
 
     recompute: compute cheap values twice instead of storing maps. spills: store maps on disk.
-    tiles: try overlapping tiles (frustums). smallest: bytes of the smallest map stored on disk.
-    cut: cuts the segments of a layout into tasks; None for none.
+    smallest: bytes of the smallest map stored on disk. cut: cuts the segments of a layout into
+    tasks; None for none. Its methods' tiles: try overlapping tiles (frustums).
     """
 
     def __init__(
@@ -119,7 +119,6 @@ class Planner:
         *,
         recompute: bool,
         spills: bool,
-        tiles: bool = True,
         workers: int = 1,
         smallest: int = 2**20,
         cut: Cut | None = None,
@@ -129,7 +128,7 @@ class Planner:
         self.index_of = {node: k for k, node in enumerate(self.calls)}
         self.outputs = {n for n in flow.outputs if isinstance(n, fx.Node)}
         self.forced = _forced_cuts(flow, self.calls)
-        self.tiles, self.workers, self.cut = tiles, workers, cut
+        self.workers, self.cut = workers, cut
         self.cache: dict[tuple[int, int, str, int, int, int], StageChoice] = {}
         self.stages: dict[tuple[int, int], Stage] = {}
         self.recomputed = frozenset[fx.Node]()
@@ -210,7 +209,7 @@ class Planner:
         keeps = {n for n in calls if n in self.flow.axes and n not in self.recomputed and self.last[n] >= high}
         return recomputed + calls, keeps
 
-    def choices(self, low: int, high: int, budget: float) -> list[StageChoice]:
+    def choices(self, low: int, high: int, budget: float, tiles: bool) -> list[StageChoice]:
         """Ways to run the calls between two cuts, including the fastest within a budget."""
         nodes, keeps = self.pieces(low, high)
         if self._is_barrier(nodes):
@@ -229,7 +228,7 @@ class Planner:
         choices = [choice(LAYERWISE)]
         if stage.is_streamable and target_rows(stage):
             choices += _try_bands(stage, lambda rows, steps=1: choice(BANDS, rows, 0, steps), budget)
-        if self.tiles and self._has_columns(stage):
+        if tiles and self._has_columns(stage):
             width = max(stage.flow.columns(v) for v in target_rows(stage))
             sizes = [n for n in TILES_TRIED if n < width]
             fit = next((c for n in sizes if (c := choice(FRUSTUMS, n, n)).bytes <= budget), None)
@@ -321,20 +320,20 @@ class Planner:
                 live += value_bytes(n)
         return live
 
-    def search(self, budget: float) -> tuple[float, list[Segment]] | None:
+    def search(self, budget: float, tiles: bool = True) -> tuple[float, list[Segment]] | None:
         """The predicted seconds and the segments of the fastest plan within a budget of live bytes;
         None where none fits."""
         cuts = self.cuts()
         best: dict[int, tuple[float, list[Segment]]] = {0: (0.0, [])}
         for j, high in enumerate(cuts):
             for low in cuts[:j]:
-                for choice in self.choices(low, high, budget) if low in best else ():
+                for choice in self.choices(low, high, budget, tiles) if low in best else ():
                     seconds = best[low][0] + choice.seconds
                     if choice.bytes <= budget and seconds < best.get(high, (math.inf,))[0]:
                         best[high] = seconds, [*best[low][1], choice.segment]
         return best.get(len(self.calls))
 
-    def least(self) -> tuple[float, float, list[Segment]]:
+    def least(self, tiles: bool = True) -> tuple[float, float, list[Segment]]:
         """The fewest live bytes, and the seconds and segments of that plan. The estimate of bytes
         may be some rows too low."""
         cuts = self.cuts()
@@ -343,14 +342,14 @@ class Planner:
             candidates = [
                 (max(best[low][0], c.bytes), best[low][1] + c.seconds, low, c.segment)
                 for low in cuts[:j]
-                for c in self.choices(low, high, 0)
+                for c in self.choices(low, high, 0, tiles)
             ]
             size, seconds, low, segment = min(candidates, key=lambda candidate: candidate[:2])
             best[high] = size, seconds, [*best[low][2], segment]
         return best[len(self.calls)]
 
 
-Planners = dict[tuple[bool, bool], list[Planner]]  # by whether they try tiles, and store maps on disk
+Planners = dict[bool, list[Planner]]  # by whether they store maps on disk
 
 
 def _try_bands(stage: Stage, choose: Callable[..., StageChoice], budget: float) -> list[StageChoice]:
@@ -422,8 +421,14 @@ def _forced_cuts(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
 def _sample_steps(stage: Stage, segment: Segment) -> list[Step]:
     """Representative steps: two in the middle of bands, or a tile in the middle."""
     few = stage.flow.device is not None and segment.mode == BANDS and count_steps(stage, segment) <= FEW
+
+    def sample(count: int) -> list[int]:
+        """The first and the last steps, and those of two rows of the tallest target in the middle."""
+        middle = count // 2
+        return sorted({*range(FEW), *range(middle, middle + 2 * segment.row_steps), count - 1} & {*range(count)})
+
     if few or segment.row_steps > 1:
-        return list(walk_bands(stage, segment.rows, row_steps=segment.row_steps))
+        return list(walk_bands(stage, segment.rows, row_steps=segment.row_steps, sample=sample))
     if segment.mode == BANDS:
         return middle_steps(stage, segment.rows)
     if segment.mode == FRUSTUMS:
@@ -475,30 +480,29 @@ def plan_tiles(
     Raises:
         BudgetTooSmall: if no plan fits; its `least` is a sufficient budget in bytes.
     """
-    available, tried, known = budget - reserved, list[Planner](), {} if planners is None else planners
+    available, tried, known = budget - reserved, list[tuple[Planner, bool]](), {} if planners is None else planners
     for tiles, spills in itertools.product((False, True), repeat=2):
         if (spills and not disk) or (cut is not None and not spills):
             continue
-        if (tiles, spills) not in known:
+        if spills not in known:
             pair = [
                 Planner(
                     flow,
                     recompute=recompute,
                     spills=spills,
-                    tiles=tiles,
                     workers=workers,
                     smallest=2**20 if cut is None and flow.device is None else 0,
                     cut=cut,
                 )
                 for recompute in (False, True)
             ]
-            known[tiles, spills] = pair if pair[1].recomputed else pair[:1]
-        tried += known[tiles, spills]
-        layouts = [fitted for p in known[tiles, spills] if (fitted := _find_fitting(p, available)) is not None]
+            known[spills] = pair if pair[1].recomputed else pair[:1]
+        tried += ((planner, tiles) for planner in known[spills])
+        layouts = [fitted for p in known[spills] if (fitted := _find_fitting(p, available, tiles)) is not None]
         if layouts:
             layout = min(layouts, key=lambda fitted: fitted[0])[1]
             return packed_plan(flow, layout, budget, reserved), layout
-    planner, fitted = min(((p, p.least()) for p in tried), key=lambda pair: pair[1][0])
+    planner, fitted = min(((p, p.least(tiles)) for p, tiles in tried), key=lambda pair: pair[1][0])
     layout = _seconds_and_layout(planner, fitted[1:])[1]
     least = layout.peak + reserved
     raise BudgetTooSmall(
@@ -517,20 +521,22 @@ def _device_note(device: Device) -> str:
     )
 
 
-def _find_fitting(planner: Planner, available: int) -> tuple[float, MemoryLayout] | None:
+def _find_fitting(planner: Planner, available: int, tiles: bool) -> tuple[float, MemoryLayout] | None:
     """The seconds and the exact layout of the fastest segments that fit; None where none fit. The
     limit is lowered where an estimate of memory was too low."""
     libraries = LIBRARIES if planner.flow.device is None else 0
     limit = float(available - libraries)
-    for _ in range(8):
-        fastest = planner.search(limit)
+    for attempt in range(8):
+        fastest = planner.search(limit, tiles)
+        if fastest is None and not attempt:
+            return None  # all plans are estimated to take more
         if fastest is None:
             break
         exact = _seconds_and_layout(planner, fastest)
         if exact[1].peak <= available:
             return exact
         limit -= exact[1].peak - available
-    size, seconds, segments = planner.least()
+    size, seconds, segments = planner.least(tiles)
     exact = _seconds_and_layout(planner, (seconds, segments)) if size + libraries <= available else None
     return exact if exact is not None and exact[1].peak <= available else None
 

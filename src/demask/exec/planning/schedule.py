@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
@@ -308,11 +308,13 @@ def walk_bands(
     strip: Strip | None = None,
     columns: Mapping[fx.Node, Interval] | None = None,
     row_steps: int = 1,
+    sample: Callable[[int], Iterable[int]] = range,
 ) -> Iterator[Step]:
     """The steps of bands of `band` rows of the tallest target, down a strip or the full image.
 
     columns: of each value; None: the full width. row_steps: a row of the tallest target counts as so many: with more
-    than one, layers before it advance in steps in which no row of it is completed.
+    than one, layers before it advance in steps in which no row of it is completed. sample: the ascending numbers of
+    the steps to yield, for their count; default: all.
     """
     strip = strip or _full_strip(stage)
     ends = target_rows(stage)
@@ -323,15 +325,24 @@ def walk_bands(
     largest_lead = max((n * height / stage.flow.rows(v) for v, n in ahead.items()), default=0.0)
     start = math.ceil(largest_lead / band) * band if band < bottom - top else 0
     columns = columns or {v: (0, stage.flow.columns(v)) for v in _cut_values(stage)}
-    done, first_live = dict(strip.first), dict(strip.first)
-    for row in range(top + band - start, bottom + band, band):
+
+    def ends_after(row: int, done: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
         last = row >= bottom
         wanted = {
             v: strip.last[v] if last else min(strip.last[v], math.floor(row * n / height)) for v, n in ends.items()
         }
         for v, n in strip.due.items() if last else ():
             wanted[v] = max(n, wanted.get(v, 0))
-        end = _rows_after(stage, strip, wanted, done, row, height, ahead)
+        return _rows_after(stage, strip, wanted, done, row, height, ahead)
+
+    done = first_live = strip.first
+    rows, following = range(top + band - start, bottom + band, band), 0
+    for k in sample(len(rows)):
+        if k != following:  # the rows of the steps before it, without these steps
+            done = ends_after(rows[k - 1], strip.first)
+            first_live = _first_rows_read(stage, strip, done)
+        following = k + 1
+        end = ends_after(rows[k], done)
         keep = _first_rows_read(stage, strip, end)
         step = {v: LiveRows(first_live[v], done[v], end[v], keep[v], columns[v], strip.own[v]) for v in columns}
         for unit in stage.sinks:  # each row is counted by one worker

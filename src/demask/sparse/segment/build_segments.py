@@ -150,7 +150,7 @@ def segments_of(graph: fx.Graph) -> list[tuple[fx.Node, SegmentProgram]]:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """A layer of which weights are stored without zeros: its name, stored weights, all weights,
+    """A layer that stores a part of its weights, or all: its name, stored weights, all weights,
     multiplications per call, and the numbers in its bias."""
 
     name: str

@@ -63,7 +63,8 @@ def run_strips(
     def run_strip(executor: SegmentExecutor, strip: Strip) -> None:
         torch.set_num_threads(threads)
         with torch.no_grad():
-            executor.run(walk_bands(placed.stage, placed.segment.rows, strip), on_step)
+            steps = walk_bands(placed.stage, placed.segment.rows, strip, row_steps=placed.segment.row_steps)
+            executor.run(steps, on_step)
 
     # A worker's thread count is also that of threads that start later: restore it at the end.
     with set_threads(count), ThreadPoolExecutor(len(executors)) as pool:
