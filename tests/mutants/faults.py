@@ -332,6 +332,8 @@ WRITTEN = (
     fault("a-row-ahead-too-few", "exec/planning/schedule.py",
           "ahead = _rows_ahead(stage, ends, height, max(band, row_steps))",
           "ahead = {}", "device_plans"),
+    fault("a-sampled-step-after-skipped-ones", "exec/planning/schedule.py",
+          "if k != following:", "if False:", "device_plans"),
     fault("owner-read-again", "machine/arena.py",
           "over = (v for v in operands if last_reads[v] == k and may_overwrite(k, v))",
           "over = (v for v in operands if may_overwrite(k, v))", "stride_instructions", "arena"),

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from demask.errors import BadInput, BudgetTooSmall
 from demask.exec.analysis.flow import capture_at_sizes, flow_of
 from demask.exec.planning.plan_memory import lay_out, lay_out_checked
 from demask.exec.planning.planner import packed_plan
+from demask.exec.planning.schedule import walk_bands
 from demask.ops import TABLE
 from demask.traverse import Device, Plan, plan, tile
 from demask.traverse.execution.tiled_module import tiled
@@ -109,6 +111,27 @@ def test_a_row_of_a_deep_layer_in_several_steps() -> None:
     small = plan(model, (x,), device=row)
     assert small.peak <= row.bytes and small.recompute == 1.0
     assert Plan.from_dict(small.to_dict()) == small
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_sampled_steps_are_those_of_the_walk(steps) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList(nn.Conv2d(3, 3, 3, 2, 1) for _ in range(3))
+
+        def forward(self, x):
+            y = self.down[2](self.down[1](a := self.down[0](x)))
+            return F.interpolate(y, scale_factor=4.0, mode="bilinear") + a, y
+
+    flow = flow_of(capture_at_sizes(Net().eval(), (torch.randn(1, 3, 96, 16),)), TABLE)
+    stage = lay_out(flow, told(flow, BANDS, 1)).segments[0].stage
+    for band in (1, 4):
+        walk = list(walk_bands(stage, band, row_steps=steps))
+        half = len(walk) // 2
+        some = [0, 1, half, half + 1, len(walk) - 1]
+        sampled = walk_bands(stage, band, row_steps=steps, sample={len(walk): some}.__getitem__)
+        assert list(sampled) == [walk[k] for k in some]
 
 
 def test_a_row_in_no_step_is_refused() -> None:
