@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import demask
-from demask.errors import BadInput
+from demask.errors import BadInput, BudgetTooSmall
 from demask.exec.analysis.flow import capture_at_sizes, flow_of
 from demask.exec.axes import part
 from demask.exec.parts import can_write, uncut_operands, write_tile
@@ -259,8 +259,10 @@ def test_parts_are_within_the_budget() -> None:
     parts = plan(model, (x,), memory="64MiB")
     assert {segment.mode for segment in parts.segments} == {PARTS}
     assert parts.peak <= parts.budget
-    less = plan(model, (x,), memory=parts.peak - 1)
-    assert less.peak < parts.peak
+    with pytest.raises(BudgetTooSmall) as refused:
+        plan(model, (x,), memory="1MiB")
+    for memory in (parts.peak - 1, refused.value.least):
+        assert plan(model, (x,), memory=memory).peak <= memory
 
 
 @pytest.mark.usefixtures("only_parts")
