@@ -320,7 +320,7 @@ class Planner:
                 live += value_bytes(n)
         return live
 
-    def search(self, budget: float, tiles: bool = True) -> tuple[float, list[Segment]] | None:
+    def search(self, budget: float, tiles: bool) -> tuple[float, list[Segment]] | None:
         """The predicted seconds and the segments of the fastest plan within a budget of live bytes;
         None where none fits."""
         cuts = self.cuts()
@@ -333,7 +333,7 @@ class Planner:
                         best[high] = seconds, [*best[low][1], choice.segment]
         return best.get(len(self.calls))
 
-    def least(self, tiles: bool = True) -> tuple[float, float, list[Segment]]:
+    def least(self, tiles: bool) -> tuple[float, float, list[Segment]]:
         """The fewest live bytes, and the seconds and segments of that plan. The estimate of bytes
         may be some rows too low."""
         cuts = self.cuts()
@@ -419,7 +419,7 @@ def _forced_cuts(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
 
 
 def _sample_steps(stage: Stage, segment: Segment) -> list[Step]:
-    """Representative steps: two in the middle of bands, or a tile in the middle."""
+    """Representative steps: two in the middle of bands, more of bands of a part of a row, or a tile in the middle."""
     few = stage.flow.device is not None and segment.mode == BANDS and count_steps(stage, segment) <= FEW
 
     def sample(count: int) -> list[int]:
